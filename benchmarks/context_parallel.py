@@ -30,7 +30,7 @@ from evenload.attention.backends import select_backend
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -109,7 +109,7 @@ def run_rank(rank: int, directory: str, name: str, num_documents: int, repeats: 
     dist.init_process_group("gloo", init_method=f"file://{directory}/{name}", rank=rank, world_size=CP)
     variants = plans_of(name, num_documents)
     layout = next(iter(variants.values()))[0].layout
-    mesh = create_mesh(layout, torch.device("cpu"), timeout_s=300)
+    mesh = create_meshes([layout], torch.device("cpu"), timeout_s=300).start
     build = functools.partial(build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0)
     models = build_rank_models(model_config(), layout, 0, build)
     flatten_units(tuple(models.values()), dp=mesh.data_size)

@@ -29,7 +29,7 @@ from transformers import LlamaConfig
 from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.memory_kinds import bytes_by_kind
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.held_bytes import STORE_KINDS
@@ -155,7 +155,7 @@ def make_trainer(directory: str, *options: str) -> Trainer:
     """With groups of its own, because it prepares steps ahead on them."""
     config = load_train_config(Path(f"{directory}/config.toml"), [f"plan.options.{option}" for option in options])
     layout = layout_of(config, model_spec(config).num_layers)
-    return Trainer(config, create_mesh(layout, torch.device("cpu"), timeout_s=300))
+    return Trainer(config, create_meshes([layout], torch.device("cpu"), timeout_s=300).start)
 
 
 def summary(report: StepReport, trainer: Trainer) -> Found:

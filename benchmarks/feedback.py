@@ -32,7 +32,7 @@ from dp_merge import model_config
 from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coefficients import CostCoefficients
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
@@ -141,7 +141,7 @@ def run_rank(rank: int, directory: str, longest: int, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=DP)
     config = load_train_config(Path(f"{directory}/config.toml"), [])
-    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), timeout_s=300)
+    mesh = create_meshes([layout_of(config, model_spec(config).num_layers)], torch.device("cpu"), timeout_s=300).start
     trainer = Trainer(config, mesh)
     costs = calibrate(trainer.stages, trainer.model, mesh, longest, "cpu").coefficients
     if rank == SLOW_RANK:

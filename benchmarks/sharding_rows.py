@@ -29,7 +29,7 @@ from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coefficients import CostCoefficients
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -85,7 +85,7 @@ def run_rank(rank: int, directory: str, repeats: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=CP)
     layout = even_layout(LAYERS, cp=CP)
-    mesh = create_mesh(layout, torch.device("cpu"), timeout_s=300)
+    mesh = create_meshes([layout], torch.device("cpu"), timeout_s=300).start
     build = functools.partial(build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0)
     models = build_rank_models(model_config(), layout, 0, build)
     flatten_units(tuple(models.values()), dp=mesh.data_size)

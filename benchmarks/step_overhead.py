@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evenload.attention.backends import select_backend
-from evenload.runtime.comm.mesh import Mesh, create_mesh
+from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -240,7 +240,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _measure(quick: bool, layers: int) -> list[Row]:
-    mesh = create_mesh(even_layout(layers), torch.device("cpu"), timeout_s=60)
+    mesh = create_meshes([even_layout(layers)], torch.device("cpu"), timeout_s=60).start
     full, twin = (make_executor(mesh, width, layers) for width in (WIDTH, TWIN_WIDTH))
     rows = []
     for pack_tokens in PACK_TOKENS[:1] if quick else PACK_TOKENS:

@@ -14,7 +14,7 @@ from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.part_timings import part_seconds
-from evenload.runtime.comm.mesh import create_mesh, create_meshes
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
@@ -37,7 +37,7 @@ def tiny_stage(**changes):
 def _calibrated_on_a_rank():
     stage, model = tiny_stage()
     layout = even_layout(4)
-    mesh = create_mesh(layout, torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([layout], torch.device("cpu"), TIMEOUT_S).start
     with quick_calibration():
         return msgspec.json.encode(calibrate({mesh.pp_rank: stage}, model, mesh, 256, "this machine").coefficients)
 
@@ -62,11 +62,11 @@ def test_calibration_measures_a_real_stage(gloo_pool):
 
 
 def _links_of_a_rank(sizes):
-    return quick_links(create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S))
+    return quick_links(create_meshes([even_layout(4, **sizes)], torch.device("cpu"), TIMEOUT_S).start)
 
 
 def _beside_of_a_rank(sizes, what):
-    found = beside_compute(create_mesh(even_layout(2, **sizes), torch.device("cpu"), TIMEOUT_S), what)
+    found = beside_compute(create_meshes([even_layout(2, **sizes)], torch.device("cpu"), TIMEOUT_S).start, what)
     return None if found is None else (found.stretch, found.slowdown)
 
 

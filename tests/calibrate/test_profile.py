@@ -11,7 +11,7 @@ from evenload.calibrate.partial_file import PartialProfile, partial_path, read_p
 from evenload.calibrate.profile import MIN_PASSES, ProfileTask, profile
 from evenload.cost.activation import POLICIES, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
@@ -29,7 +29,7 @@ class _StoppedError(Exception):
 def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
     """A profile of a tiny model on this rank, as JSON; ends by an exception after so many passes."""
     layout = even_layout(4, **sizes)
-    mesh = create_mesh(layout, torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([layout], torch.device("cpu"), TIMEOUT_S).start
     config = tiny_config(kind, **settings)
     build = functools.partial(
         build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0, tp_rank=mesh.tp_rank

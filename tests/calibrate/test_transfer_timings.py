@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from evenload.calibrate.link_timings import GRID_BYTES, QUICK_BYTES, link_from, median_link, transfers_of
 from evenload.cost.profile_record import TransferCurve
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
@@ -55,7 +55,7 @@ def test_a_link_that_nobody_used_is_not_known():
 
 
 def _kinds_of_a_rank(sizes):
-    mesh = create_mesh(even_layout(4, **sizes), torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([even_layout(4, **sizes)], torch.device("cpu"), TIMEOUT_S).start
     found = []
     for work in transfers_of(mesh, all_groups=True):
         work.call(1024)()

@@ -14,7 +14,7 @@ from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.rounds import Sample, whole
 from evenload.calibrate.yardstick import Yardstick, can_tell_drift
 from evenload.cost.coefficients import MeasuredOn, MeasuredPack
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 
@@ -29,7 +29,7 @@ COSTS = msgspec.structs.replace(sample_coefficients(), source="calibrated", meas
 
 def _drift_of_a_rank(factors):
     """Packs take by turns so many times what they took when costs were measured, on each of a stage's two layers."""
-    mesh = create_mesh(even_layout(3, pp=2), torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([even_layout(3, pp=2)], torch.device("cpu"), TIMEOUT_S).start
     stage = SimpleNamespace(model=SimpleNamespace(layers=range(2)), device=mesh.device)
     one = Yardstick(stage, COSTS, mesh)
     for factor in factors[mesh.rank]:

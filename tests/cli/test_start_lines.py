@@ -42,7 +42,7 @@ def test_a_run_says_when_gradients_are_summed():
     assert "over up to 4 ranks (by layout, in those with replicas)" in reduction_line([1, 4], None)
     assert reduction_line([1, 1], None) == ""
     costly = reduction_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
-    assert "4 ranks after the last backward: beside it a sum lasts 2.50 times as long as alone" in costly
+    assert "4 ranks after the last backward: beside it sums last 2.50 times as long as alone" in costly
 
 
 def test_a_run_says_when_weights_are_gathered():
@@ -50,8 +50,8 @@ def test_a_run_says_when_weights_are_gathered():
     assert gather_line([4], None).endswith("before the next step (train.overlap_gather = false, or plan.feedback)")
     beside = gather_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
     assert "from 4 ranks unit by unit beside the next step's first packs" in beside
-    assert "1.50 times as long as alone and to keep computing from 25%" in beside
-    assert "beside its packs a gather lasts 2.50 times" in gather_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
+    assert "1.50 times as long as alone and keep computing from 25%" in beside
+    assert "beside its packs gathers last 2.50 times" in gather_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
 
 
 def test_a_run_says_how_keys_and_values_travel():
@@ -64,7 +64,7 @@ def test_a_run_says_how_keys_and_values_travel():
     assert "in parts where that pays" in beside
     assert "1.50 times" in beside
     costly = context_line(2, "all_gather", BesideCompute(stretch=2.5, slowdown=0.9), is_priced=True)
-    assert "in one part: beside attention they take 2.50 times as long as alone" in costly
+    assert "in one part: beside attention they last 2.50 times as long as alone" in costly
     unknown = context_line(2, "all_gather", BesideCompute(), is_priced=False)
     assert "in one part: the costs do not say what several cost" in unknown
 

@@ -16,7 +16,7 @@ from dist_training import train_steps
 from evenload.calibrate.calibrate import calibrate
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
@@ -151,7 +151,7 @@ def refusal(config_file: str, overrides: list[str]) -> str:
 
 def make_trainer(config_file: str, overrides: list[str]):
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([layout_of(config, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S).start
     return Trainer(config, mesh), mesh
 
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from evenload.runtime.comm.mesh import ChannelMode, create_mesh
+from evenload.runtime.comm.mesh import ChannelMode, create_meshes
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 
 
 def transfers(sizes: dict, channels: ChannelMode = "directed") -> int:
-    mesh = create_mesh(even_layout(8, **sizes), torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels)
+    mesh = create_meshes([even_layout(8, **sizes)], torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels).start
     return warm_up(mesh)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import ReductionTrace
 from evenload.runtime.optim.weight_gathers import GatherTrace
@@ -31,7 +31,7 @@ GATHERS = {(0, 0): (-0.5, 0.75), (1, 0): (-0.25, 0.5), (0, 1): (-1.0, 0.25), (1,
 
 
 def _gathered(traces):
-    mesh = create_mesh(LAYOUT, torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([LAYOUT], torch.device("cpu"), TIMEOUT_S).start
     place, zero_s = (mesh.dp_rank, mesh.pp_rank), ZERO_S[mesh.rank]
     packs, sums, gather = (np.array(one[place]) + zero_s for one in traces)
     none = np.zeros(0)

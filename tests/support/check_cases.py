@@ -17,7 +17,7 @@ from evenload.check.smaller_run import checked_scope
 from evenload.check.step_runner import StepRunner
 from evenload.check.verdict import Verdict
 from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.runtime.comm.mesh import Mesh, create_mesh
+from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.optim.data_parallel import GradientReduction
@@ -56,7 +56,7 @@ def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh
     directory = Path(config_file).parent / "check"
     directory.mkdir(exist_ok=True)
     smaller = checked_scope(config, directory).config
-    mesh = create_mesh(layout_of(smaller, model_spec(smaller).num_layers), torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([layout_of(smaller, model_spec(smaller).num_layers)], torch.device("cpu"), TIMEOUT_S).start
     return smaller, mesh
 
 

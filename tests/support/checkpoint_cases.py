@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dist_training import COSTS
 from evenload.errors import CheckpointError, ConfigError, DataError
 from evenload.runtime.checkpoint.checkpoint import load_checkpoint, run_tensors
-from evenload.runtime.comm.mesh import Mesh, create_mesh
+from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer
@@ -19,7 +19,7 @@ from gloo_pool import TIMEOUT_S
 
 def make_trainer(config_file: str, overrides: list[str]) -> tuple[Trainer, Mesh]:
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([layout_of(config, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S).start
     return Trainer(config, mesh), mesh
 
 

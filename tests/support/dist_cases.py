@@ -11,7 +11,7 @@ import torch
 
 from evenload.attention.backends import select_backend
 from evenload.runtime.comm.collectives import all_gather_single
-from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_mesh
+from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.executor import WHOLE, Executor, RankRun, Weights
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
@@ -64,13 +64,13 @@ def gradients_of_plans(
         decoded = [decode_plan(data) for data in plans]
         if staged_on is not None:
             register_staged()
-        mesh = create_mesh(
-            decoded[0].layout,
+        mesh = create_meshes(
+            [decoded[0].layout],
             torch.device(staged_on or "cpu"),
             timeout_s=TIMEOUT_S,
             channels=channels,
             backend=staged_on and NAME,
-        )
+        ).start
         rank = RankUnderTest(mesh, kind, changes, dtype)
         weights = rank.weights()
         results = []
@@ -184,7 +184,7 @@ class RankUnderTest:
 def run_prepared_without_simulator(plan: bytes, batch: dict, channels: ChannelMode) -> tuple[str, float, float]:
     """What preparing the step says while nobody may simulate, its loss when it runs meanwhile, and its loss else."""
     decoded = decode_plan(plan)
-    mesh = create_mesh(decoded.layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels)
+    mesh = create_meshes([decoded.layout], torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels).start
     rank = RankUnderTest(mesh, "llama", {}, torch.float64)
     tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
     prepared = prepare_step(decoded, tokens, mesh)

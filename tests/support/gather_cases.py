@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.optim.parameter_units import FlatBuffer
@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 def train_and_keep(config_file: str, overrides: list[str], stop_after: int) -> Trained:
     """Train without resuming."""
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_mesh(layout_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([layout_of(config, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S).start
     trainer, losses, told, beside = Trainer(config, mesh), [], [], 0
     for report in trainer.train(COSTS, 2**34, stop_after):
         beside += bool(trainer.state.optimizer.gathers._last)
@@ -51,7 +51,7 @@ def train_and_keep(config_file: str, overrides: list[str], stop_after: int) -> T
 def one_unit_after_the_other(num_units: int) -> list[list[float]]:
     """On two ranks: the second lets a unit's gather begin when the first has read all units before it. The values of
     every unit as the first read them."""
-    mesh = create_mesh(even_layout(1, dp=2), torch.device("cpu"), TIMEOUT_S)
+    mesh = create_meshes([even_layout(1, dp=2)], torch.device("cpu"), TIMEOUT_S).start
     buffers = []
     for unit in range(num_units):
         values = torch.full((4,), float("nan"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dist_training import COSTS
 from evenload.errors import EvenloadError
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.stage import PipelineStage
@@ -54,7 +54,7 @@ def run_rank(
         # The first steps go well, so that everything is under way.
         setattr(owner, name, _lose(getattr(owner, name), os.getpid(), how, calls_before=4))
     try:
-        mesh = create_mesh(layout, torch.device("cpu"), timeout_s, signs=signs)
+        mesh = create_meshes([layout], torch.device("cpu"), timeout_s, signs=signs).start
         for _ in Trainer(config, mesh).train(COSTS, 2**34):
             pass
         outcome = "the run ended as if nothing had happened"

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
 from dist_cases import RankUnderTest, StoredBytes
-from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_mesh
+from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.types.plan import decode_plan
@@ -94,9 +94,9 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
     results = []
     for task, plan, twice in zip(tasks, plans, in_bf16, strict=True):
         if task.channels not in meshes:
-            meshes[task.channels] = create_mesh(
-                plan.layout, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=task.channels
-            )
+            meshes[task.channels] = create_meshes(
+                [plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S, channels=task.channels
+            ).start
         mesh = meshes[task.channels]
         case, batch = task.case, task.case.batch()
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dist_cases import RankUnderTest
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.prepare import prepare_step
 from evenload.types.plan import decode_plan
@@ -36,7 +36,7 @@ def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[
     found = []
     for encoded in plans:
         plan = decode_plan(encoded)
-        mesh = create_mesh(plan.layout, torch.device("cpu"), timeout_s=TIMEOUT_S)
+        mesh = create_meshes([plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S).start
         rank = RankUnderTest(mesh, kind, changes, torch.float64)
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
         step = prepare_step(plan, tokens, mesh)

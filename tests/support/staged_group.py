@@ -1,8 +1,8 @@
 """A transport for several ranks on one device: what they send goes through host memory and gloo.
 
 NCCL refuses two ranks on a GPU, so on a machine with one GPU nothing that ranks do together could be run there. These
-groups take the place of NCCL's (`create_mesh(..., backend="staged")`): a transfer copies to the host, and whoever waits
-for it copies what came to the device. Both stop the host, so nothing overlaps; results are as of any other transport.
+groups take the place of NCCL's (`create_meshes(..., backend="staged")`): a transfer copies to the host, and whoever
+waits for it copies what came to the device. Both stop the host, so nothing overlaps; results are as of any other one.
 
 A process group in Python has to answer what `torch.distributed`'s functions call, which torch 2.13 calls by other names
 than 2.11 and 2.12.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dist_cases import RankUnderTest
-from evenload.runtime.comm.mesh import create_mesh
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
@@ -20,7 +20,7 @@ TOKENS = 24
 def hidden_transfers_by_action(num_layers: int, first_rows: int = 0) -> dict[str, float]:
     """F, B, I, W -> transfers a layer, in units of all rows' hidden states; of a pack in halves where it has first
     rows."""
-    mesh = create_mesh(even_layout(num_layers, tp=2), torch.device("cpu"), timeout_s=TIMEOUT_S)
+    mesh = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S).start
     rank = RankUnderTest(mesh, "llama", {}, torch.float64)
     (stage,) = rank.stages.values()
     group = mesh.tensor

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenload.bench.recorded import RecordedBatch, recorded_batch
@@ -33,6 +31,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.held_bytes import STORE_KINDS
@@ -132,8 +131,7 @@ def run_interleaved(
         if report is None or turn == 0:
             continue
         measured.setdefault((name, batch), _Measured()).reports.append(report)
-    waited_share = torch.tensor(waits.share())
-    dist.all_reduce(waited_share, dist.ReduceOp.MAX, group=trainer.mesh.control)
+    waited_share = most_of_ranks(waits.share(), trainer.mesh)
     drift = None if yardstick is None else yardstick.drift()
     if trainer.mesh.rank != 0:
         return None
@@ -151,7 +149,7 @@ def run_interleaved(
     return Interleaved(
         runs=runs,
         left_out=tuple(left_out),
-        load=MachineLoad(demand=demand, waited_share=float(waited_share), drift=drift),
+        load=MachineLoad(demand=demand, waited_share=waited_share, drift=drift),
         batches=tuple(recorded_batch(step.plan) for step in first),
         typical={
             name: tuple(measured[name, batch].typical() for batch in range(len(steps)))

@@ -3,13 +3,13 @@
 import time
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from evenload.calibrate.pack_clock import PackClock
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Packs, longest_of, num_tokens_of, round_flops, time_round
 from evenload.cost.activation import activation_bytes_per_token, kv_bytes_per_token
 from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.model import ModelSpec
 
@@ -48,9 +48,7 @@ def choose_rounds(
         for _ in time_round(stage, packs, PackClock(stage.device)):
             pass
         # All ranks decide alike, by the slowest.
-        took = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=mesh.control)
-        last_s, last_flops = float(took), flops
+        last_s, last_flops = most_of_ranks(time.perf_counter() - start_s, mesh), flops
         spent_s += last_s
         chosen.append(index)
     return sorted(chosen)

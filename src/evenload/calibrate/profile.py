@@ -22,7 +22,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of, pass_timings
@@ -42,6 +41,7 @@ from evenload.calibrate.rounds import GRID
 from evenload.cost.coefficients import BESIDE, CostCoefficients
 from evenload.cost.profile_record import Profile, TimedPack, digest_of
 from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
@@ -191,9 +191,7 @@ def _begin(
 def _is_over(found: PartialProfile, task: ProfileTask, mesh: Mesh) -> bool:
     """No time for another pass on one of the ranks."""
     pass_s = found.seconds / (len(found.passes) + 1)
-    is_over = torch.tensor([float(found.seconds + pass_s > task.budget_s)])
-    dist.all_reduce(is_over, op=dist.ReduceOp.MAX, group=mesh.control)
-    return bool(is_over)
+    return bool(most_of_ranks(found.seconds + pass_s > task.budget_s, mesh))
 
 
 def _expected_passes(found: PartialProfile, task: ProfileTask) -> int:

@@ -28,6 +28,11 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
+def _beside(beside: BesideCompute | BesideHalves, *, keeps: str = "keep computing") -> str:
+    """What transfers and compute cost each other, after "they"."""
+    return f"last {beside.stretch:.2f} times as long as alone and {keeps} from {beside.slowdown:.0%} of that time"
+
+
 def reduction_line(copies: Collection[int], beside: BesideCompute | None) -> str:
     """When gradients are summed, over so many ranks in each layout of the run; "" where each rank has its weights alone
     in all of them."""
@@ -37,14 +42,8 @@ def reduction_line(copies: Collection[int], beside: BesideCompute | None) -> str
     if beside is None:
         return f"{over} after the last backward (train.overlap_reduction = false, or plan.feedback)"
     if not beside.pays:
-        return (
-            f"{over} after the last backward: beside it a sum lasts {beside.stretch:.2f} times as long as alone and "
-            f"keeps computing from {beside.slowdown:.0%} of that time, as measured"
-        )
-    return (
-        f"{over} unit by unit beside the last backward, where a sum is taken to last {beside.stretch:.2f} times as "
-        f"long as alone and to keep computing from {beside.slowdown:.0%} of that time"
-    )
+        return f"{over} after the last backward: beside it sums {_beside(beside)}, as measured"
+    return f"{over} unit by unit beside the last backward, where sums are taken to {_beside(beside)}"
 
 
 def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
@@ -55,14 +54,8 @@ def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
     if beside is None:
         return f"{over} before the next step (train.overlap_gather = false, or plan.feedback)"
     if not beside.pays:
-        return (
-            f"{over} before the next step: beside its packs a gather lasts {beside.stretch:.2f} times as long as alone "
-            f"and keeps computing from {beside.slowdown:.0%} of that time, as measured"
-        )
-    return (
-        f"{over} unit by unit beside the next step's first packs, where a gather is taken to last {beside.stretch:.2f} "
-        f"times as long as alone and to keep computing from {beside.slowdown:.0%} of that time"
-    )
+        return f"{over} before the next step: beside its packs gathers {_beside(beside)}, as measured"
+    return f"{over} unit by unit beside the next step's first packs, where gathers are taken to {_beside(beside)}"
 
 
 def context_line(largest_group: int, exchange: str, beside: BesideCompute | None, *, is_priced: bool) -> str:
@@ -82,14 +75,10 @@ def context_line(largest_group: int, exchange: str, beside: BesideCompute | None
     if not is_priced:
         return f"{whole}: the costs do not say what several cost; train.recalibrate = true measures it"
     if not beside.pays:
-        return (
-            f"{whole}: beside attention they take {beside.stretch:.2f} times as long as alone and keep it from "
-            f"{beside.slowdown:.0%} of that time, as measured"
-        )
+        return f"{whole}: beside attention they {_beside(beside, keeps='keep it')}, as measured"
     return (
         "keys and values of shared documents travel in parts where that pays, beside attention of the parts before; "
-        f"taken to last {beside.stretch:.2f} times as long as alone and to keep it from {beside.slowdown:.0%} of that "
-        "time"
+        f"they are taken to {_beside(beside, keeps='keep it')}"
     )
 
 
@@ -99,12 +88,12 @@ def halves_line(tp: int, beside: BesideHalves | None) -> str:
         return ""
     if beside is None:
         return "tensor-parallel transfers: nothing hides them (train.overlap_tensor = false)"
-    measured = f"last {beside.stretch:.2f} times as long as alone and keep computing from {beside.slowdown:.0%} of that"
     if not beside.pays:
-        return f"tensor-parallel transfers: nothing hides them, because beside compute they {measured}, as measured"
+        cost = _beside(beside)
+        return f"tensor-parallel transfers: nothing hides them, because beside compute they {cost}, as measured"
     return (
         "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
-        f"taken to {measured}, and the turns of a layer to take {1e3 * beside.turns_s:.2f} ms"
+        f"taken to {_beside(beside)}, and the turns of a layer to take {1e3 * beside.turns_s:.2f} ms"
     )
 
 

@@ -24,6 +24,7 @@ from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.membership import Membership
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
+from evenload.runtime.comm.scalars import least_of_ranks
 from evenload.runtime.comm.warm_up import warm_up
 from evenload.runtime.config.machine_memory import process_memory_bytes
 from evenload.runtime.config.run_config import RunConfig
@@ -261,9 +262,7 @@ def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
 def least_of_all(num_bytes: int, mesh: Mesh) -> int:
     """What the rank with least has: plans are for all ranks, and those of machines with less memory have to hold them,
     too. Collective."""
-    least = torch.tensor([num_bytes], dtype=torch.int64)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.control)
-    return int(least)
+    return int(least_of_ranks(num_bytes, mesh))
 
 
 def memory_for_rank(device: torch.device, local_world: int) -> int:

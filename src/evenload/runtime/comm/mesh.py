@@ -192,22 +192,6 @@ class _Shared:
     ranks_per_machine: int
 
 
-def create_mesh(
-    layout: ParallelLayout,
-    device: torch.device,
-    timeout_s: float,
-    saving_timeout_s: float | None = None,
-    signs: dist.Store | None = None,  # type: ignore[reportPrivateImportUsage]
-    channels: ChannelMode = "directed",
-    ranks_per_machine: int | None = None,
-    backend: str | None = None,
-) -> Mesh:
-    """`create_meshes` of a run that has one layout."""
-    return create_meshes(
-        [layout], device, timeout_s, saving_timeout_s, signs, channels, ranks_per_machine, backend
-    ).start
-
-
 def create_meshes(
     layouts: Sequence[ParallelLayout],
     device: torch.device,

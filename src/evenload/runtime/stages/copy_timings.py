@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from evenload.cost.copy_spec import CopySpec
 from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.stages.live_pieces import LivePiece
 from evenload.runtime.stages.sparse_memory import SparseMemory, touch
 from evenload.runtime.stages.twin_memory import WEIGHTS, TwinMemory
@@ -140,6 +141,4 @@ def _slowest_s(work: Callable[[], object], mesh: Mesh, scratch: torch.Tensor, *,
         matrix = torch.ones(_COMPUTED, _COMPUTED)
         while time.perf_counter() < done_s + max(_TRAINED_ON_S, done_s - from_s):
             torch.mm(matrix, matrix)
-    took_s = torch.tensor([done_s - from_s], dtype=torch.float64)
-    dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=mesh.control)
-    return float(took_s)
+    return most_of_ranks(done_s - from_s, mesh)

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenload.data.batch.loader import GlobalBatchLoader
@@ -31,6 +29,7 @@ from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.comm.mesh import Mesh, Meshes
+from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.config.validation_config import validation_data
@@ -208,10 +207,8 @@ class _BatchLosses:
 
 def _agreed(stop_signal: int, mesh: Mesh) -> int:
     """The largest signal of any rank. Collective."""
-    told = torch.tensor([stop_signal])
     with mesh.watch.waiting("whether to stop validating"):
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.control)
-    return int(told)
+        return int(most_of_ranks(stop_signal, mesh))
 
 
 def _sources_of(data: DataConfig) -> tuple[str, ...]:
