@@ -4,6 +4,7 @@ import torch
 from evenload.cli.run_lines import (
     context_line,
     data_line,
+    data_sheet_line,
     first_plan_line,
     gather_line,
     halves_line,
@@ -43,6 +44,11 @@ def test_a_run_says_when_gradients_are_summed():
     assert reduction_line([1, 1], None) == ""
     costly = reduction_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
     assert "4 ranks after the last backward: beside it sums last 2.50 times as long as alone" in costly
+
+
+def test_a_run_says_that_a_gpu_is_not_known():
+    assert data_sheet_line("NVIDIA H100 PCIe") == ""
+    assert "the peak of NVIDIA H100 64GB HBM2 is not known here" in data_sheet_line("NVIDIA H100 64GB HBM2")
 
 
 def test_a_run_says_when_weights_are_gathered():

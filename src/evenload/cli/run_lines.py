@@ -15,6 +15,7 @@ from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
 from evenload.report.units import format_seconds
+from evenload.types.data_sheets import data_sheet_flops_per_s
 from evenload.types.plan import StepPlan
 
 _NUM_STEPS = 3
@@ -95,6 +96,13 @@ def halves_line(tp: int, beside: BesideHalves | None) -> str:
         "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
         f"taken to {_beside(beside)}, and the turns of a layer to take {1e3 * beside.turns_s:.2f} ms"
     )
+
+
+def data_sheet_line(device: str) -> str:
+    """That nothing is known of a GPU's peak; "" where it is."""
+    if data_sheet_flops_per_s(device) is not None:
+        return ""
+    return f"mfu_of_data_sheet stays empty: the peak of {device} is not known here; mfu is of the measured peak"
 
 
 def _over(copies: Collection[int]) -> str:

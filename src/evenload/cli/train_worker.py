@@ -17,6 +17,7 @@ from evenload.cli.run_files import RunWriter
 from evenload.cli.run_lines import (
     context_line,
     data_line,
+    data_sheet_line,
     first_plan_line,
     gather_line,
     halves_line,
@@ -356,6 +357,8 @@ def _show_start(
     if config.train.deterministic and mesh.device.type == "cuda":
         times = deterministic_price(next(iter(trainer.stages.values())), model, mesh.layout.tp)
         console.print(f"deterministic kernels: attention's backward takes {times:.2f} times as long", soft_wrap=True)
+    if mesh.device.type == "cuda" and model.bytes_per_element == 2 and (unknown := data_sheet_line(costs.device)):
+        console.print(unknown, soft_wrap=True, markup=False)
     layout = trainer.mesh.layout
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)

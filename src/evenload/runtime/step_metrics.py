@@ -30,7 +30,7 @@ from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import ReductionTrace
 from evenload.runtime.optim.weight_gathers import GatherTrace
 from evenload.runtime.stages.live_stages import Switch
-from evenload.types.cluster_catalog import data_sheet_flops_per_s
+from evenload.types.data_sheets import data_sheet_flops_per_s
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.model import ModelSpec
 from evenload.types.pack_times import pack_times, replica_imbalance

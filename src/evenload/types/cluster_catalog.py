@@ -141,22 +141,6 @@ BUILT_IN = tuple(_DEVICES)
 """Devices of the built-in clusters, to be followed by x and how many."""
 
 
-# By what torch calls a GPU ("NVIDIA H100 80GB HBM3"), more special names first. PCIe and NVL are other chips' worth.
-_DATA_SHEETS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-}
-
-
-def data_sheet_flops_per_s(device: str) -> float | None:
-    """Dense bf16 peak that NVIDIA's data sheet gives for a GPU, by torch's name of it; None of others."""
-    return next((peak for name, peak in _DATA_SHEETS.items() if re.search(rf"\b{name}\b", device)), None)
-
-
 def cluster_from(name_or_path: str) -> ClusterSpec:
     """A built-in cluster or one described by a TOML file.
 
