@@ -3,8 +3,9 @@
 Two CPU processes of one thread each train the same global batch of a Llama of 4 layers with 8 key heads, with
 `train.overlap_context` on and off by turns, in one run of one set of processes, at learning rate 0: once as context
 ranks (`cp = 2`), once as replicas that share documents (`dp = 2`, DP-Merge). Costs, also what transfers and compute
-cost each other, are those that a run measures at its start, just before. Parts are as the planner chooses them; where
-it measures that they do not pay, it would choose one, and so is told that compute loses nothing.
+cost each other, are those that a run measures at its start, just before. Parts are as the planner chooses them when it
+is told that a part costs nothing, and, where they are measured not to pay, that compute loses nothing; with what is
+measured here it would often choose one.
 
     time          step time with parts, over that without; median of ratios of neighbouring steps
     hidden        of the seconds in which keys and values travel, those in which no rank waits for them: as the ranks
@@ -59,9 +60,14 @@ def run_rank(rank: int, directory: str, rounds: int, settings: list[str]) -> Non
         beside = bench.costs.context_beside
         assert beside is not None
         asked = beside if beside.pays else BesideCompute(stretch=beside.stretch, slowdown=0.0)
+        free = {
+            way: msgspec.structs.replace(getattr(bench.costs, way), context_part_s=0.0)
+            for way in ("forward", "backward")
+        }
+        told = {"whole": {"context_beside": None}, "parts": {"context_beside": asked} | free}
         steps = {
-            name: (bench.config, bench.planned_step(msgspec.structs.replace(bench.costs, context_beside=one)))
-            for name, one in (("whole", None), ("parts", asked))
+            name: (bench.config, bench.planned_step(msgspec.structs.replace(bench.costs, **changes)))
+            for name, changes in told.items()
         }
         found = bench.by_turns(steps, rounds, bench.costs, KEYS)
         if rank == 0:
