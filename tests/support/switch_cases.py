@@ -17,11 +17,13 @@ from evenload.errors import InvalidPlanError
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.reconfiguration.moves import moved_bytes, plan_moves
 from evenload.runtime.checkpoint.checkpoint import run_tensors
-from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import model_spec
+from evenload.runtime.optim.optimizer import ShardedOptimizer
+from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, split_layout
@@ -163,12 +165,17 @@ def scripted_trainer(config_file: str, overrides: list[str], ranks_per_machine: 
 
 def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
     """Weights and optimizer state by name, joined from all ranks, whose copies are the same to the bit. Collective."""
+    return whole_tensors(trainer.state.buffers, trainer.state.optimizer, trainer.mesh)
+
+
+def whole_tensors(buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> dict[str, np.ndarray]:
+    """As `whole_state`."""
     mine = {
         name: (tensor.shape, [(piece.offsets, as_numpy(piece.local)) for piece in tensor.pieces])
-        for name, tensor in run_tensors(trainer.state.buffers, trainer.state.optimizer, trainer.mesh).items()
+        for name, tensor in run_tensors(buffers, optimizer, mesh).items()
     }
-    everyone: list[dict] = [{}] * trainer.mesh.num_ranks
-    dist.all_gather_object(everyone, mine, group=trainer.mesh.control)
+    everyone: list[dict] = [{}] * mesh.num_ranks
+    dist.all_gather_object(everyone, mine, group=mesh.control)
     whole: dict[str, np.ndarray] = {}
     known: dict[str, np.ndarray] = {}
     for name, (shape, pieces) in ((name, held) for one in everyone for name, held in one.items()):

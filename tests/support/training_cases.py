@@ -1,5 +1,6 @@
 """A short training run, as a configuration file and as plain transformers and AdamW."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,20 +58,66 @@ def write_training_config(directory: Path, sources: Path, data: str = "", num_la
     return file
 
 
-def plain_losses(config: TrainConfig, after_step: Callable[[nn.Module], None] = lambda model: None) -> list[float]:
-    """The same batches by transformers and torch.optim, nothing of ours but the reader.
+def plain_losses(
+    config: TrainConfig,
+    after_step: Callable[[nn.Module], None] = lambda model: None,
+    precision: torch.dtype = torch.float64,
+) -> list[float]:
+    """The same batches by transformers and torch.optim, nothing of ours but the reader and the first weights.
 
     Args:
-        after_step: told the model after every update.
+        after_step: told the model after every update; in bfloat16 its fp32 master weights.
+        precision: of the model; bfloat16 has fp32 gradients and fp32 master weights.
     """
+    model = plain_model(config, precision)
+    kept = copy.deepcopy(model).float() if precision == torch.bfloat16 else model
+    o, optimizers = config.optimizer, plain_optimizers(kept, config)
+    loader, losses = GlobalBatchLoader(config.data), []
+    for step in range(config.train.steps):
+        batch = loader.next_batch()
+        assert batch is not None
+        kept.zero_grad()
+        total = 0.0
+        for doc_id, tokens in batch.tokens.items():
+            labels = torch.from_numpy(batch.tokens.labels_of(doc_id)[1:]).long()
+            logits = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1]
+            logits = logits.float() if precision == torch.bfloat16 else logits
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / batch.num_label_tokens
+            loss.backward()
+            total += loss.item()
+            if kept is not model:
+                _add_gradients(model, kept)
+        nn.utils.clip_grad_norm_(kept.parameters(), o.clip_norm)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = o.rate(step, config.train.steps)
+            optimizer.step()
+        if kept is not model:
+            model.load_state_dict(kept.state_dict())
+        after_step(kept)
+        losses.append(total)
+    return losses
+
+
+def plain_model(config: TrainConfig, precision: torch.dtype) -> nn.Module:
+    """transformers' model with the weights that a run begins with, whose own precision they have, in another one."""
     hf = load_config(config.model.path)
+    own = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float64
     ours = build_stage_model(
-        hf, layers=(0, hf.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=0
+        hf, layers=(0, hf.num_hidden_layers), dtype=own, device=torch.device("cpu"), weights=None, seed=0
     )
     weights = {n: p.detach() for named in ours.unit_parameters() for n, p in named}
     hf._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
+    if precision == torch.bfloat16:  # `to` would round the frequencies of positions, too
+        model = AutoModelForCausalLM.from_config(hf, dtype=precision)
+    else:
+        model = AutoModelForCausalLM.from_config(hf).to(precision)
     model.load_state_dict(weights, strict=False)
+    return model
+
+
+def plain_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """torch's AdamW, and its Muon for matrices of layers where the run has that."""
     o = config.optimizer
     of_muon = [p for p in model.model.layers.parameters() if p.ndim == 2 and o.name == "muon"]
     taken = {id(p) for p in of_muon}
@@ -80,26 +127,14 @@ def plain_losses(config: TrainConfig, after_step: Callable[[nn.Module], None] = 
         [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}],
         betas=(o.beta1, o.beta2), eps=o.eps, fused=True,
     )  # fmt: skip
-    optimizers: list[torch.optim.Optimizer] = [adamw]
-    if of_muon:
-        settings = {"weight_decay": o.weight_decay, "momentum": o.momentum, "adjust_lr_fn": "match_rms_adamw"}
-        optimizers.append(torch.optim.Muon(of_muon, **settings))
-    loader, losses = GlobalBatchLoader(config.data), []
-    for step in range(config.train.steps):
-        batch = loader.next_batch()
-        assert batch is not None
-        total = torch.zeros((), dtype=torch.float64)
-        for doc_id, tokens in batch.tokens.items():
-            labels = torch.from_numpy(batch.tokens.labels_of(doc_id)[1:]).long()
-            logits = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1]
-            total = total + nn.functional.cross_entropy(logits, labels, reduction="sum") / batch.num_label_tokens
-        model.zero_grad()
-        total.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = o.rate(step, config.train.steps)
-            optimizer.step()
-        after_step(model)
-        losses.append(total.item())
-    return losses
+    if not of_muon:
+        return [adamw]
+    settings = {"weight_decay": o.weight_decay, "momentum": o.momentum, "adjust_lr_fn": "match_rms_adamw"}
+    return [adamw, torch.optim.Muon(of_muon, **settings)]
+
+
+def _add_gradients(model: nn.Module, kept: nn.Module) -> None:
+    for parameter, master in zip(model.parameters(), kept.parameters(), strict=True):
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad + gradient
+        parameter.grad = None
