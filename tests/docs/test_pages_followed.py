@@ -1,120 +1,73 @@
-"""What a reader types from the pages: files that load, commands that parse, Python that runs; whole recipes.
+"""What a reader types from the pages runs: every shell line and Python block, but those that say why they cannot.
 
-Whole recipes start training processes, so they run under `make test-docs` and `make test-thorough`; every run parses
-each command of every page (but those that leave something out, "...") and reads each configuration of a recipe.
+In every run the pages' recipes are followed with less data and fewer steps (`page_sizes.SMALLER`): README's by a shell
+and processes of its own, the others by this process and ranks that have imported everything. `make test-docs` follows
+those whose files are all on the page as they stand, in processes of their own.
 """
 
-import re
-import subprocess
-import sys
-import textwrap
+import runpy
 from pathlib import Path
 
 import pytest
-import typer
-import yaml
+import torch
 
-from evenload.cli.main import app
-from evenload.runtime.config.train_config import load_train_config
-from page_blocks import ROOT, blocks_of, commands_in, follow, reader_in
+from evenload.cli.main import main
+from page_blocks import FOLLOWED, ROOT, Reader, ReaderHere, blocks_of, follow, name_of, reader_in
+from page_sizes import OWN_SIZE, prepare, smaller
+from quick_calibration import quick_calibration
+from quick_commands import quick_commands
+from rank_server import rank_context
 from sweeps import thorough
 
-RECIPES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
-PAGES = [ROOT / "CONTRIBUTING.md", *RECIPES]
-PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in PAGES]
-_STARTS = re.compile(r"^(?:evenload|.*-m evenload(?:\.cli\.main)?) (?P<arguments>[a-z]+ .*)$")
 
-
-def typed(page):
-    """Commands of a page: in `sh` and `console` blocks, and lines set off by four spaces."""
-    text = page.read_text(encoding="utf-8")
-    for block in blocks_of(page):
-        if block.language in ("sh", "console"):
-            yield from commands_in(block.text)
-    shown = re.findall(r"(?:^    (?! ).*\n(?:^     .*\n)*)+", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
-    for part in shown:
-        yield from commands_in(textwrap.dedent(part))
-
-
-def words_of(command):
-    """Words as a shell splits them, without what follows a pipe."""
-    code = f"set -f; for word in {command.partition(' | ')[0]}; do printf '%s\\0' \"$word\"; done"
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split("\0")[:-1]
-
-
-def require_parses(arguments):
-    """The command, its options and their values are known; nothing runs."""
-    name, *rest = arguments
-    command = typer.main.get_command(app).commands[name]
-    command.make_context(name, rest)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_of_the_pages_parses(page, tmp_path, monkeypatch):
-    """An option that was renamed, or never was."""
+@pytest.fixture
+def reader_here(tmp_path, monkeypatch):
+    """A reader whose commands run in this process, which is then as it was."""
+    threads, environment = torch.get_num_threads(), reader_in(tmp_path)
+    for name in ("COLUMNS", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, environment[name])
     monkeypatch.chdir(tmp_path)
-    for command in typed(page):
-        found = _STARTS.match(command)
-        if found and "..." not in command:
-            require_parses(words_of(found["arguments"]))
+    rank_context()
+
+    def evenload(words):
+        with quick_commands(), pytest.raises(SystemExit) as ended:
+            main(words)
+        return int(ended.value.code or 0)
+
+    def python(words):
+        (script,) = words
+        with quick_calibration():
+            runpy.run_path(script, run_name="__main__")
+        return 0
+
+    yield ReaderHere(tmp_path, environment, {"evenload": evenload, "python": python})
+    torch.set_num_threads(threads)
 
 
-def test_the_pages_hold_commands():
-    assert sum(_STARTS.match(command) is not None for page in PAGES for command in typed(page)) > 30
+@pytest.mark.parametrize("page", [page for page in FOLLOWED if page.name != "README.md"], ids=name_of)
+@pytest.mark.long
+def test_a_page_is_followed_to_its_end(page, reader_here):
+    prepare(name_of(page), reader_here.folder)
+    assert follow(smaller(name_of(page)), reader_here)
 
 
-def test_a_misspelt_option_is_found():
-    with pytest.raises(Exception, match="No such option: --modle"):
-        require_parses(["plan", "lengths.npy", "--modle", "llama-7b"])
-
-
-@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_files_of_a_recipe_load_and_its_python_compiles(page, tmp_path, monkeypatch):
-    done = follow(page, tmp_path, shell=False)
-    monkeypatch.chdir(tmp_path)
-    for name in done:
-        if name.endswith(".toml"):
-            load_train_config(Path(name), [])
-    for block in blocks_of(page):
-        if block.language == "python":
-            compile(block.text, page.name, "exec")
-
-
-def test_cluster_recipes_start_what_parses():
-    """Slurm's script and Kubernetes' pods cannot run here; their command is a command of ours, for so many ranks."""
-    slurm = next(block for block in blocks_of(ROOT / "docs/howto/slurm.md") if block.language == "sh")
-    subprocess.run(["bash", "-n"], input=slurm.text, text=True, check=True)
-    (command,) = (line for line in commands_in(slurm.text) if line.startswith("srun "))
-    pods = next(block for block in blocks_of(ROOT / "docs/howto/kubernetes.md") if block.language == "yaml")
-    service, job = yaml.safe_load_all(pods.text)
-    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
-    container = job["spec"]["template"]["spec"]["containers"][0]
-    for words in (command.split(), container["args"]):
-        at = words.index("-m")
-        assert words[at + 1] == "evenload"
-        require_parses(words[at + 2 :])
-        sizes = [int(size) for size in re.findall(r"parallel\.\w+=(\d+)", " ".join(words))]
-        assert sizes == [4, 4]  # two machines of eight
+@pytest.mark.long
+def test_readmes_recipe_is_typed_to_its_end(tmp_path):
+    """In a shell, whose commands start processes of their own: planning, training, proving, measuring."""
+    done = follow(smaller("README.md"), Reader(tmp_path, reader_in(tmp_path, quick=True)))
+    assert [command.split()[:2] for command in done if command.startswith("evenload")] == [
+        ["evenload", name] for name in ("plan", "train", "check", "bench")
+    ]
+    assert (tmp_path / "plan.html").is_file()
+    assert (tmp_path / "runs/first/report.html").is_file()
 
 
 @thorough
-@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("name", OWN_SIZE)
 @pytest.mark.timeout(1800)
-def test_a_recipe_runs_from_end_to_end(page, tmp_path):
-    done = follow(page, tmp_path)
-    assert done or page.stem in ("slurm", "kubernetes")
-
-
-@thorough
-def test_the_site_builds_without_a_dead_link(tmp_path):
-    """Every warning of mkdocs is an error (mkdocs.yml: strict)."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path / "site"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "site" / "reference" / "loader.html").stat().st_size > 10_000
+def test_a_recipe_runs_as_it_stands(name, tmp_path):
+    done = follow(blocks_of(ROOT / name), Reader(tmp_path, reader_in(tmp_path)))
+    assert done or Path(name).stem in ("slurm", "kubernetes")
 
 
 LOADER_PAGE = (

@@ -1,8 +1,11 @@
-"""The Python API's pages: every public name is on them, with a docstring."""
+"""The site builds without a dead link, and every public name of the Python API is on its pages, with a docstring."""
 
 import ast
 import fnmatch
+import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -37,6 +40,25 @@ def test_every_public_name_has_a_docstring(module):
     tree = ast.parse(file_of(module).read_text(encoding="utf-8"))
     assert ast.get_docstring(tree), module
     missing = [name for name, node in public(tree.body) if not ast.get_docstring(node) and not overrides(node)]
+    assert missing == []
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_dead_link_and_holds_every_public_name(tmp_path):
+    """Every warning of mkdocs is an error (mkdocs.yml: strict); a name that can be linked to is there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path / "site"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    missing = []
+    for page in SITE["API"]:
+        text = (tmp_path / "site" / "reference" / f"{page}.html").read_text(encoding="utf-8")
+        anchors = set(re.findall(r'\bid="(evenload[\w.]*)"', text))
+        for module in SITE["public_modules"](page):
+            tree = ast.parse(file_of(module).read_text(encoding="utf-8"))
+            names = [f"{module}.{name}" for name, node in public(tree.body) if not overrides(node)]
+            missing += [name for name in (module, *names) if name not in anchors]
     assert missing == []
 
 

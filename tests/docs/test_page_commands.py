@@ -1,0 +1,101 @@
+"""Commands and files of the pages, without running them: commands parse, files load, smaller words are on the page."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from evenload.cli.main import app
+from evenload.runtime.config.train_config import load_train_config
+from evenload.types.cluster_catalog import cluster_from
+from page_blocks import FOLLOWED, PAGES, ROOT, SHELL, blocks_of, commands_in, name_of, reader_in, save_files
+from page_sizes import SMALLER, smaller
+
+_STARTS = re.compile(r"^(?:evenload|.*-m evenload(?:\.cli\.main)?) (?P<arguments>[a-z]+ .*)$")
+
+
+def typed(page):
+    """Commands of a page."""
+    for block in blocks_of(page):
+        if block.language in SHELL:
+            yield from commands_in(block.text)
+
+
+def words_of(command):
+    """Words as a shell splits them, without what follows a pipe."""
+    code = f"set -f; for word in {command.partition(' | ')[0]}; do printf '%s\\0' \"$word\"; done"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def require_parses(arguments):
+    """The command, its options and their values are known; nothing runs."""
+    name, *rest = arguments
+    command = typer.main.get_command(app).commands[name]
+    command.make_context(name, rest)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_of_the_pages_parses(page, tmp_path, monkeypatch):
+    """An option that was renamed, or never was; also of what is not run."""
+    monkeypatch.chdir(tmp_path)
+    for command in typed(page):
+        found = _STARTS.match(command)
+        if found and "..." not in command:
+            require_parses(words_of(found["arguments"]))
+
+
+def test_the_pages_hold_commands():
+    assert sum(_STARTS.match(command) is not None for page in PAGES for command in typed(page)) > 30
+
+
+def test_a_misspelt_option_is_found():
+    with pytest.raises(Exception, match="No such option: --modle"):
+        require_parses(["plan", "lengths.npy", "--modle", "llama-7b"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_of_ours_stand_in_blocks_that_are_followed(page):
+    """Lines set off by four spaces are for what nobody types as it stands."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert re.findall(r"^    (?:\$ )?(?:evenload|torchrun|export) .*$", text, flags=re.M) == []
+
+
+def test_a_smaller_word_must_be_on_the_page():
+    with pytest.raises(AssertionError, match="has: steps = 4711"):
+        smaller("README.md", (("steps = 4711", "steps = 1"),))
+    assert set(SMALLER) == {name_of(page) for page in FOLLOWED}
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=name_of)
+def test_files_of_a_page_load_as_they_stand_and_its_python_compiles(page, tmp_path, monkeypatch):
+    reader_in(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in save_files(blocks_of(page), tmp_path):
+        if name == "my_machine.toml":
+            cluster_from(name)
+        elif name.endswith(".toml"):
+            load_train_config(Path(name), [])
+    for block in blocks_of(page):
+        if block.language == "python":
+            compile(block.text, page.name, "exec")
+
+
+def test_cluster_recipes_start_what_parses():
+    """Slurm's script and Kubernetes' pods cannot run here; their command is a command of ours, for so many ranks."""
+    slurm = next(block for block in blocks_of(ROOT / "docs/howto/slurm.md") if block.language == "sh")
+    subprocess.run(["bash", "-n"], input=slurm.text, text=True, check=True)
+    (command,) = (line for line in commands_in(slurm.text) if line.startswith("srun "))
+    pods = next(block for block in blocks_of(ROOT / "docs/howto/kubernetes.md") if block.language == "yaml")
+    service, job = yaml.safe_load_all(pods.text)
+    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    for words in (command.split(), container["args"]):
+        at = words.index("-m")
+        assert words[at + 1] == "evenload"
+        require_parses(words[at + 2 :])
+        sizes = [int(size) for size in re.findall(r"parallel\.\w+=(\d+)", " ".join(words))]
+        assert sizes == [4, 4]  # two machines of eight
