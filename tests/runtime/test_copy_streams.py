@@ -1,12 +1,15 @@
 """Order of streams and events of offload copies, on streams that the test runs as unfavourably as their order allows
 (`fake_streams`)."""
 
+import gc
 import weakref
 
 import pytest
 import torch
 
+from evenload.errors import ConfigError
 from evenload.runtime.replay import host_copies
+from evenload.runtime.replay.host_arena import SEGMENT_BYTES
 from evenload.runtime.replay.host_copies import CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.token_range import Range
@@ -31,7 +34,7 @@ def test_what_comes_back_is_what_kernels_wrote_before_it_left(device):
     parts = [copies.to_host(part) for part in (tensor[:4], tensor[4:])]
     for _, copy in parts:
         copy.release()
-    back, copy = copies.to_device([host for host, _ in parts], CPU)
+    back, copy = copies.to_device([piece for host, _ in parts for piece in host.pieces], CPU)
     copy.wait()
     device.compute.queue(lambda: seen.append(back.clone()))
     device.end()
@@ -43,8 +46,9 @@ def test_a_buffer_is_filled_after_the_last_kernel_that_reads_its_memory(device, 
     copies = CudaHostCopies(CPU)
     memory, seen = torch.ones(3, 2), []
     device.compute.queue(lambda: seen.append(memory.clone()))
+    host, _ = copies.to_host(torch.zeros(3, 2))
     monkeypatch.setattr(torch, "empty", lambda *shape, **_: memory)
-    _, copy = copies.to_device([torch.zeros(3, 2)], CPU)
+    _, copy = copies.to_device(host.pieces, CPU)
     copy.wait()
     device.compute.queue(lambda: seen.append(memory.clone()))
     device.end()
@@ -57,6 +61,7 @@ def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(mo
     """Not before, or they would write what is being copied; and not only when the copy has run, or a host that is far
     ahead of the device takes new memory for every layer. So the allocator is told of no second stream."""
     device = Device(copies_at_once=True).replace(monkeypatch)
+    monkeypatch.setattr(host_copies, "_copy_rows", lambda moves: None)
     copies = CudaHostCopies(CPU)
     tensor = torch.zeros(3, 2)
     held = weakref.ref(tensor)
@@ -73,6 +78,7 @@ def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(mo
 def test_at_most_two_layers_of_offloaded_tensors_are_on_the_device(monkeypatch):
     """Counted by tensors that live: the bound is the device's, not only that of what the host counts."""
     device = Device(copies_at_once=True).replace(monkeypatch)
+    monkeypatch.setattr(host_copies, "_copy_rows", lambda moves: None)
     ranges = (Range(0, 0, 4),)
     store = ActivationStore({0: 4}, (ranges,), policies={0: "offload"}, copies=CudaHostCopies(CPU))
     alive, most = [], 0
@@ -90,3 +96,43 @@ def test_at_most_two_layers_of_offloaded_tensors_are_on_the_device(monkeypatch):
     # All of the copies' way back is behind some point of the computing stream.
     assert len(device.compute.entries) == 6
     assert device.recorded == []
+
+
+def test_host_memory_is_written_again_after_the_last_copy_that_reads_it(device):
+    """It is freed while that copy is only asked for: another stream, or an order of another kind, would mix them up."""
+    copies = CudaHostCopies(CPU)
+    backs, places = [], []
+    for value in range(4):
+        host, out = copies.to_host(torch.full((5, 3), float(value)))
+        places.append(host.pieces[0].data_ptr())
+        out.release()
+        back, copy = copies.to_device(host.pieces, CPU)
+        copies.free(host)
+        backs.append((back, copy))
+    assert len(set(places)) == 1
+    for _, copy in backs:
+        copy.wait()
+    device.end()
+    assert [back.unique().tolist() for back, _ in backs] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_page_locked_memory_is_given_back_when_the_last_copy_has_run(device):
+    copies = CudaHostCopies(CPU)
+    tensor = torch.arange(6.0).view(3, 2)
+    host, _ = copies.to_host(tensor)
+    assert sum(device.cuda.locked.values()) == copies.arena.held_bytes == SEGMENT_BYTES
+    del copies
+    gc.collect()
+    assert device.cuda.locked == {}
+    assert torch.equal(host.pieces[0], tensor)
+
+
+def test_memory_that_cuda_does_not_lock_is_an_error_that_says_what_to_do(device):
+    copies = CudaHostCopies(CPU)
+    copies.to_host(torch.zeros(3, 2))
+    device.cuda.refuses = True
+    with pytest.raises(ConfigError, match="256 MiB more host memory .* the 256 MiB of this process") as refusal:
+        copies.to_host(torch.zeros(SEGMENT_BYTES, dtype=torch.uint8))
+    for part in ("ulimit -l", "plan.host_memory_bytes", 'plan.options.policy = "recompute"'):
+        assert part in str(refusal.value)
+    assert copies.arena.live_bytes == 512

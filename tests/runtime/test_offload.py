@@ -7,11 +7,13 @@ from evenload.attention.backends import select_backend
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.replay.host_arena import HostRows
 from evenload.runtime.replay.host_copies import ThreadHostCopies, host_copies
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
+from spoiled_copies import SpoiledHostCopies
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 
@@ -38,13 +40,13 @@ class LateHostCopies:
     def __init__(self) -> None:
         self.num_to_host = self.num_to_device = 0
 
-    def host_bytes(self, tensor):
-        return tensor.nbytes
-
     def to_host(self, tensor):
         self.num_to_host += 1
         host = torch.full_like(tensor, torch.nan)
-        return host, _LateCopy(host, [tensor], spoils=True)
+        return HostRows((host,), ()), _LateCopy(host, [tensor], spoils=True)
+
+    def free(self, host):
+        host.pieces[0].fill_(torch.nan)
 
     def to_device(self, pieces, device):
         self.num_to_device += 1
@@ -57,11 +59,25 @@ class LateHostCopies:
 @pytest.mark.parametrize("policies", ["all", "some"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 def test_no_tensor_is_read_before_it_arrives_or_used_after_it_left(kind, whole, policies):
+    copies = LateHostCopies()
     with exact_casts(kind):
-        assert_late_copies_change_nothing(tiny_config(kind), whole, policies)
+        assert_trains_as_plain(tiny_config(kind), whole, policies, copies)
+    assert copies.num_to_host > 0
+    assert copies.num_to_device > 0
 
 
-def assert_late_copies_change_nothing(config, whole, policies):
+@pytest.mark.parametrize("whole", [True, False], ids=["whole packs", "cut packs"])
+@pytest.mark.parametrize("policies", ["all", "some"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
+def test_freed_host_memory_may_be_overwritten_at_once_and_tensors_lie_in_pieces(kind, whole, policies):
+    copies = SpoiledHostCopies()
+    with exact_casts(kind):
+        assert_trains_as_plain(tiny_config(kind), whole, policies, copies)
+    assert copies.num_pieces > copies.num_tensors > 0
+    assert copies.arena.live_bytes == 0
+
+
+def assert_trains_as_plain(config, whole, policies, copies):
     tokens = make_tokens(LENGTHS, config.vocab_size)
     model = build_stage_model(
         config, layers=(0, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3
@@ -72,7 +88,6 @@ def assert_late_copies_change_nothing(config, whole, policies):
     forward = packs_of(LENGTHS, [] if whole else [0.3, 0.75], 40, last_first=False)
     backward = forward if whole else packs_of(LENGTHS, [0.5], 33, last_first=True)
     offloaded = [doc for doc in range(len(LENGTHS)) if policies == "all" or doc % 2 == 0]
-    copies = LateHostCopies()
     store = ActivationStore(
         dict(enumerate(LENGTHS)),
         [tuple(pack) for pack in backward],
@@ -87,8 +102,6 @@ def assert_late_copies_change_nothing(config, whole, policies):
     loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
     store.check_empty()
     assert store.held.host_bytes == store.held.held_bytes == 0
-    assert copies.num_to_host > 0
-    assert copies.num_to_device > 0
     weights = {n: p.detach() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
     plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, torch.float64)
     assert loss == pytest.approx(plain_loss, rel=1e-10)
@@ -104,7 +117,16 @@ def test_copies_run_beside_the_caller_and_in_order():
     tensors = [torch.randn(50, 3), torch.randn(7, 3, 2).transpose(1, 2)]
     for tensor in tensors:
         parts = [copies.to_host(part) for part in (tensor[:5], tensor[5:])]
-        back, copy = copies.to_device([host for host, _ in parts], torch.device("cpu"))
+        pieces = [piece for host, _ in parts for piece in host.pieces]
+        back, copy = copies.to_device(pieces, torch.device("cpu"))
         copy.wait()
-        assert all(host.data_ptr() != tensor.data_ptr() for host, _ in parts)
+        assert all(piece.data_ptr() != tensor.data_ptr() for piece in pieces)
         assert torch.equal(back, tensor)
+
+
+def test_what_an_abandoned_step_left_in_host_memory_is_free_in_the_next():
+    copies = ThreadHostCopies()
+    for _ in range(3):
+        copies.begin_step()
+        copies.to_host(torch.zeros(7, 3))
+    assert copies.arena.peak_live_bytes == copies.arena.live_bytes == 512

@@ -30,6 +30,7 @@ from evenload.stepplan.forward_only import forward_only
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
 from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
+from spoiled_copies import SpoiledHostCopies
 from staged_group import NAME, register_staged
 
 
@@ -108,6 +109,8 @@ class RankUnderTest:
         backend = select_backend("auto", mesh.device.type, attention_soft_cap(config), dtype=dtype)
         self.stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
         self._executor = Executor(self.stages, mesh)
+        if mesh.device.type == "cpu":
+            self._executor._copies = SpoiledHostCopies()
 
     def run(
         self, plan: StepPlan, batch: dict, exchange: str, *, is_overlapped: bool = True

@@ -26,6 +26,9 @@ class Stream:
             self.num_done += 1
             self.entries[self.num_done - 1]()
 
+    def synchronize(self) -> None:
+        self.run()
+
     def wait_stream(self, other: "Stream") -> None:
         until = len(other.entries)
         self.queue(lambda: other.run(until))
@@ -43,13 +46,44 @@ class Event:
         self.stream, self.until = stream, len(stream.entries)
 
 
+class Cudart:
+    """Page-locks nothing, and knows what of it is locked: bytes by address.
+
+    Args (attributes):
+        refuses: answers with CUDA's error for memory that there is not.
+    """
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.refuses = False
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert address % 4096 == 0
+        assert address not in self.locked
+        assert flags == 0
+        if self.refuses:
+            return 2
+        self.locked[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """All of its bytes are locked, in one range."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(first <= start and stop <= first + size for first, size in self.locked.items())
+
+
 class Device:
-    """The parts of `torch.cuda` that copies use; whatever else they called, such as a synchronisation, is not there."""
+    """The parts of `torch.cuda` that copies use; whatever else they called is not there."""
 
     Event = Event
 
     def __init__(self, *, copies_at_once: bool) -> None:
         self.compute, self.copying = Stream(), Stream()
+        self.cuda = Cudart()
         self._current = self.compute
         self._copies_at_once = copies_at_once
         self.recorded: list[tuple[torch.Tensor, Stream, int]] = []
@@ -68,8 +102,13 @@ class Device:
         if self._copies_at_once:
             stream.run()
 
-    def copy_rows(self, into, pieces) -> None:
-        self._current.queue(lambda: into.copy_(torch.cat(list(pieces))))
+    def cudart(self) -> Cudart:
+        return self.cuda
+
+    def copy_rows(self, moves) -> None:
+        for into, rows in moves:
+            assert self.cuda.has(into) or self.cuda.has(rows)
+            self._current.queue(lambda into=into, rows=rows: into.copy_(rows))
 
     def end(self) -> None:
         self.compute.run()
@@ -77,7 +116,7 @@ class Device:
 
     def replace(self, monkeypatch) -> "Device":
         """Stand in for `torch.cuda`."""
-        for name in ("Stream", "Event", "current_stream", "stream"):
+        for name in ("Stream", "Event", "current_stream", "stream", "cudart"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
         def record_stream(tensor: torch.Tensor, stream: Stream) -> None:

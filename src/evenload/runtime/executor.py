@@ -174,6 +174,7 @@ class Executor:
             stage.begin_step(document_tokens, weights.await_unit)
         held = HeldBytes()
         before_bytes = self._context_bytes()
+        self._copies.begin_step()
         stores = self._open_stores(step, held)
         channels = open_channels(step, actions, self._stages, self._mesh, self.receives)
         rows: list[_Row] = []
@@ -221,6 +222,7 @@ class Executor:
         for store in stores.values():
             store.check_empty()
         assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
+        assert not self._copies.arena.live_bytes, "tensors in host memory were not freed"
         return RankRun(
             loss,
             functools.partial(_trace, rows, self._clock, *beside),

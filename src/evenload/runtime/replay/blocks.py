@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.replay.host_arena import HostRows
 from evenload.types.micropack import ActivationPolicy
 from evenload.types.token_range import Range
 
@@ -38,7 +39,7 @@ class StoredBlock:
     own_rows: slice
     open_ranges: int
     tensors: dict[Hashable, Tensor] = field(default_factory=dict)
-    host: dict[int, dict[Hashable, Tensor]] = field(default_factory=dict)
+    host: dict[int, dict[Hashable, HostRows]] = field(default_factory=dict)
     leaving: dict[Hashable, Tensor] = field(default_factory=dict)
     num_bytes: int = 0
     num_host_bytes: int = 0

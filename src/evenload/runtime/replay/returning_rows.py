@@ -78,8 +78,8 @@ class ReturningRows:
         number = self._order.popleft()
         pieces: dict[Hashable, list[Tensor]] = defaultdict(list)
         for part in self._index.parts(self.ranges):
-            for key, tensor in part.block.host[number].items():
-                pieces[key].append(part.of(tensor, own=key in self._own_rows_keys))
+            for key, host in part.block.host[number].items():
+                pieces[key] += host.rows(part.own_rows if key in self._own_rows_keys else part.rows)
         layer = self._there[number] = _Layer()
         for key, parts in pieces.items():
             layer.tensors[key], copy = self._copies.to_device(parts, self._device)

@@ -150,7 +150,7 @@ class ActivationStore:
 
     def end_layer(self, layer: int) -> None:
         """A layer of the open pack is recorded: its offloaded tensors leave while the next layer runs."""
-        copies, num_bytes, num_host_bytes = [], 0, 0
+        copies, num_bytes = [], 0
         for block in self.open_blocks:
             for key, rows in block.leaving.items():
                 self._device = rows.device
@@ -159,13 +159,12 @@ class ActivationStore:
                 host, copy = self._copies.to_host(rows)
                 block.host.setdefault(layer, {})[key] = host
                 copies.append(copy)
-                block.num_host_bytes += self._copies.host_bytes(rows)
-                num_host_bytes += self._copies.host_bytes(rows)
+                block.num_host_bytes += rows.nbytes
                 num_bytes += rows.nbytes
             block.leaving.clear()
         if not copies:
             return
-        self.held.count_host(num_host_bytes)
+        self.held.count_host(num_bytes)
         self._leaving.append((copies, num_bytes))
         if len(self._leaving) > self._most_leaving:
             for copy in self._oldest_leaving():
@@ -341,9 +340,8 @@ class ActivationStore:
         self._returning.clear()
         for block in self._index.close(ranges):
             block.tensors.clear()
-            block.host.clear()
             self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
-            self.held.count_host(-block.num_host_bytes)
+            self._free_host(block)
         freed: dict[StoreKind, int] = defaultdict(int)
         for doc_id, start, _ in ranges:
             if start == 0:
@@ -351,6 +349,15 @@ class ActivationStore:
                     freed[kind] += num_bytes
         for kind, num_bytes in freed.items():
             self.held.count(kind, -num_bytes)
+
+    def _free_host(self, block: StoredBlock) -> None:
+        """All packs that read any of its rows are over, so the last copy of each has been asked for."""
+        for layer in block.host.values():
+            assert self._copies is not None, "rows are in host memory"
+            for rows in layer.values():
+                self._copies.free(rows)
+        block.host.clear()
+        self.held.count_host(-block.num_host_bytes)
 
     def check_empty(self) -> None:
         """After a step nothing may be left: a leak here is a plan that does not cover its documents."""
