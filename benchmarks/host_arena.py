@@ -1,10 +1,11 @@
 """What host memory holds beyond the activations that a plan offloads: the runtime's arena, the same without cutting
 tensors, and torch's pinned allocator, which rounds up to powers of two.
 
-Plans of llama-70b and llama-150b, tp 8, everything offloaded, of every table of `examples/lengths` cut off at 64K
-and 256K tokens. Actions of a plan are followed in its order, and tensors taken as `ActivationStore` takes them: by layer
-and block of slices, nine a layer. Two steps follow each other in the same memory. The fullest pipeline rank of the first
-replica is shown: what it holds at the end, over the most that its tensors ever took at once. No memory is touched.
+Plans of llama-70b and llama-150b, tp 8, everything offloaded, of every table of `examples/lengths` cut off at 64K and
+256K tokens. Actions of a plan are followed in its order, and tensors taken as `ActivationStore` takes them: by layer
+and block of slices, nine a layer. Two steps follow each other in the same memory. The fullest pipeline rank of the
+first replica is shown: what it holds at the end, over the most that its tensors ever took at once. No memory is
+touched.
 
     python benchmarks/host_arena.py [--quick] [--append]
 """
@@ -127,7 +128,8 @@ def follow(order: list[Taken], memory: HostArena | _Rounded) -> int:
         live_bytes[name] += shape.numel() * dtype.itemsize
         total += shape.numel() * dtype.itemsize
         peak = max(peak, total)
-    assert not live and not total
+    assert not live
+    assert not total
     return peak
 
 

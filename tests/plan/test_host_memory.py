@@ -105,7 +105,7 @@ def test_the_built_in_systems_have_the_memory_of_their_data_sheets() -> None:
     assert set(terabytes.values()) == {2 * 10**12}
     assert cluster_from("a100-40x8").host_memory_bytes == 10**12
     assert cluster_from("h100x4").host_memory_bytes == 10**12
-    assert host_memory(cluster_from("h100x16")) == HostMemory(8, int(0.69 * 2e12))
+    assert host_memory(cluster_from("h100x16")) == HostMemory(8, int(0.85 * 2e12))
 
 
 def test_devices_share_the_bandwidth_of_their_nodes_memory() -> None:

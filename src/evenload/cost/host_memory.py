@@ -1,16 +1,18 @@
 """Host memory that offloaded activations take on a node.
 
 What a rank holds there follows its actions: a forward's offloaded rows from its start on (`cost.activation`: all that
-`replay` would keep), until the backward that contains a chunk's first token ends, as on the device. Buffers are pinned
-and their allocator does not give them back within a run, so a rank's peak is what it holds, and a node's need is the
-sum of the peaks of its ranks, whenever each of them is.
+`replay` would keep), until the backward that contains a chunk's first token ends, as on the device. The memory is
+page-locked and not given back within a run (`runtime/replay/host_arena.py`), so a rank's peak is what it holds, and a
+node's need is the sum of the peaks of its ranks, whenever each of them is.
 
 The order of ranks says who shares a node (`types.layout`): devices are numbered by pipeline rank, then replica, then
 context and tensor rank, and a node has `devices_per_node` neighbours.
 
-Of a node's memory `OFFLOAD_SHARE` is for this. torch's pinned allocator rounds every tensor up to a power of two
-(`CachingHostAllocator.h`, `PowerOf2Ceil`), over sizes of every magnitude by 1 / ln 2 = 1.44 on average, and 1 / 1.44 is
-0.69. Processes and the page cache have what sizes nearer to a power of two leave.
+Of a node's memory `OFFLOAD_SHARE` is for this. Of 2 TB it leaves 300 GB: 80 GB for eight processes with CUDA and NCCL
+(10 GB each, assumed); the copy that a checkpoint is written from, 14 bytes a parameter over all nodes, which torch's
+pinned memory rounds up, about 100 GB of llama-150b on 32 nodes; 1 % of what is offloaded for what the arena holds
+beyond it (benchmarks/host_arena.py, tests/runtime/test_host_arena.py); 100 GB for the system and its page cache. A
+large model on few nodes has a larger copy: there `host_memory_bytes` is to be lowered by it.
 """
 
 from collections.abc import Sequence
@@ -28,8 +30,8 @@ from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns
 from evenload.types.timeline import KINDS
 
-OFFLOAD_SHARE = 0.69
-"""Of a node's memory, for offloaded activations before rounding."""
+OFFLOAD_SHARE = 0.85
+"""Of a node's memory, for offloaded activations."""
 
 
 @dataclass(frozen=True)

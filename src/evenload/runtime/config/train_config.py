@@ -114,7 +114,7 @@ class PlanConfig(Frozen):
             processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload bench` and `check` stay in that
             of `[parallel]`.
         memory_bytes: what one process may hold; default: its share of the machine's memory.
-        host_memory_bytes: main memory of one machine, of which offloaded activations may take 69 %; default: what the
+        host_memory_bytes: main memory of one machine, of which offloaded activations may take 85 %; default: what the
             machine, or its container, has.
         twin_bytes: of a machine's memory, how much its processes may share so that `layouts` change fast: weights and
             optimizer state that lie there are read by a process that lacks them, and not sent. They are what training

@@ -95,8 +95,8 @@ class CudaHostCopies(HostCopies):
         self._stream = torch.cuda.Stream(device)
         memory = PageLockedMemory()
         super().__init__(arena or HostArena(memory.new_segment))
-        # At the end of the process the system does this.
-        weakref.finalize(self, _close, self._stream, memory).atexit = False
+        # Not at the end of the process: the system does it there, and a stream may wait for a rank that is lost.
+        weakref.finalize(self, _close, self._stream, memory).atexit = False  # type: ignore[attr-defined]
 
     def _copy(self, moves: Moves, device_side: Tensor) -> Copy:
         device = device_side.device

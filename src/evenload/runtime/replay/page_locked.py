@@ -16,6 +16,7 @@ go on writing to the old one.
 
 import mmap
 import resource
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class PageLockedMemory:
     """Segments of page-locked memory until it is closed."""
 
     def __init__(self) -> None:
-        self._cuda = torch.cuda.cudart()
+        self._cuda: Any = torch.cuda.cudart()
         self._segments: list[Tensor] = []
 
     def new_segment(self, num_bytes: int) -> Tensor:
