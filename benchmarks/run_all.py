@@ -12,6 +12,7 @@ import demo
 import dp_merge
 import engine_steps
 import feedback
+import host_arena
 import loader_overlap
 import loader_ranks
 import loader_rates
@@ -37,6 +38,7 @@ def main() -> None:
     modules = (
         *(simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap),
         *(reduction, context_parallel, context_overlap, tensor_halves, feedback, swinging, engine_steps),
+        host_arena,
     )
     for module in modules:
         run_benchmark(module.measure, module.__doc__ or "", arguments)

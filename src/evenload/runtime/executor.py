@@ -12,7 +12,7 @@ unit where it reads them, and the first backward for all.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -174,7 +174,6 @@ class Executor:
             stage.begin_step(document_tokens, weights.await_unit)
         held = HeldBytes()
         before_bytes = self._context_bytes()
-        self._copies.begin_step()
         stores = self._open_stores(step, held)
         channels = open_channels(step, actions, self._stages, self._mesh, self.receives)
         rows: list[_Row] = []
@@ -219,10 +218,7 @@ class Executor:
             rows.append(_Row(action, start, self._clock.mark(), tuple(held.held_by_kind.values())))
         weights.finish()  # also of stages without packs in this step
         channels.close()
-        for store in stores.values():
-            store.check_empty()
-        assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
-        assert not self._copies.arena.live_bytes, "tensors in host memory were not freed"
+        self._check_empty(stores.values(), held)
         return RankRun(
             loss,
             functools.partial(_trace, rows, self._clock, *beside),
@@ -244,6 +240,7 @@ class Executor:
 
     def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
         """By stage; all count what they hold together."""
+        self._copies.begin_step()
         packs, mine = step.plan.pack_plans[self._mesh.dp_rank], step.packs
         backward_packs = [mine.ranges(pack) for pack in packs.backward]
         return {
@@ -258,6 +255,12 @@ class Executor:
             )
             for number, stage in self._stages.items()
         }
+
+    def _check_empty(self, stores: Iterable[ActivationStore], held: HeldBytes) -> None:
+        for store in stores:
+            store.check_empty()
+        assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
+        assert not self._copies.arena.live_bytes, "tensors in host memory were not freed"
 
     def _context_times(self) -> BesideTimes | None:
         """Of all groups that may share documents; None = there are none."""
