@@ -97,6 +97,9 @@ def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():
         sources=("a",), batch_tokens=10_000, max_document_tokens=8, shuffle_window=1, workers=0, prefetch_steps=0
     )
     line = data_line(plain, 1, 0)
+    assert "held out" not in line
+    held_out = DataConfig(sources=("a",), batch_documents=64, max_document_tokens=4096, held_out_share=0.01)
+    assert "seed 0, 0.01 of the documents held out for validation | a step" in data_line(held_out, 1200, 3_500_000)
     for words in ("in the order of the files", "10,000 tokens", "read by a thread", "data.prefetch_steps = 0"):
         assert words in line
 

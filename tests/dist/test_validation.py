@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evenload.runtime.config.train_config import load_train_config
 from evenload.types.validation import LossOf, Validation
 from flex_training import write_phases
 from sweeps import sweep
-from training_cases import write_training_config
+from training_cases import plain_losses, write_training_config
 from validation_cases import PlainLoss, ValidatedRun, left_out_passes, plain_validation, start_error, validated_run
 
 STEPS = 4
@@ -127,6 +128,28 @@ def test_what_overlong_documents_lose_is_told_and_a_resumed_run_validates_alike(
     again = [*first.validations, *rest.validations]
     assert [one.whole for one in again] == [one.whole for one in whole.validations]
     assert [one.by_source for one in again] == [one.by_source for one in whole.validations]
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "delay"])
+def test_a_share_of_the_data_validates_and_is_not_trained(gloo_pool, config_file, layout):
+    """Also in a run that was stopped and goes on."""
+    shared = without_validation(config_file)
+    shared.write_text(shared.read_text() + "[validation]\nshare = 0.3\nevery_steps = 2\nbatch_tokens = 600\n")
+    found = run(gloo_pool, shared, layout)
+    assert [one.step for one in found.validations] == [1, 3]
+    expected = plain_validation(shared, LAYOUTS[layout], found.state)
+    assert_loss(found.validations[-1].whole, expected)
+    config = load_train_config(shared, LAYOUTS[layout])
+    assert config.data.held_out_share == 0.3
+    assert 0.1 < len(expected) / len(list((config_file.parent / "corpus").iterdir())) < 0.5
+    if layout == "pipeline":
+        assert found.losses == pytest.approx(plain_losses(config), rel=1e-9)
+
+    here = f"train.output_dir={config_file.parent / 'resumed'}"
+    first = run(gloo_pool, shared, layout, here, stop_after=2)
+    rest = run(gloo_pool, shared, layout, here)
+    assert first.losses + rest.losses == found.losses
+    assert [one.whole for one in (*first.validations, *rest.validations)] == [one.whole for one in found.validations]
 
 
 def test_a_pass_that_a_stop_or_an_error_leaves_out_is_made_up_and_costs_no_step(gloo_pool, config_file):

@@ -133,6 +133,8 @@ def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
         "drop": "longer ones are left out (ledger: overlong)",
     }[config.overlong]
     mixed = f"{len(config.mixture)} parts by weight, " if config.mixture else ""
+    if config.held_out_share:
+        order += f", {config.held_out_share:.3g} of the documents held out for validation"
     return (
         f"data {mixed}{num_files:,} files of {num_bytes / 1e6:,.1f} MB, {order} | a step trains {batch}, whatever the "
         f"strategy | documents of at most {config.max_document_tokens:,} tokens, {longer} | read by {readers} a rank, "

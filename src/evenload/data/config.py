@@ -14,6 +14,7 @@ LossOn = Literal["auto", "all", "completion"]
 Overlong = Literal["error", "split", "truncate", "drop"]
 OnCorrupt = Literal["error", "skip"]
 MixtureEnd = Literal["once", "repeat"]
+Reads = Literal["training", "held_out"]
 
 _CHOICES = {
     "format": get_args(Format),
@@ -22,6 +23,7 @@ _CHOICES = {
     "overlong": get_args(Overlong),
     "on_corrupt": get_args(OnCorrupt),
     "mixture_end": get_args(MixtureEnd),
+    "reads": get_args(Reads),
 }
 _MOST_LANES, _LANE_DOCUMENTS = 16, 4  # of the default number of streams
 _COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
@@ -104,6 +106,9 @@ class DataConfig(Frozen):
         streams: independent streams that the data is read in, side by side; ranks and workers share them. Default: 16
             (fewer for a window below 64, 1 where the order is kept). More pay where more than 16 ranks read.
         seed: of the order of files and documents.
+        held_out_share: of the documents, chosen by a hash of source and place, which are not trained and stay for
+            validation; in the ledger. `validation.share` sets it.
+        reads: "training" reads what is not held out, "held_out" only what is; for loaders of your own.
         epochs: passes over the sources; None = repeat for ever.
         max_document_tokens: longest document that can be trained (the context).
         overlong: what happens to a longer one: an error naming it, consecutive documents of at most that
@@ -139,6 +144,8 @@ class DataConfig(Frozen):
     shuffle_window: int = 1024
     streams: int | None = None
     seed: int = 0
+    held_out_share: float = 0.0
+    reads: Reads = "training"
     epochs: int | None = None
     max_document_tokens: int
     overlong: Overlong = "error"
@@ -172,6 +179,12 @@ class DataConfig(Frozen):
             raise ConfigError(f"data.stall_timeout_s is {self.stall_timeout_s}, must be above 0")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"data.seed is {self.seed}, must be in 0 .. 2**63 - 1")
+        if not 0 <= self.held_out_share < 1:
+            raise ConfigError(
+                f"data.held_out_share is {self.held_out_share}, must be at least 0 (nothing is held out) and below 1"
+            )
+        if self.reads == "held_out" and not self.held_out_share:
+            raise ConfigError('data.reads is "held_out", but data.held_out_share is 0, so nothing is; set a share')
         if self.mixture_end == "repeat" and (not self.mixture or self.epochs is not None):
             raise ConfigError(
                 f'data.mixture_end is "repeat" with {len(self.mixture)} mixture parts and data.epochs '

@@ -16,6 +16,7 @@ from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.data.number_files import holds_numbers, read_numbers
+from evenload.data.reading.held_out import HoldOut
 from evenload.data.reading.part_files import open_part
 from evenload.errors import ConfigError, DataError
 from evenload.types.length_unit import LengthUnit
@@ -113,10 +114,12 @@ def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64
 
 def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
     encoder = open_encoder(config, tokenizer)
-    files = open_part(config)
+    files, hold_out = open_part(config), HoldOut.of(config)
     for segment in files.segments:
         file, reader = files.files[segment.file], files.readers[segment.file]
         records = reader.records(file, segment.part)
+        if hold_out is not None:
+            records = (one for one in records if hold_out.is_held_out(file.key, one.offset) == hold_out.takes)
         while chunk := list(islice(records, _CHUNK_RECORDS)):
             for record, outcome in zip(chunk, encoder.encode_records(chunk), strict=True):
                 if not isinstance(outcome, str):

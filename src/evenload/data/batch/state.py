@@ -18,9 +18,10 @@ from evenload.types.document import Document
 
 STATE_VERSION = 2
 
+_HELD_OUT_FIELDS = ("held_out_share", "reads")
 _FREE_FIELDS = (
     "sources", "mixture", "include", "tokenizer", "chat_template", "epochs", "workers", "prefetch_steps",
-    "stall_timeout_s",
+    "stall_timeout_s", *_HELD_OUT_FIELDS,
 )  # fmt: skip
 """Settings that may differ, because the fingerprint holds what they lead to, or because they end a run."""
 
@@ -109,6 +110,8 @@ def config_fingerprint(
     fields = {
         f"data.{field}": str(getattr(config, field)) for field in config.__struct_fields__ if field not in _FREE_FIELDS
     }
+    if config.held_out_share:
+        fields |= {f"data.{field}": str(getattr(config, field)) for field in _HELD_OUT_FIELDS}
     fields["data.streams"] = str(config.num_streams)
     for index, (digest, encoder) in enumerate(zip(files_digests, encoder_names, strict=True)):
         name = config.mixture[index].name if config.mixture else "sources"

@@ -68,6 +68,11 @@ class RecordReader(ABC):
         """Whether parts of the file can be read without what lies before them."""
         return True
 
+    @property
+    def holds_one(self) -> bool:
+        """Every file is one record, at offset 0."""
+        return False
+
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
         """Into how many parts of about that size the file can be read. Opens nothing; 1 where it cannot be shared."""
         return max(1, -(-(file.size_bytes or 0) // part_bytes)) if self.can_share(file) else 1

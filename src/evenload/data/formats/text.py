@@ -11,6 +11,10 @@ from evenload.data.source.files import SourceFile, damaged_compression
 class TextReader(RecordReader):
     """Reader of format "text"; the offset of the document is 0."""
 
+    @property
+    def holds_one(self) -> bool:
+        return True
+
     def can_share(self, file: SourceFile) -> bool:
         return False
 

@@ -11,7 +11,7 @@ stream again. Memory: one block and one chunk of records a stream.
 """
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from evenload.data.encoding.token_table import flat_spans
 from evenload.data.formats.record import Record
 from evenload.data.ledger import Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, DocumentBlock
+from evenload.data.reading.held_out import HELD_OUT, HoldOut
 from evenload.data.reading.part_files import PartFiles, Segment, assign_segments
 from evenload.data.reading.random_order import BLOCKS, permutation
 from evenload.errors import DataError
@@ -56,6 +57,12 @@ class _Step(NamedTuple):
     dropped: tuple[str, int, int] | None = None
 
 
+class _LeftOut(NamedTuple):
+    """A record of the other reader: held out, with its documents and tokens; or trained, and not even encoded."""
+
+    read: tuple[int, int] = (0, 0)
+
+
 class BlockReader:
     """Reads blocks of one part of the mixture.
 
@@ -77,6 +84,7 @@ class BlockReader:
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
         self._open: dict[int, tuple[int, BlockCursor | None, Iterator[_Step]]] = {}
+        self._hold_out = HoldOut.of(config)
         self._assigned: tuple[int, tuple[tuple[Segment, ...], ...]] | None = None
 
     def read(self, stream: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
@@ -135,6 +143,9 @@ class BlockReader:
         for rank in range(cursor.segment, len(segments)):
             segment = segments[rank]
             file, reader = self._files.files[segment.file], self._files.readers[segment.file]
+            chosen = self._hold_out
+            if chosen is not None and chosen.takes and reader.holds_one and not chosen.is_held_out(file.key, 0):
+                continue
             self._on_open(file.name)
             resumed = rank == cursor.segment
             start = cursor.offset if resumed else None
@@ -143,22 +154,42 @@ class BlockReader:
             # The first chunk is small: who asks for four documents need not wait for sixty-four.
             size = _FIRST_BLOCK_DOCUMENTS
             while chunk := list(islice(records, size)):
-                outcomes = self._encoder.encode_records(chunk)
+                outcomes = self._outcomes(chunk, file.key)
                 for record, outcome in zip(chunk, outcomes, strict=True):
                     # Nearly all records; through a second generator they would cost twice as much.
-                    if not isinstance(outcome, str) and 0 < len(outcome.tokens) <= limit:
+                    if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
                         yield _Step(outcome, rank, record.next_offset)
                     else:
                         yield from self._pieces(segment.file, rank, record, outcome, skip)
                     skip = 0
-                num_tokens = sum(len(outcome.tokens) for outcome in outcomes if not isinstance(outcome, str))
+                num_tokens = sum(len(outcome.tokens) for outcome in outcomes if isinstance(outcome, EncodedDocument))
                 size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
 
+    def _outcomes(self, chunk: list[Record], key: str) -> Sequence["EncodedDocument | str | _LeftOut"]:
+        """What becomes of records of the file with this key."""
+        chosen = self._hold_out
+        if chosen is None:
+            return self._encoder.encode_records(chunk)
+        held_out = [chosen.is_held_out(key, record.offset) for record in chunk]
+        if chosen.takes:
+            wanted = [record for record, is_held_out in zip(chunk, held_out, strict=True) if is_held_out]
+            encoded = iter(self._encoder.encode_records(wanted))
+            return [next(encoded) if is_held_out else _LeftOut() for is_held_out in held_out]
+        outcomes = self._encoder.encode_records(chunk)
+        return [
+            _LeftOut((1, len(outcome.tokens))) if is_held_out and isinstance(outcome, EncodedDocument) else outcome
+            for outcome, is_held_out in zip(outcomes, held_out, strict=True)
+        ]
+
     def _pieces(
-        self, file: int, rank: int, record: Record, outcome: EncodedDocument | str, skip: int
+        self, file: int, rank: int, record: Record, outcome: "EncodedDocument | str | _LeftOut", skip: int
     ) -> Iterator[_Step]:
         """What comes of a record that is no document as it stands, from its `skip`-th piece on."""
         config, after = self._config, record.next_offset
+        if isinstance(outcome, _LeftOut):
+            read = outcome.read
+            yield _Step(None, rank, after, read=read, dropped=(HELD_OUT, *read) if read[0] else None)
+            return
         if isinstance(outcome, str):
             if config.on_corrupt == "error":
                 origin = self._files.origin(file, record.offset)

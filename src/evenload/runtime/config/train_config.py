@@ -21,7 +21,7 @@ from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.config.run_tokenizer import with_default_tokenizer
 from evenload.runtime.config.samples_config import SamplesConfig
-from evenload.runtime.config.validation_config import ValidationConfig, validation_data
+from evenload.runtime.config.validation_config import ValidationConfig, validation_data, with_held_out
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
@@ -181,6 +181,8 @@ class TrainConfig(Frozen):
                 f"plan.twin_bytes is {self.plan.twin_bytes} and train.device '{self.train.device}': GPUs of a machine "
                 "send what moves between layouts over their own links; leave plan.twin_bytes out"
             )
+        # Whoever reads the data, and however this was made, trains nothing of what validates.
+        msgspec.structs.force_setattr(self, "data", with_held_out(self.data, self.validation))
         if self.validation is not None:
             validation_data(self.data, self.validation)  # refuses what does not go together
             if self.validation.of_average and self.train.ema_decay is None:
@@ -191,7 +193,7 @@ class TrainConfig(Frozen):
         elif self.train.keep_best:
             raise ConfigError(
                 f"train.keep_best is {self.train.keep_best}, but there is no [validation], so no checkpoint has a "
-                "validation loss; give it validation.sources, or leave keep_best out"
+                "validation loss; give it validation.sources or validation.share, or leave keep_best out"
             )
         if self.train.deterministic:
             self._require_plans_of_data_alone()

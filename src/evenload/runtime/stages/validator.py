@@ -73,7 +73,7 @@ class Validator:
         if first is None:
             raise DataError(
                 f"the validation data ({', '.join(self._sources)}) has no document, so there is no loss to compute; "
-                "give validation.sources others, or leave [validation] out"
+                "give validation.sources others, raise validation.share, or leave [validation] out"
             )
 
     def is_due(self, steps_done: int) -> bool:
