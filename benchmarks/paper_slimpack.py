@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.layout_search import LayoutResult, search_layouts
@@ -119,7 +120,7 @@ def found_in(
         return None
     layout = even_layout(model.num_layers, **results[0].layout)
     coefficients = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options)
+    planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host_memory(cluster))
     proposal = planner.propose(0, batch.documents, strategy)
     step_s = proposal.plan.predicted.step_time_s
     split = msgspec.structs.asdict(split_step_time(planner.costs, proposal.choices))
