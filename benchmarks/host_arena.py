@@ -30,7 +30,7 @@ from evenload.runtime.replay.host_arena import HostArena
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import model_from
+from evenload.types.model_catalog import MODELS
 from evenload.types.plan import StepPlan
 from evenload.types.token_range import divide_ranges
 from results import Row, run_benchmark
@@ -152,7 +152,7 @@ def measure(quick: bool) -> list[Row]:
     """Every model, table, context and strategy."""
     rows: list[Row] = []
     for model_name, sizes in SETTINGS[: 1 if quick else None]:
-        model = model_from(model_name)
+        model = MODELS[model_name]
         per_token = sum(
             width * dtype.itemsize // (sizes["tp"] if is_own else 1)
             for width, dtype, is_own in layer_tensors(model, sizes["tp"])

@@ -156,7 +156,7 @@ def test_real_steps_hold_what_their_tensors_take(table, context, strategy):
     room. benchmarks/host_arena.py has more of them."""
     import host_arena
 
-    model = host_arena.model_from("llama-150b")
+    model = host_arena.MODELS["llama-150b"]
     plans = host_arena.plans_of(model, host_arena.SETTINGS[1][1], table, context, strategy)
     arena = HostArena(host_arena.new_segment)
     peaks = [host_arena.follow(list(host_arena.offload_order(plan, model, 0, 1)), arena) for plan in plans]
