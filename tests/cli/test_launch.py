@@ -18,25 +18,28 @@ PROGRAM = Path(__file__).parent.parent / "support" / "launch_cases.py"
 
 
 @contextmanager
-def _launched(case: str, grace_s: float = 3600, *, listening: int = 2) -> Iterator[subprocess.Popen]:
-    """A launcher in a process group of its own, so many of whose children listen."""
+def _launched(case: str, grace_s: float = 3600, *, lines: int = 2) -> Iterator[tuple[subprocess.Popen, list[str]]]:
+    """A launcher in a process group of its own, and so many lines, after which all of its children listen."""
     command = [sys.executable, str(PROGRAM), case, str(grace_s)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:
         assert launcher.stdout is not None
-        for _ in range(listening):
-            assert "listening" in launcher.stdout.readline()
+        said = [launcher.stdout.readline() for _ in range(lines)]
         try:
-            yield launcher
+            yield launcher, said
         finally:
             launcher.kill()
 
 
 @pytest.mark.parametrize("number", sweep([signal.SIGHUP, signal.SIGTERM], 1))
 def test_ranks_that_end_in_time_end_the_command_by_the_signals_number(number) -> None:
-    """Also where every process gets the signal, as when a terminal is closed: the server outlives the ranks."""
-    with _launched("ends") as launcher:
+    """Also where every process gets the signal, as when a terminal is closed: the server outlives the ranks. They began
+    as new processes do."""
+    with _launched("ends") as (launcher, said):
+        shown = [line.split() for line in said]
+        assert [line[:4] for line in shown] == [["listening", "True", "False", str(Path.cwd())]] * 2
+        assert shown[0][4] != shown[1][4], "the same random numbers in both"
         family = family_of(launcher.pid)
         os.killpg(launcher.pid, number)
         _, errors = launcher.communicate(timeout=300)
@@ -48,7 +51,7 @@ def test_ranks_that_end_in_time_end_the_command_by_the_signals_number(number) ->
 
 
 def test_ranks_that_do_not_end_within_the_grace_are_killed() -> None:
-    with _launched("hangs", 1) as launcher:
+    with _launched("hangs", 1) as (launcher, _):
         since_s = time.monotonic()
         os.kill(launcher.pid, signal.SIGTERM)
         _, errors = launcher.communicate(timeout=300)
@@ -58,29 +61,17 @@ def test_ranks_that_do_not_end_within_the_grace_are_killed() -> None:
     assert took_s >= 0.9
 
 
-@pytest.mark.parametrize(("case", "children"), [("hangs", 2), ("errand-hangs", 1)])
+@pytest.mark.parametrize(("case", "children"), [("hangs", 2), ("errands", 1)])
 def test_nothing_stays_behind_when_the_launcher_is_killed(case, children) -> None:
-    with _launched(case, listening=children) as launcher:
+    """Neither ranks nor an errand, before which another one was lost, and that was told."""
+    with _launched(case) as (launcher, said):
+        assert said[-1] == "listening\n"
+        if case == "errands":
+            assert "the process that checks the settings ended before it had an answer" in said[0]
         family = family_of(launcher.pid)
         assert len(family) == 2 + children, "resource tracker, server, and who works"
         launcher.kill()
         _wait_until_all_have_ended(family)
-
-
-def test_ranks_begin_as_new_processes_do() -> None:
-    with _launched("begins", listening=0) as launcher:
-        output, errors = launcher.communicate(timeout=300)
-    assert launcher.returncode == 0, errors
-    shown = [line.split() for line in output.splitlines()]
-    assert [line[:3] for line in shown] == [["True", "False", str(Path.cwd())]] * 2
-    assert shown[0][3] != shown[1][3], "the same random numbers in both"
-
-
-def test_an_errand_whose_process_is_lost_is_told() -> None:
-    with _launched("errand-dies", listening=0) as launcher:
-        output, errors = launcher.communicate(timeout=300)
-    assert launcher.returncode == 0, errors
-    assert "the process that checks the settings ended before it had an answer" in output
 
 
 def _wait_until_all_have_ended(processes: list[int]) -> None:

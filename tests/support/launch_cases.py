@@ -13,10 +13,14 @@ from evenload.errors import EvenloadError
 
 
 def ends_when_asked(line: StopLine) -> int:
-    """As a run that finishes its step and saves at once."""
+    """As a run that finishes its step and saves at once; shows what a process that was forked could have of the one
+    before it."""
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in STOP_SIGNALS]
+    began = f"{handlers == expected} {'' in sys.path} {os.getcwd()} {random.random()}"
     request = StopRequest(line)
     with request.listening():
-        print("listening", flush=True)
+        print(f"listening {began}", flush=True)
         while not request.signal:
             time.sleep(0.01)
     return request.signal
@@ -30,14 +34,6 @@ def never_ends(line: StopLine) -> int:
     return 0
 
 
-def shows_how_it_began(line: StopLine) -> int:
-    """What a process that was forked could have of the one before it."""
-    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
-    expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in STOP_SIGNALS]
-    print(f"{handlers == expected} {'' in sys.path} {os.getcwd()} {random.random()}", flush=True)
-    return 0
-
-
 def errand(how: str) -> None:
     """What is asked of a process before ranks start."""
     if how == "dies":
@@ -47,16 +43,16 @@ def errand(how: str) -> None:
 
 
 def main(case: str, grace_s: float) -> None:
-    """Launch two ranks, or for `errand-...` one errand."""
-    if case.startswith("errand-"):
+    """Launch two ranks, or for `errands` one that dies, and one that hangs."""
+    if case == "errands":
         start_fork_server()
         try:
-            call_in_child(errand, case.removeprefix("errand-"))
+            call_in_child(errand, "dies")
         except EvenloadError as error:
-            print(error)
+            print(error, flush=True)
+        call_in_child(errand, "hangs")
         return
-    ranks = {"ends": ends_when_asked, "hangs": never_ends, "begins": shows_how_it_began}
-    run_local(ranks[case], (), 2, grace_s=grace_s)
+    run_local({"ends": ends_when_asked, "hangs": never_ends}[case], (), 2, grace_s=grace_s)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def changed_by_moving(
             trainer.live.look_ahead(functools.partial(lambda coming: coming, announced), 2**40)
         planned = planned_bytes(trainer, layout)
         trainer.state.change_layout(layout, COSTS)
-        switch = trainer._settled()
+        switch = trainer.step_trainer.settle()
         after = whole_state(trainer)
         assert switch is not None
         assert switch.weight_bytes + switch.state_bytes > 0
