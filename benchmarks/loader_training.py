@@ -249,7 +249,7 @@ def make_variants(directory: Path, lengths: NDArray[np.int64]) -> dict[str, Vari
     for label, attention in (("best_fit", "sdpa"), ("best_fit, per document", PER_DOCUMENT)):
         variants[f"PackedLoader {label}"] = Variant(lambda a=attention: model.train(packed_batches(), a), real)
     runtime = StageRuntime(weights)
-    planner = make_planner(tiny_config(), None, 1, PlanOptions(max_pack_tokens=CONTEXT))
+    planner = make_planner(tiny_config(), None, (1, 1), PlanOptions(max_pack_tokens=CONTEXT))
     for strategy in ("best_fit", "slimpack"):
         variants[f"runtime {strategy}"] = Variant(lambda s=strategy: runtime.train(config, planner, s), real)
     return variants

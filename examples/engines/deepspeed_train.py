@@ -1,6 +1,7 @@
 r"""DeepSpeed (ZeRO-1, 2, 3) trained with Evenload's packs: a small random Llama learns this repository's documentation.
 
     torchrun --nproc-per-node 2 examples/engines/deepspeed_train.py --stage 2        # two CPU processes, seconds
+    torchrun --nproc-per-node 2 examples/engines/deepspeed_train.py --sequence-ranks 2  # both share every pack
     torchrun --nproc-per-node 8 examples/engines/deepspeed_train.py --stage 3 --device cuda \
         --model path/to/model --data 's3://bucket/corpus' --max-tokens 16384 --batch-tokens 1000000 --steps 1000
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
+parser.add_argument("--sequence-ranks", type=int, default=1, help="ranks that share every pack: Ulysses")
 parser.add_argument("--model", help="a transformers model's folder; default: a small random Llama on bytes")
 parser.add_argument("--data", default=str(Path(__file__).parents[2] / "docs"))
 parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -32,6 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from evenload import PackedLoader  # noqa: E402
 from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop  # noqa: E402
+from evenload.integrations.engines.ulysses import share_sequences  # noqa: E402
 
 if options.device == "cpu":
     # Or it compiles an all-reduce in shared memory, which its inference uses, for two minutes.
@@ -56,7 +59,7 @@ config = {
         "params": {"lr": 3e-3 if options.model is None else 1e-5, "torch_adam": True},
     },
 }
-engine, *_ = deepspeed.initialize(model=model, config=config)
+engine, *_ = deepspeed.initialize(model=model, config=config, mpu=share_sequences(model, options.sequence_ranks))
 
 loader = PackedLoader(
     options.data,
@@ -67,6 +70,7 @@ loader = PackedLoader(
     overlong="split",
     model=model.config,
     engine="deepspeed" if options.stage == 1 else f"deepspeed-zero{options.stage}",
+    sequence_ranks=options.sequence_ranks,
     strategy="auto",  # the fastest of all that this engine runs, by its price
 )
 loop = DeepSpeedLoop(engine, loader)

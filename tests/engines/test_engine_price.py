@@ -32,10 +32,11 @@ AS_OURS = EngineProfile(
 )
 
 
-def proposed(lengths, strategy="balanced", *, coefficients=None, model=None, **sizes) -> Proposal:
+def proposed(lengths, strategy="balanced", *, coefficients=None, model=None, sharding="mixed", **sizes) -> Proposal:
     layout = even_layout(4, **{"dp": 2, **sizes})
     found = coefficients or sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
-    options = plan_options({"max_pack_tokens": 64, "candidates": 3, "dp_merge": False, "policy": "replay"})
+    fields = {"max_pack_tokens": 64, "candidates": 3, "dp_merge": False, "policy": "replay", "cp_sharding": sharding}
+    options = plan_options(fields)
     planner = StepPlanner(model or sample_model(num_layers=4), found, layout, None, options)
     documents = tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
     return planner.propose(0, documents, strategy)
@@ -264,6 +265,42 @@ def test_every_engine_has_a_price(engine, cp):
     found = price(planner.propose(0, batch, "balanced"), profile)
     assert found.step_time_s == pytest.approx(found.packs_s + found.end_s)
     assert 0 <= found.idle_fraction < 1
+
+
+# Two ranks, of 40 tokens on four layers: of two query heads and two key heads (one, repeated) of 4 numbers in 2 bytes,
+# queries and outputs, keys and values, half of half of them; half of the positions in 8 bytes; latencies of four
+# all-to-alls and of a ring of two.
+EXCHANGED_BYTES = 40 * 2 * (2 + 2) * 4 * 2 / 4
+EXCHANGE_FORWARD_S = 4 * ((EXCHANGED_BYTES + 40 * 8 / 2) / 1000 + 5 * 0.25)
+EXCHANGE_BACKWARD_S = 4 * (EXCHANGED_BYTES / 1000 + 4 * 0.25)
+# Of a rank: half of what tokens and pairs take, and all that a slice and a pack do.
+SHARED_FORWARD_S = 0.5 * 20 + 4 * (20 + 0.1 * 410 + 0.01 + 5)
+SHARED_BACKWARD_S = 3 * 20 + 11 + 4 * (2 * 20 + 0.25 * 410 + 0.02 + 7) + 0.5 * 20
+
+
+def test_ranks_that_share_heads_by_hand():
+    found = proposed([40], "best_fit", dp=1, cp=2, sharding="per_document")
+    shared_s = SHARED_FORWARD_S + SHARED_BACKWARD_S + EXCHANGE_FORWARD_S + EXCHANGE_BACKWARD_S
+    assert price(found, ENGINES["deepspeed"]).packs_s == pytest.approx(shared_s, rel=1e-9)
+    # ZeRO-3 gathers and sums over the ranks of the group, too, though it is the only one.
+    sharded = price(found, ENGINES["deepspeed-zero3"])
+    transfers_s = 2 * of_all(GATHER_S) - GATHER_S["head"] + of_all(SUM_S)
+    assert sharded.packs_s == pytest.approx(shared_s + transfers_s, rel=1e-9)
+    assert sharded.end_s == pytest.approx(UPDATE_S, rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(halves=st.lists(st.integers(1, 32), min_size=1, max_size=12))
+def test_a_group_that_shares_heads_has_no_imbalance(halves):
+    """Whatever the documents, a rank of two does half of what one would, and its constants."""
+    lengths = [2 * half for half in halves]
+    alone, shared = (proposed(lengths, "best_fit", dp=1, cp=cp, sharding="per_document") for cp in (1, 2))
+    packs = len(alone.plan.pack_plans[0].forward)
+    assert len(shared.plan.pack_plans[0].forward) == packs
+    constant_s = packs * (4 * (5 + 7) + 11) + len(lengths) * 4 * (0.01 + 0.02)
+    exchange_s = 4 * (sum(lengths) * (2 * 16 + 4) / 1000 + packs * 9 * 0.25)
+    alone_s, shared_s = (price(found, ENGINES["deepspeed"]).packs_s for found in (alone, shared))
+    assert shared_s == pytest.approx((alone_s - constant_s) / 2 + constant_s + exchange_s, rel=1e-9)
 
 
 def test_local_micro_batches_of_a_group_wait_only_where_it_shares_one():

@@ -1,5 +1,6 @@
 """What an engine trains of a plan: everything, once, in the shape that it needs."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -126,6 +127,28 @@ def test_a_group_shares_every_document_of_a_micro_batch_in_chunks(lengths, cp, e
         for one in (one for one in rank if one.doc_ids):
             assert one.context_ranks == cp
             assert one.padded_tokens == sum(-(-sizes[doc_id] // (2 * cp)) * 2 * cp for doc_id in one.doc_ids)
+    assert trained(step, cp) == Counter(list(sizes))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=16),
+    cp=st.sampled_from([2, 3]),
+    engine=st.sampled_from(["deepspeed", "deepspeed-zero3"]),
+    multiple=st.sampled_from([1, 4]),
+)
+def test_a_group_that_shares_heads_has_whole_documents_in_packs_of_a_multiple(lengths, cp, engine, multiple):
+    plan = plan_of(lengths, "best_fit", cp=cp, max_pack_tokens=128, cp_sharding="per_document")
+    step = project(plan, ENGINES[engine], StepShape(pack_multiple=multiple))
+    assert len(step.ranks) == 2 * cp
+    sizes = {document.doc_id: document.num_tokens for document in plan.documents}
+    for at, rank in enumerate(step.ranks):
+        assert rank == step.ranks[at - at % cp]
+        for one in rank:
+            assert one.context_ranks == cp
+            assert one.document_tokens == tuple(sizes[doc_id] for doc_id in one.doc_ids)
+            assert one.padded_tokens % math.lcm(cp, multiple) == 0
+            assert 0 <= one.padded_tokens - sum(one.document_tokens) <= math.lcm(cp, multiple)
     assert trained(step, cp) == Counter(list(sizes))
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from cost_samples import sample_model
 from evenload.engines.catalog import ENGINES, engine_named
-from evenload.engines.refusals import require_strategy, runnable
+from evenload.engines.refusals import require_heads, require_strategy, runnable
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.layout import even_layout, split_layout
@@ -22,6 +23,7 @@ ONE = even_layout(8, dp=4)
         ("deepspeed", "wlb", even_layout(8, dp=2, pp=2), "PipelineEngine"),
         ("torchtitan", "balanced", even_layout(8, cp=2), "VarlenMetadata.*'evenload train' shares"),
         ("megatron", "skrull", even_layout(8, cp=2), "megatron-dynamic-cp"),
+        ("deepspeed", "skrull", even_layout(8, cp=2), "a rank has some heads of all documents"),
         ("megatron", "balanced", even_layout(8, virtual=2), "2 virtual stages on 1 pipeline ranks.*virtual=1"),
         ("megatron", "skrull", even_layout(8, pp=2), "skrull: layout pp=2 has a pipeline"),
         ("megatron", "balanced", split_layout([4, 4], pp=2, devices=[1, 2]), "different numbers of devices"),
@@ -42,6 +44,7 @@ def test_a_refusal_names_the_reason_and_what_works(engine, strategy, layout, mes
         ("torchtitan", "wlb", even_layout(8, dp=2, pp=2, tp=2)),
         ("trainer", "auto", ONE),
         ("deepspeed", "fixed_exact", ONE),
+        ("deepspeed-zero3", "wlb", even_layout(8, dp=2, cp=4)),
     ],
 )
 def test_what_runs_is_not_refused(engine, strategy, layout):
@@ -78,6 +81,18 @@ def test_what_our_adapters_refuse_is_told_of_plans_that_ask_for_it():
     assert topics("torchtitan", pp=2, tp=2) == ["pipeline", "tensor"]
     assert topics("megatron-dynamic-cp", dp=2) == ["scheduler"]
     assert topics("fsdp2", dp=2) == []
+
+
+@pytest.mark.parametrize(("kv_heads", "cp", "is_refused"), [(8, 4, False), (2, 4, False), (8, 3, True), (6, 4, True)])
+def test_ranks_that_would_have_no_heads_or_unequal_ones_are_refused(kv_heads, cp, is_refused):
+    model = sample_model(num_heads=24 if kv_heads == 6 else 8, num_kv_heads=kv_heads)
+    layout = even_layout(3, cp=cp)
+    require_heads(ENGINES["megatron"], model, layout)
+    if not is_refused:
+        require_heads(ENGINES["deepspeed"], model, layout)
+        return
+    with pytest.raises(ConfigError, match=f"shares heads among {cp} ranks, and tiny has"):
+        require_heads(ENGINES["deepspeed"], model, layout)
 
 
 def test_all_strategies_that_run_and_why_not_the_others():

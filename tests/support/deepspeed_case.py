@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from engine_records import (
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop
 from evenload.integrations.engines.pack_loss import model_inputs
+from evenload.integrations.engines.ulysses import sequence_share, share_sequences
 from evenload.integrations.packed_step import PackedStep
-from packed_cases import loader_of
+from packed_cases import batch_fingerprint, loader_of
 
 
 def import_deepspeed() -> Any:
@@ -41,6 +43,7 @@ def deepspeed_engine(case: EngineCase, learning_rate: float, **changes: Any) -> 
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     model = small_model().float()
+    groups = share_sequences(model, case.loader.get("sequence_ranks", 1))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": case.engine["stage"]},
@@ -49,7 +52,9 @@ def deepspeed_engine(case: EngineCase, learning_rate: float, **changes: Any) -> 
         **changes,
     }
     optimizer = case.optimizer(model.parameters(), learning_rate)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, mpu=groups, dist_init_required=False
+    )
     return engine
 
 
@@ -77,7 +82,14 @@ class DeepSpeedRun:
         return {name: safe_get_full_fp32_param(parameter) for name, parameter in self._engine.module.named_parameters()}
 
     def logits(self, batch: dict) -> torch.Tensor:
-        return self._engine(**model_inputs(batch)).logits[0]
+        ranks = self.loader.options.sequence_ranks
+        own = batch if ranks == 1 else sequence_share(batch, dist.get_rank() % ranks, ranks)
+        logits = self._engine(**model_inputs(own)).logits[0].detach()
+        if ranks == 1:
+            return logits
+        shares = [torch.empty_like(logits) for _ in range(ranks)]
+        dist.all_gather(shares, logits, group=self._engine.get_sequence_parallel_group())
+        return torch.cat(shares)
 
 
 def train_deepspeed(case: EngineCase, order: TrainOrder) -> RankRecord:
@@ -140,3 +152,33 @@ def refusals_of_deepspeed(corpus: Path) -> dict[str, str]:
             except CheckpointError as error:
                 messages["checkpoint"] = str(error)
     return messages
+
+
+def refusals_of_ulysses(corpus: Path) -> dict[str, str]:
+    """What is said of sequence groups that cannot be made, or would train something else."""
+    case = deepspeed_case(1, loader={"engine": "deepspeed", "sequence_ranks": 2})
+    messages = {}
+
+    def try_one(name: str, make: Callable[[], object]) -> None:
+        try:
+            make()
+        except ConfigError as error:
+            messages[name] = str(error)
+
+    import_deepspeed()
+    try_one("early", lambda: share_sequences(small_model(), 2))
+    import_deepspeed().init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    try_one("ranks", lambda: share_sequences(small_model(), 3))
+    engine = deepspeed_engine(case, 0.0)
+    try_one("loader", lambda: DeepSpeedLoop(engine, loader_of(corpus, engine="deepspeed")))
+    try_one("again", lambda: share_sequences(small_model(), 2))
+    loader = loader_of(corpus, engine="deepspeed", sequence_ranks=2)
+    engine.module.set_attn_implementation("sdpa")
+    try_one("sdpa", lambda: DeepSpeedLoop(engine, loader))
+    return messages
+
+
+def shared_epoch(corpus: Path) -> list[tuple]:
+    """What a rank of groups of two gets in an epoch."""
+    with loader_of(corpus, engine="deepspeed", sequence_ranks=2, epochs=1) as loader:
+        return [batch_fingerprint(batch) for batch in loader]

@@ -90,9 +90,18 @@ def check_isolation(ranks: Ranks, case: EngineCase, root: Path, world_size: int 
 
 
 def check_training(
-    ranks: Ranks, case: EngineCase, root: Path, world_size: int = 2, resumed_world_sizes: tuple[int, ...] = (1,)
+    ranks: Ranks,
+    case: EngineCase,
+    root: Path,
+    world_size: int = 2,
+    resumed_world_sizes: tuple[int, ...] = (1,),
+    resumed: EngineCase | None = None,
 ) -> None:
-    """Steps of training give the losses and weights of plain training, and a checkpoint goes on with other ranks."""
+    """Steps of training give the losses and weights of plain training, and a checkpoint goes on with other ranks.
+
+    Args:
+        resumed: with other settings; default: the same.
+    """
     write_uneven(root)
     saved = root.parent / "saved"
     order = TrainOrder(root, case.learning_rate, num_steps=STEPS, save_to=saved, save_after=SAVED_AFTER)
@@ -103,7 +112,7 @@ def check_training(
     assert np.mean(whole[0].losses[-5:]) < 0.9 * np.mean(whole[0].losses[:5]), "the loss falls"
     for resumed_size in resumed_world_sizes:
         more = TrainOrder(root, case.learning_rate, num_steps=RESUMED_STEPS, load_from=saved)
-        rest = ranks.run(resumed_size, case.train, case, more)
+        rest = ranks.run(resumed_size, case.train, resumed or case, more)
         after = slice(SAVED_AFTER, SAVED_AFTER + RESUMED_STEPS)
         assert [Counter(step) for step in _documents_by_step(rest)] == [Counter(step) for step in steps[after]]
         _compare(rest[0], losses[after], weights[SAVED_AFTER + RESUMED_STEPS - 1], case)

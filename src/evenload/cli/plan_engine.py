@@ -12,7 +12,7 @@ from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.evaluate import EngineEvaluation, evaluate_engine
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
-from evenload.engines.refusals import BEST, require_strategy
+from evenload.engines.refusals import BEST, require_heads, require_strategy
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.report.units import format_seconds
@@ -31,6 +31,7 @@ def require_engine(engine: str, inputs: PlanInputs, strategies: tuple[str, ...] 
     """Refuse, before anything is planned, a layout or a strategy named that the engine cannot run."""
     for name in strategies or (BEST,):
         require_strategy(engine_named(engine), name, inputs.options, layout)
+    require_heads(engine_named(engine), inputs.costs.model, layout)
 
 
 def engine_evaluation(

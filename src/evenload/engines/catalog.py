@@ -179,7 +179,7 @@ def _deepspeed(stage: int) -> EngineProfile:
         title=f"DeepSpeed 0.19.8, ZeRO-{stage}",
         formats=("hf", "varlen", "pack"),
         equal_counts=gathers,
-        context_parallel="none",
+        context_parallel="heads",
         shards=("optimizer", "gradients", "parameters")[stage - 1],  # type: ignore[bad-argument-type]
         # What DeepSpeedLoop does where nothing is said; ZeRO-3 sums beside the backward, bucket by bucket (overlap_comm
         # and reduce_bucket_size, zero/config.py).
@@ -196,15 +196,8 @@ def _deepspeed(stage: int) -> EngineProfile:
             ),
             _limit("virtual", "It has no pipeline here", _NO_PIPELINE),
             _limit(
-                "context",
-                "Its sequence parallelism (Ulysses) exchanges heads, which the cost model does not price: it has "
-                "keys and values that travel",
-                "Plan with cp=1, one group of ranks that share sequences being one replica, and give PackedLoader "
-                "pack_multiple = its size",
-            ),
-            _limit(
                 "mixed_context",
-                "Its sequence parallelism shares every document of a micro-batch",
+                "Its sequence parallelism (Ulysses) shares every micro-batch: a rank has some heads of all documents",
                 "Choose balanced, best_fit or wlb",
             ),
             *((counts,) if gathers else ()),

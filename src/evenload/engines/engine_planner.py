@@ -17,7 +17,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.engines.price import EnginePrice, engine_price
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
-from evenload.engines.refusals import BEST, require_auto, require_strategy, runnable
+from evenload.engines.refusals import BEST, require_auto, require_heads, require_strategy, runnable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
@@ -44,7 +44,7 @@ class EnginePlanner(StepPlanner):
         shape: what the run fixes of micro-batches; None = nothing.
 
     Raises:
-        ConfigError: the engine does not have the layout.
+        ConfigError: the engine does not have the layout, or not for the model's heads.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class EnginePlanner(StepPlanner):
         shape: StepShape | None = None,
     ) -> None:
         require_strategy(profile, BEST, options or PlanOptions(), layout)
+        require_heads(profile, model, layout)
         super().__init__(model, coefficients, layout, None, options_under(profile, options or PlanOptions()))
         self.profile, self.shape = profile, shape
         self.schedule = CHOOSE if options is None else options.schedule

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.engines.head_exchange import with_head_exchange
 from evenload.engines.pass_transfers import with_pass_transfers
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import EngineMicroBatch, EngineStep, StepShape, project
@@ -87,6 +88,8 @@ def engine_price(
     step = project(plan, profile, shape)
     costs = engine_costs(profile, costs)
     ranks = [_rank(costs, rank) for rank in step.ranks]
+    if profile.context_parallel == "heads":
+        ranks = [replace(one, tasks=with_head_exchange(costs, one.columns, one.tasks)) for one in ranks]
     busy_s = sum(float(rank.tasks.forward_s.sum() + rank.tasks.backward_s.sum()) for rank in ranks)
     replicas = _as_they_wait(profile, costs, ranks)
     simulated = [_simulated(profile, costs, replica, schedule) for replica in replicas]

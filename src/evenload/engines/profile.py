@@ -83,7 +83,9 @@ class EngineProfile(Frozen):
         count_multiple: the micro-batches of a rank are a multiple of it.
         virtual_count_multiple: where a rank has several virtual stages they are a multiple of the pipeline's ranks.
         context_parallel: "none"; "fixed": the whole context-parallel group shares every document; "group": the group
-            shares a micro-batch, or each of its ranks has one of its own, documents of one micro-batch all alike.
+            shares a micro-batch, or each of its ranks has one of its own, documents of one micro-batch all alike;
+            "heads": the whole group shares every micro-batch, its rows outside of attention and its heads inside
+            (Ulysses), so that a micro-batch is padded and not its documents.
         document_chunks: documents that a group shares are padded to a multiple of so many tokens a rank.
         schedules: names of `schedule.registry` in whose order it can run a pipeline; () = it has none.
         shards: what data-parallel ranks hold a part of only.
@@ -103,7 +105,7 @@ class EngineProfile(Frozen):
     pipeline_constant_counts: bool = False
     count_multiple: int = 1
     virtual_count_multiple: bool = False
-    context_parallel: Literal["none", "fixed", "group"] = "none"
+    context_parallel: Literal["none", "fixed", "group", "heads"] = "none"
     document_chunks: int = 1
     schedules: tuple[str, ...] = ()
     shards: Sharding
@@ -134,7 +136,7 @@ class EngineProfile(Frozen):
 
     def waits_in(self, layout: ParallelLayout) -> bool:
         """Whether ranks wait for each other in every micro-batch, for weights or to sum gradients."""
-        return "pass" in (self.weights_in(layout), self.sums_in(layout)) and layout.dp > 1
+        return "pass" in (self.weights_in(layout), self.sums_in(layout)) and layout.dp * layout.cp > 1
 
     def pads_in(self, layout: ParallelLayout) -> bool:
         """Whether all micro-batches of a step have equally many tokens in this layout."""

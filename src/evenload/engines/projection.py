@@ -8,6 +8,7 @@ so every rank may make it from the plan alone. O(documents).
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -87,11 +88,15 @@ def project(plan: StepPlan, profile: EngineProfile, shape: StepShape | None = No
     counts = [len(groups) for groups in replicas]
     wanted = _counts(counts, plan, profile, shape)
     length = _fixed_length(replicas, plan, profile, shape)
+    cp, shares_all = plan.layout.cp, profile.context_parallel == "heads"
+    # Each rank of a group that shares heads has equally many rows of every micro-batch, of those without documents too.
+    empty = EngineMicroBatch(doc_ids=(), context_ranks=cp if shares_all else 1, padded_tokens=0)
+    multiple = math.lcm(shape.pack_multiple, cp) if shares_all else shape.pack_multiple
     ranks: list[tuple[EngineMicroBatch, ...]] = []
     for groups, count in zip(replicas, wanted, strict=True):
-        groups = groups + [[EngineMicroBatch(doc_ids=(), padded_tokens=0)] * plan.layout.cp] * (count - len(groups))
-        for rank in range(plan.layout.cp):
-            ranks.append(tuple(_padded(group[rank], length, shape.pack_multiple) for group in groups))
+        groups = groups + [[empty] * cp] * (count - len(groups))
+        for rank in range(cp):
+            ranks.append(tuple(_padded(group[rank], length, multiple) for group in groups))
     return EngineStep(ranks=tuple(ranks), num_label_tokens=plan.num_label_tokens)
 
 
@@ -141,8 +146,9 @@ def _micro_batches(
 
 def _of(pack: MicroPack, places: Sequence[int], context_ranks: int, profile: EngineProfile) -> EngineMicroBatch:
     pieces = [pack.slices[at] for at in places]
-    # Shared documents are cut into equal chunks, each of them by itself.
-    chunk = profile.document_chunks * context_ranks if context_ranks > 1 else 1
+    # Shared documents are cut into equal chunks, each of them by itself, where ranks do not share their heads.
+    is_cut = context_ranks > 1 and profile.context_parallel != "heads"
+    chunk = profile.document_chunks * context_ranks if is_cut else 1
     tokens = tuple(-(-(pack.pad_to or piece.num_tokens) // chunk) * chunk for piece in pieces)
     return EngineMicroBatch(
         doc_ids=tuple(piece.doc_id for piece in pieces),

@@ -6,6 +6,7 @@ from evenload.plan.problem.options import CHOOSE, PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.plan.strategies.strategy import LeftOutStrategy, Strategy
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
 
 BEST = "auto"
 """Under an engine: the fastest by its price of all strategies that it can run (`engines.engine_planner`)."""
@@ -22,6 +23,17 @@ def require_plan_layout(profile: EngineProfile, layout: ParallelLayout) -> None:
         profile.refuse("virtual", f"{asked} has {layout.num_stages} virtual stages on {layout.pp} pipeline ranks")
     if layout.cp > 1 and profile.context_parallel == "none":
         profile.refuse("context", f"{asked} shares documents among {layout.cp} context-parallel ranks")
+
+
+def require_heads(profile: EngineProfile, model: ModelSpec, layout: ParallelLayout) -> None:
+    """Refuse, by a `ConfigError`, a group whose ranks would have no or unequal heads."""
+    heads, kv_heads, ranks = model.num_heads, model.num_kv_heads, layout.cp * layout.tp
+    if profile.context_parallel == "heads" and (heads % ranks or (kv_heads % ranks and ranks % kv_heads)):
+        raise ConfigError(
+            f"engine {profile.name}: layout {layout.describe()} shares heads among {ranks} ranks, and {model.name} has "
+            f"{heads} query heads and {kv_heads} key/value heads. Use as many ranks as divide both, or a multiple of "
+            f"{kv_heads} that divides {heads}"
+        )
 
 
 def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, layout: ParallelLayout) -> None:
@@ -71,9 +83,10 @@ def require_auto(profile: EngineProfile, options: PlanOptions) -> None:
 def _require_sharing(profile: EngineProfile, options: PlanOptions) -> None:
     """Refuse a way of sharing documents that was asked for and is not the engine's."""
     if profile.context_parallel != "none" and options.cp_sharding not in ("mixed", "per_document"):
+        shared = "has some heads a rank" if profile.context_parallel == "heads" else "cuts it into equal parts"
         raise ConfigError(
             f"engine {profile.name}: plan.options.cp_sharding is '{options.cp_sharding}'. Its context-parallel group "
-            "cuts every document of a micro-batch into equal parts. Leave it out, or say 'per_document'"
+            f"shares every document of a micro-batch: it {shared}. Leave it out, or say 'per_document'"
         )
 
 

@@ -5,6 +5,7 @@ documents are refused unless the caller says that its attention reads the keys o
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class LoaderOptions:
             loss, so that all ranks make equally many passes. Default: yes, or as the engine needs.
         pack_multiple: the tokens of every pack are a multiple of it, by a document of padding at the end: the number
             of tensor-parallel ranks where the loop splits sequences over them (Megatron-Core's sequence parallelism).
+        sequence_ranks: ranks that share every pack, each 1 / sequence_ranks of its tokens (DeepSpeed's Ulysses): so
+            many neighbours get the same packs, whose tokens are a multiple of it too.
         fixed_shapes: every pack has `max_tokens` tokens, by padding (what a pipeline of torch.distributed needs).
         engine: the engine that trains the batches, a name of `engines.catalog`: sets what is left out here, refuses the
             rest, and the packs are balanced for how that engine runs them; `strategy="auto"` is then the fastest by
@@ -69,6 +72,7 @@ class LoaderOptions:
     micro_batches: int | None = None
     equal_micro_batches: bool | None = None
     pack_multiple: int = 1
+    sequence_ranks: int = 1
     fixed_shapes: bool = False
     engine: str | None = None
     format: BatchFormat | None = None
@@ -90,17 +94,19 @@ class LoaderOptions:
         object.__setattr__(self, "format", resolve_format(usual if self.format is None else self.format))
         if self.equal_micro_batches is None:
             object.__setattr__(self, "equal_micro_batches", engine is None or engine.equal_counts)
-        for name in ("max_tokens", "micro_batches", "pack_multiple"):
+        for name in ("max_tokens", "micro_batches", "pack_multiple", "sequence_ranks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 optional = ", or None" if name == "micro_batches" else ""
                 raise ConfigError(f"{name} is {value}, must be at least 1{optional}")
-        if self.max_tokens % self.pack_multiple:
+        if self.max_tokens % self.row_multiple:
             raise ConfigError(
-                f"max_tokens is {self.max_tokens}, pack_multiple {self.pack_multiple}: a full pack padded to a "
-                "multiple would pass max_tokens; set max_tokens to a multiple, such as "
-                f"{self.computed_tokens(self.max_tokens)}"
+                f"max_tokens is {self.max_tokens}, pack_multiple {self.pack_multiple}, sequence_ranks "
+                f"{self.sequence_ranks}: a full pack padded to a multiple would pass max_tokens; set max_tokens to a "
+                f"multiple, such as {self.computed_tokens(self.max_tokens)}"
             )
+        if self.sequence_ranks > 1:
+            self._check_shared()
         if engine is None:
             self._check_strategy()
 
@@ -125,10 +131,15 @@ class LoaderOptions:
         """What these options fix of a step's micro-batches."""
         return StepShape(
             micro_batches=self.micro_batches,
-            pack_multiple=self.pack_multiple,
+            pack_multiple=self.row_multiple,
             pack_tokens=self.max_tokens if self.fixed_shapes else None,
             equal_counts=self.equal_micro_batches,
         )
+
+    @property
+    def row_multiple(self) -> int:
+        """The tokens of every pack are a multiple of it."""
+        return math.lcm(self.pack_multiple, self.sequence_ranks)
 
     @property
     def keeps_whole(self) -> bool:
@@ -142,7 +153,7 @@ class LoaderOptions:
 
     def computed_tokens(self, num_tokens: int) -> int:
         """Tokens of a pack of so many, with the padding at its end."""
-        return -(-num_tokens // self.pack_multiple) * self.pack_multiple
+        return -(-num_tokens // self.row_multiple) * self.row_multiple
 
     def check_data(self, config: DataConfig, place: LoaderPlace) -> None:
         """Refuse data settings and a place that contradict the options: a `ConfigError` with the values and the fix."""
@@ -173,7 +184,7 @@ class LoaderOptions:
 
     def _check_engine(self, engine: EngineProfile) -> None:
         """Refuse what the engine cannot run, and options that contradict its needs."""
-        require_strategy(engine, self.strategy, self.planning(), even_layout(1))
+        require_strategy(engine, self.strategy, self.planning(), even_layout(1, cp=max(1, self.sequence_ranks)))
         if engine.limit("loader") is not None:
             engine.refuse("loader", "its ranks do not read a PackedLoader")
         if self.strategy == BEST:
@@ -191,6 +202,21 @@ class LoaderOptions:
             engine.refuse("counts", "equal_micro_batches is False")
         if engine.constant_counts and self.micro_batches is None and not self.evaluation:
             engine.refuse("counts", "micro_batches is left out")
+
+    def _check_shared(self) -> None:
+        """Refuse ranks that share packs where the engine has none, or in a format that cannot be cut for them."""
+        asked = f"sequence_ranks is {self.sequence_ranks}"
+        if self.profile.context_parallel == "none":
+            self.profile.refuse("context", asked)
+        if self.profile.context_parallel != "heads":
+            raise ConfigError(
+                f"engine {self.profile.name}: {asked}. Its context-parallel ranks cut documents, not a pack's rows. "
+                "Give group = the data-parallel ranks, or train on engine deepspeed (Ulysses)"
+            )
+        if self.format != "hf":
+            raise ConfigError(
+                f'{asked}, and the loader has format "{self.format}", which is not cut for ranks; leave format out'
+            )
 
     def _check_strategy(self) -> None:
         whole = ", ".join(whole_strategies())

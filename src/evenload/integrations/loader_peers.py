@@ -7,6 +7,8 @@
 | `group` | the group's | each its share, tokens exchanged |
 | `rank`, `world_size` | those | each all of it; needs no communication at all |
 
+With `sequence_ranks` so many neighbouring ranks of these share every micro-batch: they are one place.
+
 Ranks that read together get a group of their own with a CPU backend, because a thread uses it while training
 communicates. Making it is collective.
 """
@@ -28,9 +30,11 @@ class LoaderPlace:
     """A rank's place.
 
     Args:
+        rank, world_size: among the shares of a global batch; ranks of a sequence group have the same.
         peers: those that read together.
-        replicas: of every one of `peers`, the rank whose packs it wants.
+        replicas: of every one of `peers`, the place whose packs it wants.
         reads_alone: the others are not spoken to.
+        is_first: of all ranks, the one that logs.
     """
 
     rank: int
@@ -38,10 +42,14 @@ class LoaderPlace:
     peers: Peers
     replicas: Sequence[int]
     reads_alone: bool
+    is_first: bool
 
 
-def find_place(rank: int | None, world_size: int | None, group: Any, timeout_s: float) -> LoaderPlace:
-    """This process's place; arguments as in `LoaderOptions`, a `ConfigError` for half of a place or two. Collective."""
+def find_place(
+    rank: int | None, world_size: int | None, group: Any, timeout_s: float, sequence_ranks: int = 1
+) -> LoaderPlace:
+    """This process's place; arguments as in `LoaderOptions`, a `ConfigError` for half of a place, two, or a sequence
+    group that is not whole. Collective."""
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank is {rank} and world_size {world_size}; give both or none")
     if rank is not None and world_size is not None:
@@ -49,11 +57,26 @@ def find_place(rank: int | None, world_size: int | None, group: Any, timeout_s: 
             raise ConfigError("rank and world_size stand beside group, which says both; leave them out")
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank is {rank}, must be in 0 .. {world_size - 1}")
-        return LoaderPlace(rank=rank, world_size=world_size, peers=Alone(), replicas=(rank,), reads_alone=True)
+        own = rank // sequence_ranks
+        return LoaderPlace(
+            rank=own,
+            world_size=_groups(world_size, sequence_ranks),
+            peers=Alone(),
+            replicas=(own,),
+            reads_alone=True,
+            is_first=rank == 0,
+        )
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ConfigError("group is given, but torch.distributed is not initialised")
-        return LoaderPlace(rank=0, world_size=1, peers=Alone(), replicas=(0,), reads_alone=True)
+        return LoaderPlace(
+            rank=0,
+            world_size=_groups(1, sequence_ranks),
+            peers=Alone(),
+            replicas=(0,),
+            reads_alone=True,
+            is_first=True,
+        )
     ranks = None if group is None else dist.get_process_group_ranks(group)
     own = dist.new_group(
         ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=group is not None
@@ -61,5 +84,20 @@ def find_place(rank: int | None, world_size: int | None, group: Any, timeout_s: 
     assert isinstance(own, dist.ProcessGroup)
     peers = TorchPeers(own)
     return LoaderPlace(
-        rank=peers.rank, world_size=peers.size, peers=peers, replicas=range(peers.size), reads_alone=False
+        rank=peers.rank // sequence_ranks,
+        world_size=_groups(peers.size, sequence_ranks),
+        peers=peers,
+        replicas=[peer // sequence_ranks for peer in range(peers.size)],
+        reads_alone=False,
+        is_first=peers.rank == 0,
     )
+
+
+def _groups(ranks: int, sequence_ranks: int) -> int:
+    """Sequence groups of so many ranks."""
+    if ranks % sequence_ranks:
+        raise ConfigError(
+            f"sequence_ranks is {sequence_ranks}, which does not divide {ranks} ranks; every rank belongs to a group "
+            "of so many"
+        )
+    return ranks // sequence_ranks

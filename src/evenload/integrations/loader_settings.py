@@ -18,6 +18,7 @@ class LoaderSettings(TypedDict, total=False):
     micro_batches: int | None
     equal_micro_batches: bool | None
     pack_multiple: int
+    sequence_ranks: int
     fixed_shapes: bool
     engine: str | None
     costs: CostCoefficients | str | Path | None

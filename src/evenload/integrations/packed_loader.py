@@ -67,7 +67,8 @@ class PackedLoader:
     Attributes:
         options: as given; `format` resolved.
         config: the data settings, as resolved.
-        rank, world_size: of this loader among those that share a global batch.
+        rank, world_size: of this loader among those that share a global batch; ranks of a sequence group
+            (`sequence_ranks`) have the same.
         model_is_assumed: packs are balanced for `ASSUMED_MODEL`, because nobody has named the model that is trained.
         start_lines: what was logged at the start.
         epoch: of the current iteration, or of the next one if none has begun or the last one ended.
@@ -101,7 +102,9 @@ class PackedLoader:
             evaluation=evaluation,
             **further,
         )
-        place = find_place(options.rank, options.world_size, options.group, options.peer_timeout_s)
+        place = find_place(
+            options.rank, options.world_size, options.group, options.peer_timeout_s, options.sequence_ranks
+        )
         config, datasets = data_config(
             data,
             given,
@@ -116,7 +119,11 @@ class PackedLoader:
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
         planner = make_planner(
-            ASSUMED_MODEL if model is None else model, options.costs, place.world_size, planning, *options.engine_shape
+            ASSUMED_MODEL if model is None else model,
+            options.costs,
+            (place.world_size, options.sequence_ranks),
+            planning,
+            *options.engine_shape,
         )
         self._maker = StepMaker(
             self._loader,
@@ -135,7 +142,7 @@ class PackedLoader:
         self._stand_at(self._loader.state(), PlannerState(), 0)
         fact = loader_tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
         self.start_lines: Sequence[str] = start_lines(config, fact, options, place, planner.costs)
-        if place.rank == 0:
+        if place.is_first:
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
 
     def balance_for(self, model: Any) -> None:
@@ -155,12 +162,13 @@ class PackedLoader:
                 "PackedLoader(model=...)"
             )
         options = self.options
-        planner = make_planner(model, options.costs, self.world_size, options.planning(), *options.engine_shape)
+        ranks = self.world_size, options.sequence_ranks
+        planner = make_planner(model, options.costs, ranks, options.planning(), *options.engine_shape)
         self._maker.planner = planner
         self.model_is_assumed = False
         line = balance_line(planner.costs, assumed=False)
         self.start_lines = [line, *self.start_lines[1:]]
-        if self.rank == 0:
+        if self._place.is_first:
             _log.info("PackedLoader\n  %s", line)
 
     def __iter__(self) -> Iterator[Any]:
@@ -285,7 +293,7 @@ class PackedLoader:
         self._before, self._after = self._after, (planned.loader_state, planned.planner_state)
         self._open, self._given = step, self._skipped(step)
         self.ledger_lines = planned.ledger_lines
-        if not self._has_logged and self.rank == 0:
+        if not self._has_logged and self._place.is_first:
             _log.info(first_step_line(step, self.options))
         self._has_logged = True
         if not step.num_label_tokens:
@@ -301,7 +309,7 @@ class PackedLoader:
         if self.has_ended:
             return None
         if self._ahead is None:
-            if self.model_is_assumed and not self._has_logged and self.rank == 0:
+            if self.model_is_assumed and not self._has_logged and self._place.is_first:
                 _log.warning("%s", self.start_lines[0])
             maker, options, place = self._maker, self.options, self._place
 

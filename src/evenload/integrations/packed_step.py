@@ -82,7 +82,7 @@ def pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> 
         raise ConfigError(_too_many(step.plan, counts, options.micro_batches, options.max_tokens))
     projected = project(step.plan, options.profile, options.shape)
     forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
-    micro_batches = projected.ranks[place.rank]
+    micro_batches = projected.ranks[place.rank * options.sequence_ranks]
     packs = tuple(
         pad_pack(forward[one.pack], one.padded_tokens) if one.doc_ids else zero_weight_pack(one.padded_tokens)
         for one in micro_batches

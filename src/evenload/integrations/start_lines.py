@@ -25,9 +25,11 @@ def start_lines(
         packs = f"exactly {options.micro_batches} packs a rank"
     if options.fixed_shapes:
         packs += f", each padded to {options.max_tokens} tokens"
-    elif options.pack_multiple > 1:
-        packs += f", each padded to a multiple of {options.pack_multiple} tokens"
-    reading = "alone" if place.reads_alone else f"together with {place.world_size - 1} others"
+    elif options.row_multiple > 1:
+        packs += f", each padded to a multiple of {options.row_multiple} tokens"
+    if options.sequence_ranks > 1:
+        packs += f", each shared by {options.sequence_ranks} ranks"
+    reading = "alone" if place.reads_alone else f"together with {place.peers.size - 1} others"
     workers = f"{config.workers} processes" if config.workers else "a thread"
     order = f"shuffled within {config.shuffle_window} documents, seed {config.seed}"
     not_done = [

@@ -5,6 +5,7 @@ the model, it is `ASSUMED_MODEL` on H100s, and the loader says so.
 """
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ _log = logging.getLogger("evenload.loader")
 def make_planner(
     model: Any,
     costs: CostCoefficients | str | Path | None,
-    world_size: int,
+    ranks: tuple[int, int],
     options: PlanOptions,
     engine: EngineProfile | None = None,
     shape: StepShape | None = None,
 ) -> StepPlanner:
-    """A planner of whole micro-batches on `world_size` replicas.
+    """A planner of whole micro-batches on so many replicas.
 
     Args:
+        ranks: replicas, and ranks that share every pack of one.
         model: a built-in name, a `config.json` or its directory, a `ModelSpec`, or an object with a transformers
             configuration.
         costs: measured coefficients (`cost.json`) instead of a data sheet's. Links that a file lacks are an H100
@@ -50,7 +52,8 @@ def make_planner(
         ConfigError: not a model, or a cost file of another one.
     """
     spec = _model_spec(model)
-    layout = even_layout(spec.num_layers, dp=world_size)
+    (dp, cp), world_size = ranks, math.prod(ranks)
+    layout = even_layout(spec.num_layers, dp=dp, cp=cp)
     whole_nodes = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
     cluster = cluster_from(f"h100x{whole_nodes if world_size > DEVICES_PER_NODE else world_size}")
     if isinstance(costs, str | Path):

@@ -4,8 +4,9 @@
     loop = DeepSpeedLoop(engine, loader)
 
 Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and multiplied by the
-number of ranks, because DeepSpeed takes the mean over them. DeepSpeed's own accumulation divides by
-`gradient_accumulation_steps`, which must be 1: how many micro-batches a step has, the plan says.
+number that DeepSpeed divides gradients by, because it takes a mean: the number of ranks. Where groups of them share
+sequences (`ulysses`), it is the number of groups under ZeRO-1 and 2, that of ranks under ZeRO-3. DeepSpeed's own
+accumulation divides by `gradient_accumulation_steps`, which must be 1: the plan says how many micro-batches a step has.
 
 | stage | gradients are reduced | micro-batches of ranks |
 |---|---|---|
@@ -19,6 +20,7 @@ on none: a rank without documents runs a pack without a loss. `set_gradient_accu
 different numbers of micro-batches under stage 2: the engine reduces at each of them.
 """
 
+import importlib.metadata
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,6 +34,7 @@ from evenload.integrations.batch_formats import format_pack, move_batch
 from evenload.integrations.engines.engine_loop import EngineLoop, sum_over_ranks
 from evenload.integrations.engines.pack_loss import PackLoss
 from evenload.integrations.engines.told_by_rank_zero import told_by_rank_zero
+from evenload.integrations.engines.ulysses import require_documents_apart, sequence_share, share_loss
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.packed_step import PackedStep, zero_weight_pack
 
@@ -44,9 +47,11 @@ class DeepSpeedLoop(EngineLoop):
     """Steps of a DeepSpeed engine.
 
     Args:
-        engine: of `deepspeed.initialize`, all ranks data-parallel.
+        engine: of `deepspeed.initialize`, all ranks data-parallel or in sequence groups of neighbours
+            (`ulysses.share_sequences`).
         loader: of any numbers of micro-batches where the table above says so, else with `equal_micro_batches`.
-        loss: of one micro-batch; default: `hf_pack_loss`.
+        loss: of one micro-batch; default: `hf_pack_loss`. In a sequence group of the rank's share
+            (`ulysses.sequence_share`); default: `share_loss`.
         reduce_every_pack: see above; None = as the table says, for stage 2 by the loader's `equal_micro_batches`.
 
     Raises:
@@ -62,8 +67,13 @@ class DeepSpeedLoop(EngineLoop):
         reduce_every_pack: bool | None = None,
     ) -> None:
         _refuse_engine(engine)
-        super().__init__(engine.module, loader, loss, engine="DeepSpeed")
-        self.engine = engine
+        ranks = engine.sequence_parallel_size
+        super().__init__(engine.module, loader, loss, engine="DeepSpeed", sequence_ranks=ranks)
+        self.engine, self._sequence_ranks, self._sequence_rank = engine, ranks, 0
+        if ranks > 1:
+            require_documents_apart(getattr(engine.module, "config", None))
+            self._sequence_rank, self._loss = _place_among(engine, ranks), loss or share_loss
+        self._averaged_over = _averaged_over(engine)
         stage = int(engine.zero_optimization_stage())
         options = loader.options
         has_equal_counts = options.equal_micro_batches or options.micro_batches is not None
@@ -97,15 +107,17 @@ class DeepSpeedLoop(EngineLoop):
         for index, batch in enumerate(batches):
             if self._reduce_every_pack:
                 self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            if self._sequence_ranks > 1:
+                batch = sequence_share(batch, self._sequence_rank, self._sequence_ranks)
             loss = self._loss(self.engine, move_batch(batch, device))
-            self.engine.backward(loss * self.loader.world_size)
+            self.engine.backward(loss * self._averaged_over)
             total = total + loss.detach()
         return total
 
     def _without_work(self, step: PackedStep) -> Any:
         options = self.loader.options
         assert options.format is not None
-        return format_pack(zero_weight_pack(options.pack_multiple), options.format, step.num_label_tokens)
+        return format_pack(zero_weight_pack(options.row_multiple), options.format, step.num_label_tokens)
 
     def update(self) -> bool:
         """Apply the gradients, clipped and scaled as the engine's configuration says, and forget them. Collective.
@@ -131,7 +143,7 @@ class DeepSpeedLoop(EngineLoop):
             CheckpointError: no such checkpoint, of another number of ranks, or one without a loader's state.
         """
         if not self.engine.load_universal_checkpoint():
-            require_same_ranks(Path(directory), tag, self.engine.dp_world_size)
+            require_same_ranks(Path(directory), tag, self.engine.seq_dp_world_size)
         path, client_state = self.engine.load_checkpoint(str(directory), tag=tag)
         missing = {LOADER_STATE, _NUM_STEPS} - set(client_state or {})
         if path is None or missing:
@@ -144,7 +156,7 @@ class DeepSpeedLoop(EngineLoop):
 
 
 def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
-    """A `CheckpointError` where a checkpoint is of another number of data-parallel ranks. Collective.
+    """A `CheckpointError` where a checkpoint is of another number of ranks. Collective.
 
     DeepSpeed would find out after it has loaded the weights, and not say what to do.
 
@@ -154,14 +166,14 @@ def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
     folder, saved = told_by_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
     if saved not in (None, ranks):
         raise CheckpointError(
-            f"'{folder}' was saved by {saved} data-parallel ranks, and there are {ranks}; make it universal: python -m "
+            f"'{folder}' was saved by {saved} ranks, and there are {ranks}; make it universal: python -m "
             f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
             f'{folder}-universal, and set "checkpoint": {{"load_universal": true}} in the engine\'s configuration'
         )
 
 
 def _folder_and_ranks(directory: Path, tag: str | None) -> tuple[Path, int | None]:
-    """A checkpoint's folder, and what it says of its data-parallel ranks; None where DeepSpeed will find none itself.
+    """A checkpoint's folder, and what it says of its ranks; None where DeepSpeed will find none itself.
 
     The files of the other ranks are not counted: they may lie on the disks of other nodes.
     """
@@ -213,9 +225,49 @@ def _refuse_engine(engine: Any) -> None:
             f"gradient_accumulation_steps is {steps}, by which DeepSpeed would divide the gradients; they are divided "
             "by the global batch's label tokens already. Set it to 1 (the plan says how many micro-batches a step has)"
         )
-    size, world_size = engine.dp_world_size, dist.get_world_size()
+    # With sequence groups the engine shards, sums and counts over both dimensions.
+    size, world_size = engine.seq_dp_world_size, dist.get_world_size()
     if size != world_size:
         raise ConfigError(
-            f"{size} data-parallel ranks of {world_size}: tensor, expert and sequence parallel ranks are not tested "
-            "with packs; leave all ranks data-parallel"
+            f"gradients are summed over {size} ranks of {world_size}: tensor and expert parallel ranks, and sequence "
+            "groups of a mesh (sequence_parallel_size in the configuration), are not tested with packs; leave all "
+            "ranks data-parallel, or make sequence groups with mpu = share_sequences(model, ranks)"
         )
+
+
+def _place_among(engine: Any, ranks: int) -> int:
+    """This rank's place in its sequence group; a `ConfigError` where the loader deals packs to other groups."""
+    members, rank = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), dist.get_rank()
+    first = rank // ranks * ranks
+    if members != [*range(first, first + ranks)]:
+        raise ConfigError(
+            f"rank {rank} shares sequences with the ranks {members}, and the loader gives the same packs to "
+            f"{[*range(first, first + ranks)]}; make groups of neighbours, as share_sequences does"
+        )
+    return rank - first
+
+
+def _averaged_over(engine: Any) -> int:
+    """By what DeepSpeed divides the sum of all ranks' gradients.
+
+    With sequence groups that is not one number under ZeRO-3: `__avg_scatter_grads` (zero/stage3.py), which reduces
+    and scatters, divides by all ranks, `__avg_scatter_contiguous_grads` by all ranks over those of a group.
+
+    Raises:
+        ConfigError: ZeRO-3 with sequence groups where it may take the other way, or in a version not read.
+    """
+    world_size, ranks = dist.get_world_size(), engine.sequence_parallel_size
+    if ranks == 1 or int(engine.zero_optimization_stage()) != 3:
+        return world_size // ranks
+    version = importlib.metadata.version("deepspeed")
+    if not engine.zero_reduce_scatter():
+        raise ConfigError(
+            "reduce_scatter is false under ZeRO-3 with sequence groups, where DeepSpeed divides the gradients of large "
+            "parameters by another number than those of small ones; leave it out, or use ZeRO-2"
+        )
+    if not version.startswith("0.19."):
+        raise ConfigError(
+            f"DeepSpeed {version} under ZeRO-3 with sequence groups is not tested: releases 0.19 divide gradients by "
+            "all ranks, and this one may not; install deepspeed==0.19.8, or use ZeRO-2"
+        )
+    return world_size

@@ -49,7 +49,7 @@ class EngineLoop(ABC):
         model: that is trained; packs are balanced for its `config` where the loader was made without a model.
         loader: of this rank; whole documents, `format="hf"` unless `loss` is given.
         loss: of one micro-batch; default: `hf_pack_loss`.
-        engine: its name, for messages.
+        engine: its name, for messages; sequence_ranks: of its groups that share every pack.
 
     Attributes:
         loader: as given.
@@ -59,8 +59,10 @@ class EngineLoop(ABC):
         ConfigError: a loader from which the engine would train something else, or would wait for ever.
     """
 
-    def __init__(self, model: Any, loader: PackedLoader, loss: PackLoss | None, *, engine: str) -> None:
-        _refuse_loader(loader, loss, engine)
+    def __init__(
+        self, model: Any, loader: PackedLoader, loss: PackLoss | None, *, engine: str, sequence_ranks: int = 1
+    ) -> None:
+        _refuse_loader(loader, loss, engine, sequence_ranks)
         balance_for_model(loader, model)
         self.loader, self._engine_name = loader, engine
         self._loss: PackLoss = loss or hf_pack_loss
@@ -110,7 +112,7 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str) -> None:
+def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, sequence_ranks: int) -> None:
     options = loader.options
     if options.evaluation:
         raise ConfigError(f"{engine} trains, and the loader was made with evaluation=True; make another one without it")
@@ -125,10 +127,19 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str) -> 
             f'the loader has format "{options.format}", the loop\'s own loss reads "hf"; make it with format="hf", or '
             "give loss=function(model, batch)"
         )
-    place = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-    if (loader.rank, loader.world_size) != place:
+    shared = options.sequence_ranks
+    if shared != sequence_ranks:
         raise ConfigError(
-            f"the loader is rank {loader.rank} of {loader.world_size}, torch.distributed has {place[0]} of {place[1]}; "
-            "make the loader after the process group, without rank, world_size and group. Tensor, context, sequence, "
-            f"expert and pipeline parallel ranks are not tested with {engine}"
+            f"the loader's sequence_ranks is {shared}, and {engine} has sequence groups of {sequence_ranks} here; give "
+            "both the same number: on DeepSpeed mpu = share_sequences(model, ranks), "
+            "deepspeed.initialize(..., mpu=mpu) and PackedLoader(sequence_ranks=ranks); other loops share no sequences"
+        )
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+    if (loader.rank, loader.world_size * shared) != (rank // shared, world_size):
+        raise ConfigError(
+            f"the loader is rank {loader.rank} of {loader.world_size}, torch.distributed has {rank} of {world_size}"
+            + (f", {shared} of which share sequences" if shared > 1 else "")
+            + "; make the loader after the process group, without rank, world_size and group. Tensor, context, expert "
+            f"and pipeline parallel ranks are not tested with {engine}"
         )

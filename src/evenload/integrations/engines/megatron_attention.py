@@ -1,22 +1,20 @@
 """`document_layer_spec`: layers of Megatron-Core that train packs without Transformer Engine.
 
 Megatron-Core's own attention takes no packed documents ("Packed sequence is not supported by DotProductAttention");
-Transformer Engine's does, where it is installed. This module puts Evenload's attention in its place, on GPUs the
-flash-attention kernels that torch brings, on the CPU its flash kernel: each document attends to itself alone. Norms are
-torch's. For machines without Transformer Engine, and for tests; where it is installed, its layers are faster (fused
-norms, no copies), and `get_gpt_layer_with_transformer_engine_spec` stays the right choice.
+Transformer Engine's does, where it is installed. This module puts Evenload's attention in its place
+(`document_attention`): each document attends to itself alone. Norms are torch's. For machines without Transformer
+Engine, and for tests; where it is installed, its layers are faster (fused norms, no copies), and
+`get_gpt_layer_with_transformer_engine_spec` stays the right choice.
 """
 
-import itertools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
 from evenload.errors import ConfigError
+from evenload.integrations.engines.document_attention import document_attention
 
 _PLAIN_ATTENTION = {
     "attention_dropout": 0.0,
@@ -88,31 +86,7 @@ class DocumentAttention(torch.nn.Module):
                 "document_layer_spec trains packs only; hand packed_seq_params of a batch to the model, and no "
                 "attention_mask"
             )
-        backend = select_backend("auto", query.device.type, dtype=query.dtype, head_dim=query.shape[-1])
-        edges = _edges(packed)
-        out: Any = _DocumentAttention.apply(query, key, value, edges, backend, Scoring(self.scale))
-        return out.flatten(1)
-
-
-class _DocumentAttention(torch.autograd.Function):
-    """A backend's forward and backward over all documents of a pack."""
-
-    @staticmethod
-    def forward(  # type: ignore[bad-override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, edges: tuple[int, ...], backend: RangeAttention, scoring: Scoring
-    ) -> Tensor:
-        out, lse = backend.forward(q, _documents(k, v, edges), scoring)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = edges, backend, scoring
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
-        q, k, v, out, lse = ctx.saved_tensors
-        edges, backend, scoring = ctx.settings
-        made = backend.backward(grad.contiguous(), q, _documents(k, v, edges), out, lse, scoring)
-        dq, dk, dv = (torch.cat(parts) for parts in zip(*made, strict=True))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return document_attention(query, key, value, _edges(packed), self.scale).flatten(1)
 
 
 def _edges(packed: Any) -> tuple[int, ...]:
@@ -120,11 +94,3 @@ def _edges(packed: Any) -> tuple[int, ...]:
     if not hasattr(packed, "evenload_edges"):
         packed.evenload_edges = tuple(packed.cu_seqlens_q.tolist())
     return packed.evenload_edges
-
-
-def _documents(k: Tensor, v: Tensor, edges: tuple[int, ...]) -> list[KeyRange]:
-    return [
-        KeyRange(slice(start, stop), k[start:stop], v[start:stop])
-        for start, stop in itertools.pairwise(edges)
-        if stop > start
-    ]

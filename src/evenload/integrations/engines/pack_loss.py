@@ -33,4 +33,4 @@ def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     """Of an `hf` batch what a transformers model reads to make logits: all but what the loss is made of."""
-    return {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
+    return {key: value for key, value in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
