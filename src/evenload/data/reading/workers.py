@@ -60,21 +60,27 @@ class ThreadWorker:
         clock.starts(index)
         self._readers = make_readers(job, lambda name: clock.opens(index, name))
         self._requests: queue.SimpleQueue[BlockRequest | None] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False
         threading.Thread(target=self._run, name="evenload-read", daemon=True).start()
 
     def request(self, request: BlockRequest) -> None:
         self._requests.put(request)
 
     def close(self) -> None:
-        """Stop after the block that is being read."""
+        """Stop after the block that is being read; from now on nothing is delivered."""
+        with self._lock:
+            self._closed = True
         self._requests.put(None)
 
     def _run(self) -> None:
         self._clock.has_started(self.index)
         while (request := self._requests.get()) is not None:
             outcome = read_block(self._readers, request)
-            self._clock.delivers(self.index)
-            self._deliver(request, outcome)
+            with self._lock:
+                if self._closed:
+                    return  # whoever asks now asked for another block
+                self._clock.delivers(self.index)
+                self._deliver(request, outcome)
 
 
 class ProcessWorker:
