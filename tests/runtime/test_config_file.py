@@ -46,9 +46,17 @@ def config_file(tmp_path: Path) -> Path:
         ("plan.options.outlier_queues=3", "did you mean 'plan.options.wlb.outlier_queues'?"),
         ("plan.options.wlb.relase=queues", "did you mean 'plan.options.wlb.release'?"),
         ("plan.options.wlb.outlier_queues=0", "wlb.outlier_queues is 0, must be at least 1"),
-        ("plan.options.wlb.outlier_queues=many", "configuration key 'plan.options.wlb.outlier_queues': Expected `int`"),
+        (
+            "plan.options.wlb.outlier_queues=many",
+            "configuration key 'plan.options.wlb.outlier_queues' must be a whole number",
+        ),
         ("plan.options.strategies=[]", "unknown configuration key 'plan.options.strategies'"),
-        ("plan.options=3", "configuration key 'plan.options': Expected `object`"),
+        ("plan.options=3", "configuration key 'plan.options' must be a table, is a whole number"),
+        ("train.steps=many", "'train.steps' must be a whole number or left out, is a text"),
+        ("model.random_init=1", "'model.random_init' must be true or false, is a whole number"),
+        ("data.sources=docs", "'data.sources' must be a list, is a text"),
+        ("data.sources=[1]", "'data.sources[0]' must be a text, is a whole number"),
+        ("batch_documents=3", "is not of the form section.key=value, such as data.batch_documents=3"),
         ("plan.options.policy=recomputation", "did you mean 'recompute'?"),
         ("parallel.cp_exchange=allgather", "did you mean 'all_gather'?"),
         ("train.on_failed_checkpoint=ignore", "choices: stop, continue"),
@@ -108,3 +116,18 @@ def test_deterministic_runs_plan_by_their_data_alone(config_file: Path, setting:
     with pytest.raises(ConfigError, match=rf"train.deterministic is set, and with .*{name}.* measured seconds"):
         load_train_config(config_file, ["train.deterministic=true", setting])
     assert load_train_config(config_file, ["train.deterministic=true"]).train.deterministic
+
+
+def test_missing_keys_are_named_with_all_that_a_run_needs(tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    for text, missing in (("", "model"), ("[model]\n[data]\n[train]", "model.path"), ("[model]\npath = 'a'", "data")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=f"^configuration key '{missing}' is missing; a run needs model.path, "):
+            load_train_config(file)
+
+
+def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xff\xfe[model]")
+    with pytest.raises(ConfigError, match=r"run.toml is no text in UTF-8 \(invalid start byte\); give a TOML file"):
+        load_train_config(file)

@@ -25,19 +25,31 @@ SOURCE_HELP = (
     "Document lengths: .npy, .txt (one a line), .csv or .json of numbers (also .gz); or documents that are counted "
     "(file, folder, glob, URL); or the config.toml of a run of 'evenload train', for the documents that it trains."
 )
+DATA_PANEL = "Documents"
+"""Over their options in help texts."""
 TokenizerOption = Annotated[
     str | None,
-    typer.Option(help="Counts documents: a tokenizer.json or its folder. Without it documents are counted in bytes."),
+    typer.Option(
+        help="Counts documents: a tokenizer.json or its folder. Without it documents are counted in bytes.",
+        rich_help_panel=DATA_PANEL,
+    ),
 ]
 RecordOption = Annotated[
-    RecordKind | None, typer.Option(help="What a record of the documents holds (data.record). Default: text.")
+    RecordKind | None,
+    typer.Option(help="What a record of the documents holds (data.record). Default: text.", rich_help_panel=DATA_PANEL),
 ]
 IncludeOption = Annotated[
     list[str] | None,
-    typer.Option(help="File names of a folder that are read, such as '*.py'; repeat for several. Default: all."),
+    typer.Option(
+        help="File names of a folder that are read, such as '*.py'; repeat for several. Default: all.",
+        rich_help_panel=DATA_PANEL,
+    ),
 ]
 OnCorruptOption = Annotated[
-    OnCorrupt | None, typer.Option(help="Stop at a record that cannot be read, or leave it out. Default: error.")
+    OnCorrupt | None,
+    typer.Option(
+        help="Stop at a record that cannot be read, or leave it out. Default: error.", rich_help_panel=DATA_PANEL
+    ),
 ]
 
 

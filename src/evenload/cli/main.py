@@ -12,6 +12,7 @@ import typer
 
 from evenload.cli.bench import bench_command
 from evenload.cli.check import check_command
+from evenload.cli.help_text import help_text
 from evenload.cli.lengths import lengths_command
 from evenload.cli.plan import plan_command
 from evenload.cli.profile import profile_command
@@ -25,12 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("bench")(bench_command)
-app.command("check")(check_command)
-app.command("lengths")(lengths_command)
-app.command("plan")(plan_command)
-app.command("profile")(profile_command)
-app.command("train")(train_command)
+for name, command in (
+    ("bench", bench_command),
+    ("check", check_command),
+    ("lengths", lengths_command),
+    ("plan", plan_command),
+    ("profile", profile_command),
+    ("train", train_command),
+):
+    app.command(name, help=help_text(command))(command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -21,7 +21,7 @@ def run_plan(asked: PlanArguments) -> None:
     its memory, and shows who is fastest within memory.
 
     With the config.toml of a run in place of LENGTHS, the documents, tokeniser, model, layout, context, batch size and
-    [plan.options] are those of the run; options given here win.
+    \\[plan.options] are those of the run; options given here win.
 
     [bold]Example[/bold]: evenload plan examples/lengths/github_dirs.npy.gz --model llama-7b --cluster h100x32
     --layout dp=4,pp=8 --context 16k --overlong truncate --documents 512

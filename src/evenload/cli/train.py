@@ -23,6 +23,19 @@ def train_command(
 ) -> None:
     """Train a Hugging Face decoder on documents of any length.
 
+    The smallest CONFIG.toml, here of a folder of text files, read as bytes, and random weights:
+
+        \\[model]
+        path = "config.json"  # or a Hugging Face directory, or a name on the Hub
+        random_init = true
+        \\[data]
+        sources = \\["corpus"]
+        max_document_tokens = 8192
+        batch_documents = 64
+        \\[train]
+        output_dir = "runs/first"
+        steps = 100
+
     Starts its own processes on this machine, one per rank of \\[parallel]. Under torchrun (one machine or many)
     it is one rank of that job:
 

@@ -212,7 +212,7 @@ def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, st
             found, base = filesystem.glob(root, detail=True), _magic_root(root)
             shown, include = _magic_root(source), ()
         else:
-            raise ConfigError(f"data source '{source}' does not exist; check data.sources")
+            raise ConfigError(f"data source '{source}' does not exist; check its path")
     except ImportError as err:
         raise ConfigError(f"data source '{source}' needs a package that is not installed: {err}") from err
     except OSError as err:

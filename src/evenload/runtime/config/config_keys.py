@@ -8,6 +8,7 @@ Which strategies there are, and which options they have, is known when a program
 `[plan.options]` are read here and not by the type of a field.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -137,8 +138,19 @@ def settings_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return hints
 
 
-def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "") -> Table:
-    """A table as the struct that it is to become; `ConfigError` for a value of another type, or one it refuses."""
+_KINDS = {
+    "int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "array": "a list",
+    "object": "a table", "null": "left out",
+}  # fmt: skip
+"""msgspec's names of types, in the words of a TOML file."""
+
+
+def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "", needed: str = "") -> Table:
+    """A table as the struct that it is to become; `ConfigError` for a value of another type, or one it refuses.
+
+    Args:
+        needed: what the error about a missing key says of all that must be there.
+    """
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -147,16 +159,33 @@ def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "") -> T
         # "Expected `array`, got `str` - at `$.data.sources`": the key first.
         what, _, where = str(error).partition(" - at `$.")
         key = f"{prefix}{where.rstrip('`')}".rstrip(".")
-        raise ConfigError(f"configuration key '{key}': {what}" if key else f"configuration: {what}") from error
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
+            key = f"{key}.{missing[1]}" if key else missing[1]
+            raise ConfigError(f"configuration key '{key}' is missing{needed and f'; {needed}'}") from error
+        what = _in_words(what)
+        raise ConfigError(f"configuration key '{key}' {what}" if key else f"configuration: {what}") from error
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
+def _in_words(what: str) -> str:
+    """ "Expected `int | null`, got `str`" -> "must be a whole number or left out, is a text"; others as they are."""
+    found = re.fullmatch(r"Expected `([a-z |]+)`, got `([a-z]+)`", what)
+    if found is None or not {*found[1].split(" | "), found[2]} <= set(_KINDS):
+        return f"is wrong: {what}"
+    return f"must be {' or '.join(_KINDS[one] for one in found[1].split(' | '))}, is {_KINDS[found[2]]}"
+
+
+def apply_override(tree: dict[str, Any], override: str, every: Sequence[str] = ()) -> None:
     """Set one value in place; the text is read as TOML, and as a string where it is no TOML. `ConfigError` where it is
-    not of that form, or a section is a value."""
+    not of that form, or a section is a value.
+
+    Args:
+        every: all settings with their sections, to name the one that is meant by a key without.
+    """
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not sections or not key:
-        meant = OTHER_NAMES.get(name.strip())
+        alone = [one for one in every if one.rpartition(".")[2] == name.strip()]
+        meant = alone[0] if alone else OTHER_NAMES.get(name.strip())
         example = f"{meant}={text}" if equals and meant else "train.steps=20"
         raise ConfigError(f"override '{override}' is not of the form section.key=value, such as {example}")
     try:

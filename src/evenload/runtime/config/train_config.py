@@ -14,7 +14,7 @@ import msgspec
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.config.config_keys import apply_override, converted, plan_options, require_known
+from evenload.runtime.config.config_keys import apply_override, converted, plan_options, require_known, setting_paths
 from evenload.runtime.config.log_config import LogConfig
 from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.config.optimizer_config import OptimizerConfig
@@ -29,6 +29,10 @@ from evenload.types.transfers import ChannelChoice
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Of `model.dtype`."""
+_NEEDED = (
+    "a run needs model.path, data.sources (or data.mixture), data.max_document_tokens, data.batch_documents or "
+    "data.batch_tokens, train.output_dir, and train.steps or data.epochs"
+)
 
 
 class ModelConfig(Frozen):
@@ -248,9 +252,11 @@ def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         ConfigError: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value.
     """
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration {path} is no text in UTF-8 ({error.reason}); give a TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"configuration {path} is not valid TOML: {error}") from error
     return read_train_config(tree, overrides)
@@ -260,13 +266,14 @@ def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) ->
     """A configuration from nested tables, as a TOML file has them, which stay as they are; otherwise as
     `load_train_config`."""
     tree = copy.deepcopy(dict(tree))
+    every = tuple(setting_paths(TrainConfig))
     for override in overrides:
-        apply_override(tree, override)
+        apply_override(tree, override, every)
     require_known(tree, TrainConfig)
     plan = tree.get("plan")
     if isinstance(plan, dict) and isinstance(plan.get("options"), dict):
         plan["options"] = plan_options(plan["options"])
-    config = converted(tree, TrainConfig)
+    config = converted(tree, TrainConfig, needed=_NEEDED)
     return msgspec.structs.replace(config, data=with_default_tokenizer(config.data, config.model.path))
 
 
