@@ -11,9 +11,9 @@ define INSTALLS_TRAIN
 @echo "(make demo then plans, measures and trains for about 3 minutes.)"
 endef
 define INSTALLS_DEV
-@echo "Installing Evenload and what its tests need into .venv: about 0.6 GB to download, 1.9 GB on"
+@echo "Installing Evenload and what its tests need into .venv: about 0.6 GB to download, 2.0 GB on"
 @echo "disk, 2 minutes on 2 cores beside the download. Where pip's index offers PyTorch with CUDA instead of for CPUs,"
-@echo "several GB more. (make test then takes about 10 minutes.)"
+@echo "several GB more. (make test then takes about a quarter of an hour.)"
 endef
 
 .PHONY: demo test test-engines test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
@@ -31,7 +31,7 @@ PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -
 TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores : 4 )))
 
 # What the tests import is compiled once, while the checks run, instead of by every process of the tests.
-test: .venv/dev  ## everything CI checks
+test: .venv/dev  ## everything CI checks of code and pages: lint, types, import rules, tests, every command of the pages
 	@$(BIN)/python -m pytest --collect-only -q >/dev/null & $(MAKE) --no-print-directory check; checked=$$?; wait; exit $$checked
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
 
