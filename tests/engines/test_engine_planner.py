@@ -100,3 +100,45 @@ def test_auto_at_one_number_of_micro_batches_is_never_slower_over_a_run(batches,
     for result in found.results:
         if result.mean_step_time_s is not None:
             assert auto.mean_step_time_s <= result.mean_step_time_s * (1 + 1e-12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    batches=st.lists(st.lists(st.integers(1, 64), min_size=1, max_size=10), min_size=1, max_size=4),
+    engine=st.sampled_from([("trainer", 1), ("torchtitan", 2), ("deepspeed", 1)]),
+    window=st.sampled_from([1, 2]),
+)
+@example(batches=UNEVEN, engine=("trainer", 1), window=1)
+def test_what_is_remembered_is_what_would_be_planned_again(batches, engine, window):
+    """Whoever asks for it: a strategy's own row, or `auto` at any number of micro-batches."""
+    name, pp = engine
+    ids = iter(range(1000))
+    sampled = [
+        SampledBatch(tuple(Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in lengths), (), 0)
+        for lengths in batches
+    ]
+    planner = planner_of(name, pp=pp, window=window)
+    strategies = tuple(runnable(planner.profile, planner.options, planner.layout)[0]) + ("auto",) * (window == 1)
+    once = evaluate_engine(planner, sampled, strategies)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EnginePlanner, "remembering", lambda self: self)
+        assert evaluate_engine(planner, sampled, strategies).results == once.results
+
+
+def test_an_evaluation_plans_no_step_twice_by_one_strategy(monkeypatch):
+    asked = []
+    propose = StepPlanner.propose
+
+    def counted(self, step, documents, strategy, *rest, **options):
+        if self.options.micro_batches is None:
+            asked.append((step, strategy))
+        return propose(self, step, documents, strategy, *rest, **options)
+
+    monkeypatch.setattr(StepPlanner, "propose", counted)
+    batches = [
+        SampledBatch((Document(doc_id=step, num_tokens=9 + step, num_label_tokens=8 + step),), (), 0)
+        for step in range(3)
+    ]
+    evaluate_engine(planner_of("trainer"), batches, None)
+    twice = {one for one in asked if asked.count(one) > 1}
+    assert not {one for one in twice if one[1] != "wlb"}

@@ -9,7 +9,9 @@ Memory is not among the limits: what an engine holds depends on its settings (sh
 which nobody tells here. `max_pack_tokens` bounds what a micro-batch holds.
 """
 
+import copy
 import math
+from collections.abc import Hashable
 
 import msgspec
 
@@ -23,6 +25,7 @@ from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import CHOOSE, PlanOptions
 from evenload.plan.strategies.balanced import BALANCED
+from evenload.plan.strategies.registry import strategy_named
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -61,6 +64,14 @@ class EnginePlanner(StepPlanner):
         super().__init__(model, coefficients, layout, None, options_under(profile, options or PlanOptions()))
         self.profile, self.shape = profile, shape
         self.schedule = CHOOSE if options is None else options.schedule
+        self._made: dict[Hashable, Proposal] | None = None
+
+    def remembering(self) -> "EnginePlanner":
+        """The same, which plans nothing twice and holds all that it has planned: for evaluations of some steps, where
+        `auto` asks for the plans of strategies that have rows of their own. Copies of it remember together."""
+        other = copy.copy(self)
+        other._made = {}
+        return other
 
     def price(self, proposal: Proposal, shape: StepShape | None = None) -> EnginePrice:
         """What the plan takes on the engine; `shape` instead of the planner's own, where given."""
@@ -88,7 +99,31 @@ class EnginePlanner(StepPlanner):
         if strategy == BEST:
             require_auto(self.profile, self.options)
             return self._fastest(step, documents, left_out, state)
-        return super().propose(step, documents, strategy, left_out, state=state, is_last=is_last)
+        return self._proposed(self, step, documents, strategy, left_out, state, is_last)
+
+    def _proposed(
+        self,
+        planner: StepPlanner,
+        step: int,
+        documents: tuple[Document, ...],
+        strategy: str,
+        left_out: tuple[LeftOut, ...],
+        state: DelayState | None,
+        is_last: bool,
+    ) -> Proposal:
+        """By `planner`, this one or one of other options; as it was made before, where it was."""
+
+        def make() -> Proposal:
+            return StepPlanner.propose(planner, step, documents, strategy, left_out, state=state, is_last=is_last)
+
+        if self._made is None:
+            return make()
+        # A strategy that puts nothing off asks neither what waits nor what comes, so whoever asks gets the same.
+        asked = (state, is_last) if strategy_named(strategy).delays(planner.options) else state is None
+        key = planner.options.micro_batches, strategy, step, documents, left_out, asked
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def _fastest(
         self, step: int, documents: tuple[Document, ...], left_out: tuple[LeftOut, ...], state: DelayState | None
@@ -100,7 +135,7 @@ class EnginePlanner(StepPlanner):
 
         def try_one(planner: StepPlanner, name: str) -> Proposal | None:
             try:
-                proposal = StepPlanner.propose(planner, step, documents, name, left_out, state=state, is_last=True)
+                proposal = self._proposed(planner, step, documents, name, left_out, state, True)
                 found.append((self.price(proposal).step_time_s, proposal))
             except (ConfigError, DataError, InfeasiblePlanError) as error:
                 failed.append(error)  # of one strategy: no limit where it needs one, too many micro-batches, no room

@@ -92,6 +92,7 @@ def evaluate_engine(
     Raises:
         ConfigError: a strategy was named that the engine cannot run.
     """
+    planner = planner.remembering()
     profile, left_out = planner.profile, ()
     if strategies is None:
         names, left_out = runnable(profile, planner.options, planner.layout)
