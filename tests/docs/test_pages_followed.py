@@ -44,7 +44,7 @@ def reader_here(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("page", [page for page in FOLLOWED if page.name != "README.md"], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in FOLLOWED if page != ROOT / "README.md"], ids=name_of)
 @pytest.mark.long
 def test_a_page_is_followed_to_its_end(page, reader_here):
     prepare(name_of(page), reader_here.folder)
