@@ -70,7 +70,7 @@ def test_a_checkpoint_of_other_ranks_says_how_it_goes_on(tmp_path, name):
     (tmp_path / "latest").write_text("step-4")
     require_same_ranks(tmp_path, None, 2)
     for tag in (None, "step-4"):
-        with pytest.raises(CheckpointError, match="was saved by 2 data-parallel ranks, and there are 1") as refused:
+        with pytest.raises(CheckpointError, match="was saved by 2 ranks, and there are 1") as refused:
             require_same_ranks(tmp_path, tag, 1)
         assert "ds_to_universal --inject_missing_state --input_folder" in str(refused.value)
 

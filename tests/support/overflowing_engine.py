@@ -15,7 +15,7 @@ from packed_cases import loader_of
 class OverflowingEngine:
     """Trains the small Llama under "ZeRO-2" of one rank."""
 
-    dp_world_size = 1
+    seq_dp_world_size, sequence_parallel_size = 1, 1
     device = torch.device("cpu")
 
     def __init__(self) -> None:
