@@ -5,7 +5,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.activation import OFFLOAD, RECOMPUTE, REPLAY
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.plan.search.policy_order import policies_in_order
+from evenload.plan.search.policy_order import policies_in_order, policies_within_host
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
@@ -45,6 +45,21 @@ def test_levels_take_long_documents_first() -> None:
         True,
         False,
     ]
+
+
+def test_host_memory_is_for_the_longest_documents_that_fit_it() -> None:
+    lengths = np.array([10, 60, 10, 20, 30])
+    every = np.full(5, OFFLOAD, np.int8)
+    stored, again = policies_within_host(lengths, every, 0.85)  # 60 + 30 + 20 of 130
+    assert stored.tolist() == [REPLAY, OFFLOAD, REPLAY, OFFLOAD, OFFLOAD]
+    assert again.tolist() == [RECOMPUTE, OFFLOAD, RECOMPUTE, OFFLOAD, OFFLOAD]
+    # Documents that were not offloaded stay as they were.
+    mixed = np.array([RECOMPUTE, OFFLOAD, REPLAY, OFFLOAD, OFFLOAD], np.int8)
+    stored, again = policies_within_host(lengths, mixed, 0.55)
+    assert stored.tolist() == [RECOMPUTE, OFFLOAD, REPLAY, REPLAY, REPLAY]
+    assert again.tolist() == [RECOMPUTE, OFFLOAD, REPLAY, RECOMPUTE, RECOMPUTE]
+    assert policies_within_host(lengths, mixed, 0.54) == []  # of 110 tokens the longest has 60
+    assert policies_within_host(lengths, mixed, 1.0) == []  # all that was offloaded
 
 
 @pytest.mark.parametrize("strategy", ["padded", "best_fit", "balanced", "slimpack"])

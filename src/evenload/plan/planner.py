@@ -5,19 +5,18 @@ rank, so ranks may plan each for itself and compare digests. Planning works on n
 once, for the chosen candidates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenload.cost.activation import OFFLOAD, POLICIES, REPLAY
+from evenload.cost.activation import POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory, fullest_node_bytes, peak_host_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.speed_costs import SpeedCosts
 from evenload.errors import DataError, InfeasiblePlanError
 from evenload.plan.deferral.delay import (
-    DelayedChoice,
     DelayState,
     arrivals_of,
     mean_token_delay_steps,
@@ -27,6 +26,7 @@ from evenload.plan.deferral.delay import (
 from evenload.plan.problem.candidate import imbalance, with_times_that_run
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.host_limit import plan_within_host
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.sharing.halved import halves_seconds
@@ -178,8 +178,8 @@ class StepPlanner:
         policies = policies_in_order(first.num_tokens, self.options.policy, can_offload=can_offload)
         problems = [first if policy is None else replace(first, policy=policy) for policy in policies]
         others = tuple(STRATEGIES.values()) if chosen.tries_others else ()
-        problem, answer, beyond_host = self._within_host_memory(
-            problems, lambda asked: chosen.plan_step(asked, arrivals, others)
+        problem, answer, beyond_host = plan_within_host(
+            problems, lambda asked: chosen.plan_step(asked, arrivals, others), self._host_bytes, self.host
         )
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         choices = tuple(
@@ -193,32 +193,6 @@ class StepPlanner:
             equal = self.propose(step, documents, strategy, left_out, state=state, is_last=is_last)
             return equal if equal.feasible else found
         return found
-
-    def _within_host_memory(
-        self,
-        problems: Sequence[StepProblem],
-        plan_step: Callable[[Sequence[StepProblem]], tuple[StepProblem, DelayedChoice]],
-    ) -> tuple[StepProblem, DelayedChoice, str]:
-        """The answer of a strategy whose offloaded activations fit their node, and what is to be said where policies
-        were left out because theirs do not.
-
-        How much lies in host memory at once follows from the schedule, so it is known after planning: where it is too
-        much, the step is planned again without the policies that offload as many tokens or more.
-        """
-        said = ""
-        while True:
-            problem, answer = plan_step(problems)
-            needed_bytes = self._host_bytes(problem, answer.choices)
-            if self.host.limit_bytes is None or needed_bytes <= self.host.limit_bytes:
-                return problem, answer, said
-            said = said or (
-                f"offloaded activations would take {format_bytes(needed_bytes)} of host memory on the fullest node of "
-                f"{self.host.devices_per_node} devices, which offers them {format_bytes(self.host.limit_bytes)}"
-            )
-            offloaded = _offloaded_tokens(problem)
-            problems = [other for other in problems if _offloaded_tokens(other) < offloaded]
-            if not problems:
-                return problem, answer, said
 
     def _host_bytes(self, problem: StepProblem, choices: Sequence[ReplicaChoice]) -> int:
         """In host memory of the fullest node."""
@@ -373,10 +347,6 @@ class StepPlanner:
             f"({max(int(choice.candidate.forward.stop.max(initial=0)) for choice in choices)} tokens)"
             + (f"; {beyond_host}" if beyond_host else "")
         )
-
-
-def _offloaded_tokens(problem: StepProblem) -> int:
-    return 0 if problem.policy is None else int(problem.num_tokens[problem.policy == OFFLOAD].sum())
 
 
 def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, ActivationPolicy]:

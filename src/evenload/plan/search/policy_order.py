@@ -12,6 +12,9 @@ first because they alone decide the peak: their first backward waits for their l
 
 Each is one column for the whole global batch, so every replica and every cut is planned under it.
 O(n log n), at most ten.
+
+Where a plan's offloaded documents do not fit host memory, `policies_within_host` has what does: a node that lacks a
+tenth of what offloading all would take should not recompute half of the batch.
 """
 
 import numpy as np
@@ -52,6 +55,30 @@ def policies_in_order(
         if is_new and (can_offload or OFFLOAD not in (of_long, of_short)):
             columns.append(column)
     return columns
+
+
+def policies_within_host(
+    num_tokens: NDArray[np.int64], policy: NDArray[np.int8], share: float
+) -> list[NDArray[np.int8]]:
+    """Policy columns for where the documents that `policy` offloads do not fit host memory: of these the longest, as
+    many as hold at most `share` of their tokens, are offloaded, the others stored, or recomputed. Short documents are
+    the cheapest to recompute, token by token.
+
+    Returns:
+        int8[n] each; none where the longest alone holds more, or all of them hold less.
+    """
+    offloaded = policy == OFFLOAD
+    order = np.argsort(-num_tokens, kind="stable")
+    order = order[offloaded[order]]
+    held = np.cumsum(num_tokens[order]) <= share * num_tokens[offloaded].sum()
+    if not held.any() or held.all():
+        return []
+    found = []
+    for rest in (REPLAY, RECOMPUTE):
+        column = np.where(offloaded, rest, policy).astype(np.int8)
+        column[order[held]] = OFFLOAD
+        found.append(column)
+    return found
 
 
 def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
