@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.config import LossOn, MixtureEnd, OnCorrupt, Overlong, RecordKind
+from evenload.data.config import LossOn, MixtureEnd, OnCorrupt, Overlong, Reads, RecordKind
 
 
 class LoaderSettings(TypedDict, total=False):
@@ -52,6 +52,8 @@ class LoaderSettings(TypedDict, total=False):
     max_document_tokens: int
     overlong: Overlong
     on_corrupt: OnCorrupt
+    held_out_share: float
+    reads: Reads
     workers: int
     prefetch_steps: int
     stall_timeout_s: float
