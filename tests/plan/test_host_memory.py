@@ -95,9 +95,9 @@ def test_what_host_memory_there_is_is_used() -> None:
     planner = StepPlanner(model, costs, layout, usable_bytes(cluster), options, host)
     found = planner.propose(0, batch.documents, "auto").require_feasible().predicted
     assert host.limit_bytes is not None
-    assert 0.8 * host.limit_bytes < found.peak_host_bytes_per_node <= host.limit_bytes
+    assert 0.7 * host.limit_bytes < found.peak_host_bytes_per_node <= host.limit_bytes
     bound_s = planner.costs.lower_bound_seconds(np.array([one.num_tokens for one in batch.documents]))
-    assert bound_s > 0.8 * found.step_time_s
+    assert bound_s > 0.87 * found.step_time_s
 
 
 @pytest.mark.parametrize("strategy", ["best_fit", "balanced", "slimpack", "auto"])

@@ -4,7 +4,7 @@ How much lies in host memory at once follows from the schedule, so it is known a
 Where it is too much, the step is planned again without the policies that offload as many tokens or more, and with such
 as offload what there is room for (`policies_within_host`). Without these a node that lacked a tenth of what it takes to
 offload everything fell back on shares of the batch: llama-150b on 256 H100 at 64K, github_dirs, dp=16 pp=2 tp=8
-virtual=2, was at 69 % of the bound, simulated, and is at 85 %. Price: a search more each time, where host memory is the
+virtual=2, was at 69 % of the bound, simulated, and is at 89 %. Price: a search more each time, where host memory is the
 limit.
 """
 
@@ -19,7 +19,7 @@ from evenload.plan.search.policy_order import policies_within_host
 from evenload.types.scaled_units import format_bytes
 
 HELD_SHARE = 0.98
-"""Of what host memory would hold, were it filled by tokens alone: another schedule holds a little more at once."""
+"""Of host memory, at which added policies aim."""
 MOST_TRIED = 3
 """Times at most that policies are added: a schedule may hold more at once of fewer tokens, and each is a search."""
 
@@ -56,7 +56,8 @@ def plan_within_host(
             return problem, answer, said
         if problem.policy is not None and times_tried < MOST_TRIED:
             times_tried += 1
-            share = HELD_SHARE * host.limit_bytes / needed_bytes
+            # Fewer of the tokens in flight are offloaded, and fewer are in flight at once.
+            share = (HELD_SHARE * host.limit_bytes / needed_bytes) ** 0.5
             fewer = policies_within_host(problem.num_tokens, problem.policy, share)
             # Not last: searches take the last for the one that holds least on devices.
             problems[-1:-1] = [replace(problem, policy=policy) for policy in fewer]
