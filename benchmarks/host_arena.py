@@ -24,9 +24,9 @@ from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.row_shard import RowShard
-from evenload.runtime.rank_packs import pack_ranges
 from evenload.runtime.replay.blocks import BlockIndex
 from evenload.runtime.replay.host_arena import HostArena
+from evenload.runtime.replay.rank_packs import pack_ranges
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec

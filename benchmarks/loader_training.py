@@ -44,8 +44,8 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.rank_packs import pack_ranges
 from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.rank_packs import pack_ranges
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.micropack import MicroPack

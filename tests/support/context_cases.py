@@ -10,8 +10,8 @@ from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import Scoring, work_dtype
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
-from evenload.runtime.rank_packs import RankPacks
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
+from evenload.runtime.replay.rank_packs import RankPacks
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.plan import decode_plan
 

@@ -21,8 +21,8 @@ from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.optim.weight_gathers import WeightGathers
 from evenload.runtime.prepare import prepare_step
-from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.held_bytes import STORE_KINDS
+from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.stages.forward_pass import forward_losses
 from evenload.simulate.simulate import simulate

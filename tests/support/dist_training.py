@@ -14,7 +14,7 @@ from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.configured import model_spec
-from evenload.runtime.rank_packs import RankStep
+from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import LinkSpec

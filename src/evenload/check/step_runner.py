@@ -22,8 +22,8 @@ from evenload.runtime.executor import Executor
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.prepare import prepare_step
-from evenload.runtime.rank_packs import Exchange
 from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.rank_packs import Exchange
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts

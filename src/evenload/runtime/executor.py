@@ -26,9 +26,9 @@ from evenload.runtime.comm.channels import Channels
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.transfers import Carried
 from evenload.runtime.device import HostClock, step_clock
-from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.replay.host_copies import host_copies
+from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.schedule import Action, completing_actions

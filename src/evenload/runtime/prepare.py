@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.rank_packs import Exchange, RankPacks, RankStep
+from evenload.runtime.replay.rank_packs import Exchange, RankPacks, RankStep
 from evenload.stepplan.transfer_order import transfer_order
 from evenload.types.plan import StepPlan
 

@@ -20,7 +20,7 @@ from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.prepare import prepare_step
-from evenload.runtime.rank_packs import Exchange, RankStep
+from evenload.runtime.replay.rank_packs import Exchange, RankStep
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 

@@ -181,9 +181,7 @@ class Trainer:
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
         feedback = self._feedback(planner, last_step)
         source = self._source(planner, feedback, StepsLeft.after(self.steps_done, last_step, run_steps))
-        self.survivors.write(self.steps_done, self.state.buffers, self.state.optimizer, self.mesh)
-        self.survivors.mark(self.steps_done, self._position, self.mesh)
-        self._saves.begin()
+        self._begin_saves()
         run = RunUnderWay(
             self.state,
             planner,
@@ -227,6 +225,12 @@ class Trainer:
             self.survivors.mark(self.steps_done, self._position, self.mesh)
         self.state.optimizer.gathers.finish()
         source.close()
+
+    def _begin_saves(self) -> None:
+        """Of the state before the first step, in the memory of other ranks; of later ones, when they are due."""
+        self.survivors.write(self.steps_done, self.state.buffers, self.state.optimizer, self.mesh)
+        self.survivors.mark(self.steps_done, self._position, self.mesh)
+        self._saves.begin()
 
     def _make_up(self, run: RunUnderWay, on_made_up: Callable[[Validation], None]) -> None:
         """Before the first step, the pass over the validation data that an earlier start left out. Collective."""

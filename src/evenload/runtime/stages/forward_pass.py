@@ -18,9 +18,9 @@ from torch import Tensor
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import to_device
 from evenload.runtime.executor import open_channels
-from evenload.runtime.rank_packs import RankStep
 from evenload.runtime.replay.forward_store import ForwardStore
 from evenload.runtime.replay.held_bytes import HeldBytes
+from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.token_range import Range
 

@@ -25,7 +25,7 @@ from evenload.runtime.optim.data_parallel import GradientReduction, ReductionTra
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.optim.weight_gathers import GatherTrace
-from evenload.runtime.rank_packs import RankStep
+from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.forward_pass import forward_losses
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
