@@ -16,7 +16,7 @@ from evenload.runtime.stages.live_stages import LiveStages
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.sparse_memory import SparseMemory
 from evenload.runtime.stages.twin_memory import PieceMemory, placed
-from evenload.runtime.trainer import Trainer
+from evenload.runtime.step_trainer import StepTrainer
 from evenload.types.layout import even_layout
 from taken_memory import taken_bytes
 
@@ -53,9 +53,9 @@ def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source
 def test_memory_is_taken_ahead_in_what_the_step_and_the_kept_steps_leave():
     asked = []
     live = SimpleNamespace(look_ahead=lambda coming, room_bytes: asked.append((coming(), room_bytes)))
-    here = SimpleNamespace(memory_cap_bytes=1000, survivors=SimpleNamespace(num_bytes=300))
+    here = SimpleNamespace(memory_cap_bytes=1000, _survivors=SimpleNamespace(num_bytes=300))
     plan = SimpleNamespace(predicted=SimpleNamespace(peak_memory_bytes=600))
-    RankState.looking_ahead(SimpleNamespace(live=live), lambda: None, Trainer._room_bytes(here, plan))()
+    RankState.looking_ahead(SimpleNamespace(live=live), lambda: None, StepTrainer._room_bytes(here, plan))()
     assert asked == [(None, 100)]
 
 
