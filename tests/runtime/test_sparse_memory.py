@@ -15,6 +15,11 @@ from taken_memory import taken_bytes
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def shared_files() -> set[Path]:
+    """Without semaphores, which processes of other tests make and remove meanwhile."""
+    return {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("sem.")}
+
+
 def test_pages_are_taken_where_they_are_touched_and_given_back_whole():
     memory = SparseMemory(2**40)
     assert taken_bytes(memory) == 0
@@ -42,7 +47,7 @@ def test_touching_takes_all_pages_of_a_tensor_and_no_other_bytes():
 
 def test_another_process_is_read_while_it_lives_and_after_it_was_killed():
     """What it had stays for those that have it open; no file is left of it."""
-    before = set(SHARED_MEMORY.iterdir())
+    before = shared_files()
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_hold, args=(theirs,))
     process.start()
@@ -55,7 +60,7 @@ def test_another_process_is_read_while_it_lives_and_after_it_was_killed():
     again = torch.zeros_like(found)
     other.read(PAGE_BYTES, again)
     assert torch.equal(again, found)
-    assert set(SHARED_MEMORY.iterdir()) <= before
+    assert shared_files() <= before
     with pytest.raises(OSError, match="No such file"):
         OthersMemory(address)
 
