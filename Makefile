@@ -74,7 +74,7 @@ $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
 FAST := $(addprefix tests/,attention cost docs explore feed hub plan report runtime schedule simulate stepplan types)
 
 test-fast: .venv/dev  ## what one runs while working: under 3 minutes on 2 cores
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -q $(FAST) --ignore-glob '*_in_browser.py' --ignore-glob '*_followed.py' \
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -q $(FAST) --ignore-glob '*_in_browser.py' \
 	  --ignore tests/docs/test_pages_followed.py
 
 check: .venv/dev  ## lint, format, types, import rules
