@@ -25,9 +25,14 @@ def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     Args:
         batch: of `batch_formats.hf_batch`, on the model's device.
     """
-    logits = model(**model_inputs(batch)).logits[0, :-1]
+    return token_loss(model(**model_inputs(batch)).logits[0, :-1], batch["labels"][0, 1:], batch)
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """Sum of the cross-entropies of logits [n, V] and the labels [n] under them, in float32 at least, over the label
+    tokens of the batch's global batch."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = nn.functional.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=IGNORE_INDEX, reduction="sum")
+    total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / batch["num_items_in_batch"]
 
 

@@ -19,13 +19,12 @@ tensors [1, T] only, and so has no place for cumulative lengths. Here the loader
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
 from evenload.errors import ConfigError
 from evenload.integrations.engines.document_attention import document_attention
-from evenload.integrations.engines.pack_loss import model_inputs
+from evenload.integrations.engines.pack_loss import model_inputs, token_loss
 
 DOCUMENTS = "evenload_documents"
 """Name of Evenload's attention among transformers' (`attn_implementation`)."""
@@ -137,11 +136,7 @@ def share_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     Args:
         batch: of `sequence_share`.
     """
-    logits = model(**model_inputs(batch)).logits[0]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    labels = batch["shift_labels"][0]
-    total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    return total / batch["num_items_in_batch"]
+    return token_loss(model(**model_inputs(batch)).logits[0], batch["shift_labels"][0], batch)
 
 
 def _transformers_attention(

@@ -54,7 +54,8 @@ def plan_within_host(
         problems = [other for other in problems if offloaded_tokens(other) < offloaded]
         if not problems:
             return problem, answer, said
-        if problem.policy is not None and times_tried < MOST_TRIED:
+        if times_tried < MOST_TRIED:
+            assert problem.policy is not None, "something is offloaded"
             times_tried += 1
             # Fewer of the tokens in flight are offloaded, and fewer are in flight at once.
             share = (HELD_SHARE * host.limit_bytes / needed_bytes) ** 0.5
