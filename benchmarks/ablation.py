@@ -1,7 +1,8 @@
 """Which ideas pay: one change at a time to the planner's search, in three deep layouts and one without a pipeline.
 
 EVERYTHING HERE IS SIMULATED by Evenload's analytic cost model of H100. Lengths are
-`examples/lengths/commoncrawl_like.py`, 1,024 documents a step, cut to the context; 80 GB of which some is reserved.
+`examples/lengths/commoncrawl_like.py`, 1,024 documents a step, cut to the context; 80 GB of which some is reserved,
+and of 2 TB of host memory a node 85 % for offloaded activations.
 A figure is the lower bound (all useful work, spread evenly over all devices) over the step time, mean over batches.
 
 The base is the planner's own search (`plan.search`) held to symmetric cuts under the list schedule (without a
@@ -19,7 +20,7 @@ import argparse
 import math
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,12 +30,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from document_order import score_in_order
+from document_order import choices_in_order
 from duration_noise import NOISES, noise_losses
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import BatchRule
 from evenload.hub.model_files import model_from
+from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import (
     _merged_above,  # one threshold alone; `merge_documents` goes on to smaller ones
@@ -42,8 +45,9 @@ from evenload.plan.packing.dp_merge import (
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.found_step import FoundStep
+from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_host
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.replica_search import ReplicaSearch, score
@@ -53,6 +57,7 @@ from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.slimpack import search_with_merging
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
+from planner_score import worst_score
 from results import Row, append_rows
 
 HERE = Path(__file__).parent
@@ -69,9 +74,10 @@ OPTIONS = PlanOptions(policy="choose", dp_merge=True)
 
 
 class Outcome(NamedTuple):
-    """Of one batch: bytes beyond memory, seconds of a step, and what a search found."""
+    """Of one batch: bytes beyond a device's memory and beyond a node's, seconds of a step, and what a search found."""
 
     excess_bytes: int
+    host_excess_bytes: int
     step_s: float
     found: FoundStep | None = None
 
@@ -193,13 +199,15 @@ class Cell:
         self.num_tokens = np.array([document.num_tokens for document in self.documents])
 
     def planner(self, change: Change) -> StepPlanner:
-        """Within the device's memory."""
+        """Within the memory of device and node."""
         layout = even_layout(self.model.num_layers, virtual=change.virtual, **self.sizes)
         # Rows that are priced by hand sum gradients after the last backward; so do all.
         found = analytic_coefficients(self.model, self.cluster, layout)
         coefficients = msgspec.structs.replace(found, reduction_beside=None, gather_beside=None)
         options = msgspec.structs.replace(OPTIONS, **change.options)
-        return StepPlanner(self.model, coefficients, layout, usable_bytes(self.cluster), options)
+        return StepPlanner(
+            self.model, coefficients, layout, usable_bytes(self.cluster), options, host=host_memory(self.cluster)
+        )
 
     def run(self, change: Change) -> Outcome:
         """The best of all policies, by search, by strategy or by hand."""
@@ -207,7 +215,7 @@ class Cell:
         if change.strategy:
             proposal = planner.propose(0, self.documents, change.strategy)
             excess = max(choice.candidate.excess_bytes for choice in proposal.choices)
-            return Outcome(excess, proposal.plan.predicted.step_time_s)
+            return self._outcome(planner, excess, proposal.choices, proposal.plan.predicted.step_time_s)
         cap = np.full(planner.layout.pp, usable_bytes(self.cluster), np.int64) if change.capped else None
         levels = (
             policies_in_order(self.num_tokens, planner.options.policy, can_offload=True) if change.capped else [None]
@@ -215,14 +223,42 @@ class Cell:
         ids, tokens = np.arange(len(self.num_tokens)), self.num_tokens
         problems = [StepProblem(ids, tokens, planner.costs, cap, planner.options, level) for level in levels]
         after_s = planner.costs.reduction_seconds() + planner.costs.optimizer_seconds()
-        if change.first:
+        searched: list[FoundStep] = []
+
+        def laid_out(problems: Sequence[StepProblem]) -> tuple[StepProblem, DelayedChoice]:
             counts, longest_first = counts_of(problems[0]), change.first == "longest"
-            scores = [score_in_order(one, counts, change.order, longest_first=longest_first) for one in problems]
-            return Outcome(min(scores)[0], min(scores)[1] + after_s)
-        rules = SearchRules(first=change.trials, variants=lambda _: [])
-        found = (change.search(problem, rules) for problem in problems)
-        best = min((one for one in found if one), key=FoundStep.worth)
-        return Outcome(best.worth()[0], best.worth()[1] + after_s, best)
+            made = [(one, choices_in_order(one, counts, change.order, longest_first=longest_first)) for one in problems]
+            problem, choices = min(made, key=lambda one: worst_score(one[1]))
+            return problem, DelayedChoice(choices)
+
+        def search(problems: Sequence[StepProblem]) -> tuple[StepProblem, DelayedChoice]:
+            rules = SearchRules(first=change.trials, variants=lambda _: [])
+            found = [(problem, change.search(problem, rules)) for problem in problems]
+            problem, best = min(((one, step) for one, step in found if step), key=lambda one: one[1].worth())
+            searched.append(best)
+            return problem, DelayedChoice(best.choices())
+
+        by_hand = laid_out if change.first else search
+        _, answer, _ = plan_within_host(
+            problems, by_hand, lambda _, choices: self._host_bytes(planner, choices), planner.host
+        )
+        excess, seconds = searched[-1].worth()[:2] if searched else worst_score(answer.choices)
+        return self._outcome(planner, excess, answer.choices, seconds + after_s, searched[-1] if searched else None)
+
+    def _host_bytes(self, planner: StepPlanner, choices: Sequence[ReplicaChoice]) -> int:
+        return offloaded_node_bytes(planner.costs, self.num_tokens, choices, planner.host.devices_per_node)
+
+    def _outcome(
+        self,
+        planner: StepPlanner,
+        excess_bytes: int,
+        choices: Sequence[ReplicaChoice],
+        step_s: float,
+        found: FoundStep | None = None,
+    ) -> Outcome:
+        limit_bytes = planner.host.limit_bytes
+        assert limit_bytes is not None, "the catalog knows the memory of its nodes"
+        return Outcome(excess_bytes, max(0, self._host_bytes(planner, choices) - limit_bytes), step_s, found)
 
 
 def measure(name: str, sizes: dict[str, int], context: int, batches: int) -> list[Row]:
@@ -239,6 +275,9 @@ def measure(name: str, sizes: dict[str, int], context: int, batches: int) -> lis
         excess_bytes = max(one.excess_bytes for one in outcomes)
         if excess_bytes:
             rows.append(Row("ablation", case, f"{idea}: beyond memory", excess_bytes / 2**30, "GiB", ""))
+        host_excess_bytes = max(one.host_excess_bytes for one in outcomes)
+        if host_excess_bytes:
+            rows.append(Row("ablation", case, f"{idea}: beyond host memory", host_excess_bytes / 2**30, "GiB", ""))
         if idea != BASE or sizes["pp"] == 1:
             continue
         lost = [loss for seed, one in enumerate(outcomes) if one.found for loss in noise_losses(one.found, seed)]

@@ -92,7 +92,7 @@ def plans_of(name: str, num_documents: int) -> dict[str, tuple[StepPlan, str]]:
     lengths = np.clip(table_lengths(DATA_SETS[name], num_documents, 0) // DIVISORS[name], 1, MAX_TOKENS)
     model = model_from_hf_config(model_config().to_dict(), "llama", 4)
     layout = even_layout(model.num_layers, cp=CP)
-    planner = StepPlanner(model, COSTS, layout, None, PlanOptions(max_pack_tokens=4 * MAX_TOKENS))
+    planner = StepPlanner(model, COSTS, layout, None, PlanOptions(max_pack_tokens=4 * MAX_TOKENS), host="unlimited")
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths.tolist()))
     dacp = planner.plan(0, documents, "skrull")
     static = shared_by_all(dacp)

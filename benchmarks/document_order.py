@@ -10,16 +10,16 @@ import numpy as np
 
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing.bin_packing import assign_replicas
-from evenload.plan.problem.candidate import scheduled_candidate
-from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.problem.candidate import Candidate, scheduled_candidate
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.trial_space import Setting, Trial
 from references import partition_by_work
 
 
-def score_in_order(
+def choices_in_order(
     problem: StepProblem, counts: Sequence[int], schedule: str, *, longest_first: bool
-) -> tuple[int, float]:
-    """Bytes beyond memory and seconds of the slowest replica, each with its best number of packs.
+) -> tuple[ReplicaChoice, ...]:
+    """Every replica with its best number of packs.
 
     Args:
         counts: numbers of packs to try.
@@ -27,17 +27,16 @@ def score_in_order(
     """
     rule = Trial(Setting("asymmetric", 1), schedule).rule()
     curves = (problem.costs.forward_work(), False), (problem.costs.backward_work(), True)
-    best: list[tuple[int, float]] = []
+    best: list[ReplicaChoice] = []
     for documents in assign_replicas(problem.document_s, problem.layout.dp):
         tokens, policy = problem.num_tokens[documents], problem.policy_of(documents)
         order = np.argsort(-tokens if longest_first else tokens, kind="stable").astype(np.int32)
-        scores = []
+        made: list[Candidate] = []
         for count in counts:
             forward, backward = (
                 partition_by_work(tokens, order, curve, count, last_first=last_first) for curve, last_first in curves
             )
             tasks = pipeline_tasks(problem.costs, forward, backward, tokens, policy)
-            made = scheduled_candidate("", forward, backward, tasks, rule, problem.cap_bytes)
-            scores.append(made.score())
-        best.append(min(scores))
-    return max(excess for excess, _ in best), max(seconds for _, seconds in best)
+            made.append(scheduled_candidate("", forward, backward, tasks, rule, problem.cap_bytes, policy))
+        best.append(ReplicaChoice(documents, min(made, key=Candidate.score)))
+    return tuple(best)

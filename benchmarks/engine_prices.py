@@ -49,7 +49,9 @@ def own_seconds(batches: Sequence[SampledBatch], sizes: dict[str, int]) -> float
     model, layout = model_from(MODEL), layout_of(sizes)
     coefficients = analytic_coefficients(model, cluster_from(CLUSTER), layout)
     options = PlanOptions(max_pack_tokens=CONTEXT, policy="replay", dp_merge=True)
-    proposals, _, _ = planned_steps(StepPlanner(model, coefficients, layout, None, options), batches, "auto")
+    proposals, _, _ = planned_steps(
+        StepPlanner(model, coefficients, layout, None, options, host="unlimited"), batches, "auto"
+    )
     return float(np.mean([proposal.plan.predicted.step_time_s for proposal in proposals]))
 
 

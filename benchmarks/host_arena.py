@@ -140,7 +140,12 @@ def plans_of(
     layout = even_layout(model.num_layers, **sizes)
     costs = analytic_coefficients(model, cluster_from(f"h100x{layout.world_size}"), layout)
     planner = StepPlanner(
-        model, costs, layout, None, PlanOptions(max_pack_tokens=context, policy="offload", dp_merge=False)
+        model,
+        costs,
+        layout,
+        None,
+        PlanOptions(max_pack_tokens=context, policy="offload", dp_merge=False),
+        host="unlimited",
     )
     batches = BatchRule(num_documents=DOCUMENTS, context=context, overlong="truncate").sample(
         read_lengths(str(TABLES / f"{table}.npy.gz")), steps=steps, seed=0

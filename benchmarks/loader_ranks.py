@@ -46,7 +46,7 @@ def run_rank(directory: Path, name: str, rank: int, size: int) -> dict[str, Any]
     model = model_from("llama-7b")
     layout = even_layout(model.num_layers, dp=size)
     coefficients = analytic_coefficients(model, cluster_from(f"h100x{size}"), layout)
-    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=PACK_WINDOW))
+    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=PACK_WINDOW), host="unlimited")
     loader = GlobalBatchLoader(token_config(directory / "short", BATCH, 1), peers=TorchPeers(group))
     maker = StepMaker(
         loader, planner, "best_fit", replicas=lambda layout: range(size), max_pack_tokens=PACK_WINDOW, may_delay=False

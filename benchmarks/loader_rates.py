@@ -74,7 +74,7 @@ def measure_planned(quick: bool) -> list[LoaderRow]:
     model, cluster = model_from("llama-7b"), cluster_from(f"h100x{DP}")
     layout = even_layout(model.num_layers, dp=DP)
     coefficients = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=PLAN_WINDOW))
+    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=PLAN_WINDOW), host="unlimited")
     rows = []
     for count in PLANNED_DOCUMENTS[:2] if quick else PLANNED_DOCUMENTS:
         lengths = lognormal_lengths(count)
@@ -123,7 +123,7 @@ def single_planner() -> StepPlanner:
     model, cluster = model_from("llama-7b"), cluster_from("h100x1")
     layout = even_layout(model.num_layers)
     options = PlanOptions(max_pack_tokens=PACK_WINDOW)
-    return StepPlanner(model, analytic_coefficients(model, cluster, layout), layout, None, options)
+    return StepPlanner(model, analytic_coefficients(model, cluster, layout), layout, None, options, host="unlimited")
 
 
 class PackedStream:

@@ -98,7 +98,7 @@ def planned_step() -> StepPlan:
     model = model_from_hf_config(model_config().to_dict(), "llama", 4)
     lengths = [LONG, *[SHORT] * NUM_SHORT]
     layout = even_layout(model.num_layers, cp=CP)
-    planner = StepPlanner(model, COSTS, layout, None, PlanOptions(max_pack_tokens=sum(lengths)))
+    planner = StepPlanner(model, COSTS, layout, None, PlanOptions(max_pack_tokens=sum(lengths)), host="unlimited")
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     plan = planner.plan(0, documents, "skrull")
     (pack,) = plan.pack_plans[0].forward

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
 from evenload.hub.model_files import model_from
@@ -99,7 +100,7 @@ def planner_of(model: ModelSpec, cluster: ClusterSpec, layout: ParallelLayout, l
     """Within the device's memory, by any policy."""
     options = PlanOptions(max_pack_tokens=longest, policy="choose")
     coefficients = analytic_coefficients(model, cluster, layout)
-    return StepPlanner(model, coefficients, layout, usable_bytes(cluster), options)
+    return StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host=host_memory(cluster))
 
 
 def static_layout(model: ModelSpec, cluster: ClusterSpec, longest: int, batch: int) -> ParallelLayout:

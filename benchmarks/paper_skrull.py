@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
 from evenload.hub.model_files import model_from
@@ -74,7 +75,7 @@ def step_seconds(planner: StepPlanner, lengths: NDArray[np.int64], strategy: str
     dp = planner.layout.dp
     replicas = [[[index] for index in range(rank, len(lengths), dp)] for rank in range(dp)]
     assert planner.memory_cap_bytes is not None
-    choices = whole_documents_within(replicas, lengths, planner.costs, planner.memory_cap_bytes)
+    choices = whole_documents_within(replicas, lengths, planner.costs, planner.memory_cap_bytes, planner.host)
     if choices is None:
         raise EvenloadError("does not fit memory by any policy")
     after_s = planner.costs.reduction_seconds() + planner.costs.optimizer_seconds()
@@ -102,7 +103,9 @@ def main() -> None:
         coefficients = msgspec.structs.replace(
             analytic_coefficients(model, cluster, layout), reduction_beside=None, gather_beside=None
         )
-        planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), plan_options)
+        planner = StepPlanner(
+            model, coefficients, layout, usable_bytes(cluster), plan_options, host=host_memory(cluster)
+        )
         steps = [np.minimum(table_lengths(DATA_SETS[data], batch * dp, seed), window) for seed in range(STEPS)]
         bound_s = sum(planner.costs.lower_bound_seconds(lengths) for lengths in steps)
         seconds: dict[str, float] = {}

@@ -120,7 +120,7 @@ def found_in(
         return None
     layout = even_layout(model.num_layers, **results[0].layout)
     coefficients = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host_memory(cluster))
+    planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host=host_memory(cluster))
     proposal = planner.propose(0, batch.documents, strategy)
     step_s = proposal.plan.predicted.step_time_s
     split = msgspec.structs.asdict(split_step_time(planner.costs, proposal.choices))

@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
@@ -191,7 +192,7 @@ def run_way(way: Way, model: ModelSpec, context: int, layout: ParallelLayout, st
             micro_batches=layout.pp if way.same_count else None,
             cp_sharding=sharding,
         )
-        planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options)
+        planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host=host_memory(cluster))
         found.append(run_strategy(planner, steps, way.strategy))
     return min(found, key=lambda outcome: outcome.seconds)
 

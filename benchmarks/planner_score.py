@@ -4,21 +4,27 @@ A peer's packs are whole documents and run in 1F1B, as the frameworks they come 
 bring their own packs and schedules. All times are predictions of Evenload's analytic cost model, simulated.
 
 Twice: once as if memory did not matter, which shows the plan alone, and once within a device's memory, where every
-plan may store, recompute or offload activations by the same ladder (`plan.policies`) and takes the first storing
-level that fits, or else the fastest of the others that does.
+plan may store, recompute or offload activations by the same ladder (`plan.search.policy_order`), offloading within its
+nodes' host memory (`plan.search.host_limit`), and takes the first storing level that fits, or else the fastest of the
+others that does.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.activation import POLICIES
+from evenload.cost.host_memory import HostMemory
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.problem.candidate import imbalance, scheduled_candidate
-from evenload.plan.problem.step_problem import ReplicaChoice
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_host
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
@@ -87,18 +93,35 @@ def whole_document_choices(
 
 
 def whole_documents_within(
-    replicas: list[list[list[int]]], lengths: NDArray[np.int64], costs: PackCosts, cap_bytes: int
+    replicas: list[list[list[int]]], lengths: NDArray[np.int64], costs: PackCosts, cap_bytes: int, host: HostMemory
 ) -> tuple[ReplicaChoice, ...] | None:
-    """The same packs under the fastest policy that fits memory; None where none does."""
-    can_offload = costs.coefficients.host_link is not None
-    fitting: list[tuple[ReplicaChoice, ...]] = []
-    for policy in policies_in_order(lengths, "choose", can_offload=can_offload):
-        choices = whole_document_choices(replicas, lengths, costs, cap_bytes, policy)
-        if not any(choice.candidate.excess_bytes for choice in choices):
-            fitting.append(choices)
-            if policy is None:
+    """The same packs under the fastest policy that fits memory, of devices and of nodes; None where none does."""
+    ids, can_offload = np.arange(len(lengths)), costs.coefficients.host_link is not None
+    problems = [
+        StepProblem(ids, lengths, costs, None, PlanOptions(), policy)
+        for policy in policies_in_order(lengths, "choose", can_offload=can_offload)
+    ]
+
+    def fastest(problems: Sequence[StepProblem]) -> tuple[StepProblem, DelayedChoice]:
+        found: list[tuple[tuple[int, float], StepProblem, tuple[ReplicaChoice, ...]]] = []
+        for problem in problems:
+            choices = whole_document_choices(replicas, lengths, costs, cap_bytes, problem.policy)
+            found.append((worst_score(choices), problem, choices))
+            if problem.policy is None and not found[-1][0][0]:
                 break  # every other policy costs time
-    return min(fitting, key=lambda choices: max(c.candidate.makespan_s for c in choices)) if fitting else None
+        _, problem, choices = min(found, key=lambda one: one[0])
+        return problem, DelayedChoice(choices)
+
+    def host_bytes(problem: StepProblem, choices: Sequence[ReplicaChoice]) -> int:
+        return offloaded_node_bytes(costs, lengths, choices, host.devices_per_node)
+
+    _, answer, _ = plan_within_host(problems, fastest, host_bytes, host)
+    return None if worst_score(answer.choices)[0] else answer.choices
+
+
+def worst_score(choices: Sequence[ReplicaChoice]) -> tuple[int, float]:
+    """Bytes beyond the memory of devices, and seconds of the slowest replica; smaller is better."""
+    return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
 
 
 def score_choices(

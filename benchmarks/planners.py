@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.data.lengths import read_lengths
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
@@ -156,9 +157,9 @@ def measure_case(
     cluster = cluster_from(f"h100x{layout.world_size}")
     room_bytes = usable_bytes(cluster)
     coefficients = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=capacity))
+    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=capacity), host="unlimited")
     options = PlanOptions(max_pack_tokens=capacity, policy="choose")
-    limited = StepPlanner(model, coefficients, layout, room_bytes, options)
+    limited = StepPlanner(model, coefficients, layout, room_bytes, options, host=host_memory(cluster))
     costs = planner.costs
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths.tolist()))
     batch = Batch(lengths, capacity, layout.dp, layout.pp)
@@ -189,7 +190,7 @@ def measure_case(
 
     def judge(replicas: Replicas) -> Score:
         choices = whole_document_choices(replicas, lengths, costs)
-        fitting = whole_documents_within(replicas, lengths, costs, room_bytes)
+        fitting = whole_documents_within(replicas, lengths, costs, room_bytes, host_memory(cluster))
         return score_choices(choices, fitting, lengths, costs, capacity)
 
     packing_ms = median_ms(lambda: best_fit_decreasing(lengths, capacity))

@@ -11,6 +11,7 @@ import statistics
 from pathlib import Path
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import BatchRule
@@ -34,7 +35,9 @@ def measure(quick: bool) -> list[Row]:
     model, cluster = model_from("llama-7b"), cluster_from(f"h100x{DP * PP}")
     layout = even_layout(model.num_layers, dp=DP, pp=PP)
     costs = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, costs, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CONTEXT))
+    planner = StepPlanner(
+        model, costs, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CONTEXT), host=host_memory(cluster)
+    )
     lengths = read_lengths(str(LENGTHS))
     rows: list[Row] = []
     smallest_s = 0.0

@@ -12,6 +12,7 @@ import argparse
 import time
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
 from evenload.hub.model_files import model_from
@@ -41,7 +42,14 @@ def measure(quick: bool) -> dict[str, dict[int, float]]:
             continue
         layout = even_layout(model.num_layers, **_layout_of(strategy))
         coefficients = analytic_coefficients(model, cluster, layout)
-        planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CAPACITY))
+        planner = StepPlanner(
+            model,
+            coefficients,
+            layout,
+            usable_bytes(cluster),
+            PlanOptions(max_pack_tokens=CAPACITY),
+            host=host_memory(cluster),
+        )
         for count in DOCUMENTS[:2] if quick else DOCUMENTS:
             documents = tuple(
                 Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1)

@@ -2,8 +2,8 @@
 
 Every table of `examples/lengths`, cut off at 32K and at 128K tokens; llama-7b on 32 H100, DP 8 x PP 4. The time is
 that of `StepPlanner.propose`: everything up to the sealed plan. Without a limit all activations are stored; with the
-80 GB of the device, policies are chosen and documents are shared among replicas. The baseline of a row is best_fit
-planning the same documents without a limit in the same round.
+80 GB of the device, policies are chosen, within the node's host memory, and documents are shared among replicas. The
+baseline of a row is best_fit planning the same documents without a limit in the same round.
 
     python benchmarks/planning_memory.py [--quick] [--append]
 """
@@ -12,6 +12,7 @@ import statistics
 from pathlib import Path
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.sampled_batches import BatchRule
@@ -39,8 +40,11 @@ def measure(quick: bool) -> list[Row]:
         name, lengths = file.name.removesuffix(".npy.gz"), read_lengths(str(file))
         for context in CONTEXTS[: 1 if quick else None]:
             planners = {
-                memory: StepPlanner(model, costs, layout, limit, PlanOptions(max_pack_tokens=context))
-                for memory, limit in (("unlimited", None), ("80 GB", usable_bytes(cluster)))
+                memory: StepPlanner(model, costs, layout, limit, PlanOptions(max_pack_tokens=context), host=host)
+                for memory, limit, host in (
+                    ("unlimited", None, "unlimited"),
+                    ("80 GB", usable_bytes(cluster), host_memory(cluster)),
+                )
             }
             for count in DOCUMENTS[: 1 if quick else None]:
                 (batch,) = BatchRule(num_documents=count, context=context, overlong="truncate").sample(

@@ -71,7 +71,7 @@ def plan_of(lengths: tuple[int, ...], rule: str, costs: CostCoefficients) -> Ste
     """All documents in one pack, shared by a rule."""
     model = model_from_hf_config(model_config().to_dict(), "llama", 4)
     options = PlanOptions(max_pack_tokens=sum(lengths), cp_sharding=rule)
-    planner = StepPlanner(model, costs, even_layout(LAYERS, cp=CP), None, options)
+    planner = StepPlanner(model, costs, even_layout(LAYERS, cp=CP), None, options, host="unlimited")
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     plan = planner.plan(0, documents, "sequential")
     (pack,) = plan.pack_plans[0].forward

@@ -52,7 +52,7 @@ def planner_of(dp: int, release: str) -> StepPlanner:
     model, layout = model_from("llama-7b"), even_layout(32, dp=dp, pp=PP)
     coefficients = analytic_coefficients(model, cluster_from(f"h100x{dp * PP}"), layout)
     options = PlanOptions(max_pack_tokens=4 * WINDOW, micro_batches=PP, strategies=(WlbOptions(release=release),))  # type: ignore[arg-type]
-    return StepPlanner(model, coefficients, layout, None, options)
+    return StepPlanner(model, coefficients, layout, None, options, host="unlimited")
 
 
 def run_stream(planner: StepPlanner, batches: NDArray[np.int64]) -> tuple[float, float]:

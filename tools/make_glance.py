@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.detailed_timeline import detailed_timeline
@@ -52,7 +53,9 @@ def panels() -> list[Panel]:
     model, cluster = model_from(MODEL), cluster_from(CLUSTER)
     layout = even_layout(model.num_layers, dp=DP, pp=PP, tp=TP)
     costs = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, costs, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CONTEXT))
+    planner = StepPlanner(
+        model, costs, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CONTEXT), host=host_memory(cluster)
+    )
     rule = BatchRule(num_documents=DOCUMENTS, context=CONTEXT, overlong="truncate")
     (batch,) = rule.sample(read_lengths(str(LENGTHS)), steps=1, seed=0)
     found = []

@@ -1,11 +1,13 @@
 """The ledger grows by rows of one format, and what they were predicted from lies beside it."""
 
 import csv
+from contextlib import nullcontext
 
 import msgspec
 import pytest
 
 from bench_samples import batch_run, ledger_row, result_of, runs
+from cost_samples import sample_coefficients
 from evenload.bench.ledger import (
     COLUMNS,
     append_result,
@@ -16,11 +18,13 @@ from evenload.bench.ledger import (
 )
 from evenload.bench.recorded import BenchInputs, option_tables_of, plan_again, recorded_batch
 from evenload.bench.runs import BenchResult, MachineLoad
-from evenload.errors import ConfigError, DataError
+from evenload.cost.host_memory import HostMemory
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.wlb import WlbOptions
 from evenload.runtime.config.config_keys import plan_options
+from evenload.types.cluster import LinkSpec
 
 
 def result(*strategies: str, **changes) -> BenchResult:
@@ -91,7 +95,9 @@ def test_what_plans_were_made_from_lies_beside_and_makes_them_again(tmp_path):
         assert (inputs, costs) == (found.inputs, coefficients)
         again = plan_again(inputs, costs, "slimpack", 0)
         options = PlanOptions(max_pack_tokens=64)
-        planner = StepPlanner(inputs.model, coefficients, inputs.layout, inputs.memory_cap_bytes, options)
+        planner = StepPlanner(
+            inputs.model, coefficients, inputs.layout, inputs.memory_cap_bytes, options, host="unlimited"
+        )
         first = planner.plan(0, again.documents, "slimpack")
         assert (again.digest, again.predicted) == (first.digest, first.predicted)
         assert recorded_batch(again) == inputs.batches[0]
@@ -102,6 +108,23 @@ def test_options_of_strategies_come_back(tmp_path):
     inputs = msgspec.structs.replace(result().inputs, options=option_tables_of(options))
     read = msgspec.json.decode(msgspec.json.encode(inputs), type=BenchInputs)
     assert plan_options(read.options) == options
+
+
+def test_what_was_offloaded_within_host_memory_is_planned_within_it_again():
+    """And rows from before it was written down are read, and predicted as then: without a limit."""
+    options = option_tables_of(PlanOptions(max_pack_tokens=64, policy="offload"))
+    costs = sample_coefficients(host_link=LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-3))
+    before = msgspec.structs.replace(result().inputs, options=options)
+    needed = plan_again(before, costs, "slimpack", 0).predicted.peak_host_bytes_per_node
+    assert needed > 0
+    for limit_bytes, fits in ((needed, True), (needed - 1, False)):
+        inputs = msgspec.structs.replace(before, host=HostMemory(costs.devices_per_node, limit_bytes))
+        inputs = msgspec.json.decode(msgspec.json.encode(inputs), type=BenchInputs)
+        with nullcontext() if fits else pytest.raises(InfeasiblePlanError, match="of host memory"):
+            plan_again(inputs, costs, "slimpack", 0)
+    old = msgspec.to_builtins(before)
+    del old["host"]
+    assert msgspec.convert(old, BenchInputs, strict=False) == before
 
 
 def test_missing_inputs_are_named(tmp_path):

@@ -7,7 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from check_cases import invariance_verdict, isolation_verdict, resume_verdict, summed_in_a_check
+from check_cases import (
+    invariance_verdict,
+    isolation_verdict,
+    not_planned_in_a_check,
+    resume_verdict,
+    summed_in_a_check,
+)
 from dist_training import COSTS
 from evenload.check.smaller_run import checked_scope
 from evenload.check.survey import check_ledger, check_memory, survey_batches
@@ -115,6 +121,13 @@ def test_gradients_are_summed_as_the_run_does(gloo_pool, config_file):
     for (_, one), (_, other) in zip(beside, after, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_plans_of_checks_keep_within_host_memory(gloo_pool, config_file):
+    more = [*PIPELINE, "plan.options.policy=offload", "plan.host_memory_bytes=1000"]
+    left_out = gloo_pool.run(2, not_planned_in_a_check, str(config_file), more)[0]
+    assert len(left_out) == 5
+    assert all("of host memory on the fullest node of 2 devices" in said for said in left_out)
 
 
 def test_a_wrong_denominator_is_caught(gloo_pool, config_file):

@@ -1,8 +1,10 @@
 import html
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,6 +94,21 @@ def test_host_memory_of_a_node_is_in_the_table_and_in_the_file(table, tmp_path, 
     assert 0 < row["peak_host_bytes_per_node"] < content["inputs"]["host_memory_cap_bytes_per_node"]
     assert "a node" in shown
     assert format_bytes(row["peak_host_bytes_per_node"]) in shown
+
+
+def test_a_cluster_that_says_no_host_memory_is_told_of(table, tmp_path, capsys) -> None:
+    text = (Path(__file__).parents[2] / "examples" / "clusters" / "two_nodes.toml").read_text()
+    without = tmp_path / "without.toml"
+    without.write_text(re.sub(r"(?m)^host_memory_bytes .*$", "", text))
+    told = "says no host_memory_bytes, so activations are offloaded as if its nodes had room for all"
+    for cluster, policy, is_told in (
+        (without, "choose", True),
+        (without, "recompute", False),
+        ("examples/clusters/two_nodes.toml", "choose", False),
+    ):
+        asked = [table, "--model", "qwen2.5-0.5b", "--cluster", str(cluster), "--documents", "8", "--policy", policy]
+        assert run_plan(*asked, "--strategy", "balanced") == 0
+        assert (told in capsys.readouterr().out) == is_told, (cluster, policy)
 
 
 def test_same_inputs_give_the_same_figures(table, tmp_path) -> None:

@@ -26,7 +26,7 @@ def test_a_step_in_another_layout_is_priced_with_the_links_that_its_planner_had(
     )
     completed, _ = completed_between_layouts(measured, two_replicas)
     documents = tuple(Document(doc_id=i, num_tokens=9 + i, num_label_tokens=8 + i) for i in range(4))
-    plan = StepPlanner(model, completed, two_replicas).plan(0, documents, "balanced")
+    plan = StepPlanner(model, completed, two_replicas, None, host="unlimited").plan(0, documents, "balanced")
     write_coefficients(tmp_path / "cost.json", measured)
     (tmp_path / "plan.json").write_bytes(encode_plan_file((plan,)))
     write_timeline(tmp_path / "measured.npz", predicted_timeline(plan, model))

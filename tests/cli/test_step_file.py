@@ -14,7 +14,7 @@ from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline
 
 MODEL = sample_model()
-PLANNER = StepPlanner(MODEL, sample_coefficients(), even_layout(3))
+PLANNER = StepPlanner(MODEL, sample_coefficients(), even_layout(3), None, host="unlimited")
 
 
 def step_of(step, tokens=9):

@@ -18,7 +18,9 @@ FIXED = 300_000_000
 def planned(model: ModelSpec, tokens: int, **sizes: int) -> StepPlan:
     step = tuple(Document(doc_id=i, num_tokens=tokens, num_label_tokens=tokens - 1) for i in range(2))
     options = PlanOptions(max_pack_tokens=tokens)
-    return StepPlanner(model, sample_coefficients(), even_layout(3, **sizes), None, options).plan(0, step, "best_fit")
+    return StepPlanner(model, sample_coefficients(), even_layout(3, **sizes), None, options, host="unlimited").plan(
+        0, step, "best_fit"
+    )
 
 
 def test_activations_carry_the_allocators_share() -> None:

@@ -30,7 +30,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
 def test_no_plan_is_faster_than_its_layout_allows(layout: ParallelLayout) -> None:
     coefficients = analytic_coefficients(MODEL, CLUSTER, layout)
-    planner = StepPlanner(MODEL, coefficients, layout, None, PlanOptions(max_pack_tokens=8192, candidates=3))
+    planner = StepPlanner(
+        MODEL, coefficients, layout, None, PlanOptions(max_pack_tokens=8192, candidates=3), host="unlimited"
+    )
     lengths = np.random.default_rng(0).lognormal(7, 1.2, 200).astype(np.int64) + 1
     (batch,) = BatchRule(num_documents=64, context=8192, overlong="truncate").sample(lengths, steps=1, seed=0)
     tokens = np.array([document.num_tokens for document in batch.documents])
@@ -64,7 +66,7 @@ def test_the_bound_of_the_sizes_holds_however_layers_are_split() -> None:
     even = even_layout(32, dp=4, pp=16)
     coefficients = analytic_coefficients(model, cluster, even)
     balanced = balanced_layout(model, coefficients, even, tokens)
-    planner = StepPlanner(model, coefficients, balanced, None, PlanOptions(max_pack_tokens=4096))
+    planner = StepPlanner(model, coefficients, balanced, None, PlanOptions(max_pack_tokens=4096), host="unlimited")
     step_s = planner.plan(0, batch.documents, "best_fit").predicted.step_time_s
     assert step_s < layout_bound_seconds(PackCosts(model, coefficients, even), tokens)
     assert sizes_bound_seconds(model, coefficients, even, tokens) < step_s

@@ -26,7 +26,12 @@ def train(config, strategy, dp, states=None, num_steps=None):
     """Run some steps with `dp` ranks of one stage; (documents by id with the tokens and targets of their slices,
     loader and planner state, ledger)."""
     planner = StepPlanner(
-        sample_model(), sample_coefficients(), even_layout(3, dp=dp), None, PlanOptions(max_pack_tokens=LIMIT)
+        sample_model(),
+        sample_coefficients(),
+        even_layout(3, dp=dp),
+        None,
+        PlanOptions(max_pack_tokens=LIMIT),
+        host="unlimited",
     )
 
     def rank_run(rank, peers):

@@ -22,7 +22,7 @@ LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 def planned(strategy, layout, options=None, kind="llama", lengths=LENGTHS):
     """The strategy's own plan of these documents."""
     model = model_from_hf_config(tiny_config(kind).to_dict(), kind, 8)
-    planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=64))
+    planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=64), host="unlimited")
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     plan = planner.plan(0, documents, strategy)
     validate_plan(plan, max_pack_tokens=planner.options.max_pack_tokens)

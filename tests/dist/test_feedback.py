@@ -39,7 +39,7 @@ def test_gradients_of_plans_for_different_speeds_equal_plain_training(gloo_pool,
         true = RankSpeeds(slowness=((1.0,) * layout.pp, (1.0,) * (layout.pp - 1) + (slow,)))
         for strategy, merge in (("balanced", None), ("slimpack", False), ("slimpack", True), ("auto", True)):
             options = PlanOptions(max_pack_tokens=64, dp_merge=merge)
-            planner = StepPlanner(model, STEEP_COSTS, layout, None, options)
+            planner = StepPlanner(model, STEEP_COSTS, layout, None, options, host="unlimited")
             plans.append(planner.propose(0, documents, strategy, speeds=true).require_feasible())
     tokens = [
         sum(piece.num_tokens for pack in plans[4].pack_plans[replica].forward for piece in pack.slices)

@@ -85,7 +85,7 @@ def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(glo
     def planned(link: float, cap: int | None, strategy: str, **options) -> StepPlan:
         slow_or_fast = LinkSpec(bandwidth_bytes_per_s=link, latency_s=0.0)
         costs = msgspec.structs.replace(COSTS, host_link=slow_or_fast)
-        planner = StepPlanner(LLAMA, costs, layout, cap, PlanOptions(max_pack_tokens=64, **options))
+        planner = StepPlanner(LLAMA, costs, layout, cap, PlanOptions(max_pack_tokens=64, **options), host="unlimited")
         return planner.plan(0, documents, strategy)
 
     plans = []

@@ -36,7 +36,8 @@ def outlier_plan(policy: str, dp: int, pp: int) -> StepPlan:
         msgspec.structs.replace(COSTS, **PASSES),
         even_layout(4, dp=dp, pp=pp),
         None,
-        PlanOptions(max_pack_tokens=256, policy=policy, cp_sharding="per_document", dp_merge=True),  # type: ignore[arg-type]
+        PlanOptions(max_pack_tokens=256, policy=policy, cp_sharding="per_document", dp_merge=True),
+        host="unlimited",  # type: ignore[arg-type]
     )
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
     plan = planner.plan(0, documents, "slimpack")

@@ -41,7 +41,12 @@ def test_skrull_equals_plain_training(gloo_pool):
     dp, cp = 1, 4
     model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
     planner = StepPlanner(
-        model, COSTS, even_layout(model.num_layers, dp=dp, cp=cp), None, PlanOptions(max_pack_tokens=64)
+        model,
+        COSTS,
+        even_layout(model.num_layers, dp=dp, cp=cp),
+        None,
+        PlanOptions(max_pack_tokens=64),
+        host="unlimited",
     )
     step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
     plan = planner.plan(0, step, "skrull")
@@ -85,7 +90,7 @@ def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, buck
         least, most = (least, middle) if bucket_tokens(problem_within(middle)) >= bucket else (middle + 1, most)
     problem = problem_within(least)
     assert bucket_tokens(problem) == bucket
-    plan = StepPlanner(model, FEW_PACKS, layout, least).plan(0, step, "skrull")
+    plan = StepPlanner(model, FEW_PACKS, layout, least, host="unlimited").plan(0, step, "skrull")
     validate_plan(plan)
     assert any(is_rolled_back(problem, pack) for packs in plan.pack_plans for pack in packs.forward)
     assert_plans_equal_plain(gloo_pool, [plan])

@@ -32,7 +32,7 @@ def planned(kind, strategy, pp, dp, lengths, options=None, **changes):
     """The strategy's own plan of these documents."""
     model = model_from_hf_config(tiny_config(kind, **changes).to_dict(), kind, 8)
     layout = even_layout(model.num_layers, dp=dp, pp=pp)
-    planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=LIMIT))
+    planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=LIMIT), host="unlimited")
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     plan = planner.plan(0, documents, strategy)
     validate_plan(plan, max_pack_tokens=planner.options.max_pack_tokens)

@@ -37,7 +37,7 @@ def proposed(lengths, strategy="balanced", *, coefficients=None, model=None, sha
     found = coefficients or sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
     fields = {"max_pack_tokens": 64, "candidates": 3, "dp_merge": False, "policy": "replay", "cp_sharding": sharding}
     options = plan_options(fields)
-    planner = StepPlanner(model or sample_model(num_layers=4), found, layout, None, options)
+    planner = StepPlanner(model or sample_model(num_layers=4), found, layout, None, options, host="unlimited")
     documents = tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
     return planner.propose(0, documents, strategy)
 
@@ -260,7 +260,7 @@ def test_every_engine_has_a_price(engine, cp):
     layout = even_layout(4, dp=2, cp=cp, pp=pp)
     coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
     options = plan_options({"max_pack_tokens": 64, "cp_sharding": "per_document"})
-    planner = StepPlanner(sample_model(num_layers=4), coefficients, layout, None, options)
+    planner = StepPlanner(sample_model(num_layers=4), coefficients, layout, None, options, host="unlimited")
     batch = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(documents))
     found = price(planner.propose(0, batch, "balanced"), profile)
     assert found.step_time_s == pytest.approx(found.packs_s + found.end_s)
@@ -308,7 +308,7 @@ def test_local_micro_batches_of_a_group_wait_only_where_it_shares_one():
     coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
     options = plan_options({"max_pack_tokens": 400})
     layout = even_layout(4, dp=1, cp=2)
-    planner = StepPlanner(sample_model(num_layers=4), coefficients, layout, None, options)
+    planner = StepPlanner(sample_model(num_layers=4), coefficients, layout, None, options, host="unlimited")
     batch = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate([9, 5, 4, 200]))
     found = planner.propose(0, batch, "skrull")
     owners = found.plan.pack_plans[0].forward[0].sharding

@@ -30,7 +30,9 @@ def plan_of(lengths: list[int], strategy: str, *, dp: int = 2, cp: int = 1, pp: 
     fields = {"max_pack_tokens": 64, "candidates": 3, "dp_merge": False, **options}
     link = LinkSpec(bandwidth_bytes_per_s=1000.0, latency_s=0.25)
     coefficients = sample_coefficients(intra_node=link, inter_node=link, devices_per_node=8)
-    planner = StepPlanner(sample_model(num_layers=4), coefficients, layout, None, plan_options(fields))
+    planner = StepPlanner(
+        sample_model(num_layers=4), coefficients, layout, None, plan_options(fields), host="unlimited"
+    )
     return planner.plan(7, documents, strategy)
 
 

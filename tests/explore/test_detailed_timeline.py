@@ -29,7 +29,7 @@ def propose(layout: ParallelLayout, strategy: str, *, host=LINK, lengths=LENGTHS
     coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, host_link=host, devices_per_node=64)
     settings = {"max_pack_tokens": 400, "dp_merge": True, "fixed_exact": {"solver_time_limit_s": 1.0}} | options
     planner = StepPlanner(
-        sample_model(num_layers=layout.num_layers), coefficients, layout, None, plan_options(settings)
+        sample_model(num_layers=layout.num_layers), coefficients, layout, None, plan_options(settings), host="unlimited"
     )
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
     return planner.propose(0, documents, strategy)

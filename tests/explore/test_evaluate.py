@@ -38,6 +38,7 @@ def make_planner(cap: int | None = None, **model) -> StepPlanner:
         even_layout(3, dp=2, pp=3),
         cap,
         PlanOptions(max_pack_tokens=256, candidates=3),
+        host="unlimited",
     )
 
 

@@ -20,7 +20,9 @@ from evenload.types.layout import even_layout
 
 def make_planner(window_tokens: int = 4096, cap: int | None = None, dp: int = 2, pp: int = 3) -> StepPlanner:
     options = PlanOptions(max_pack_tokens=window_tokens, candidates=3)
-    return StepPlanner(sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=pp), cap, options)
+    return StepPlanner(
+        sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=pp), cap, options, host="unlimited"
+    )
 
 
 def batches(steps: int = 2, longest: int = 300):

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.layout_search import FINAL_CANDIDATES, FINALISTS, layout_sizes, layouts_of, search_layouts
@@ -50,7 +51,14 @@ def test_fastest_first_and_the_first_is_what_planning_it_gives() -> None:
     assert times == sorted(times, key=lambda time_s: time_s or 0.0)
     best = results[0].parallel_layout()
     options = OPTIONS.with_own(AutoOptions(max_candidates=FINAL_CANDIDATES))
-    planner = StepPlanner(MODEL, analytic_coefficients(MODEL, CLUSTER, best), best, usable_bytes(CLUSTER), options)
+    planner = StepPlanner(
+        MODEL,
+        analytic_coefficients(MODEL, CLUSTER, best),
+        best,
+        usable_bytes(CLUSTER),
+        options,
+        host=host_memory(CLUSTER),
+    )
     again = [planner.plan(k, batch.documents, "auto").predicted.step_time_s for k, batch in enumerate(batches())]
     assert times[0] == pytest.approx(np.mean(again))
 

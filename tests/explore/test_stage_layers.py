@@ -200,7 +200,7 @@ def test_simulated_steps_take_less_time_where_the_head_is_heavy(name, cluster_na
     layout_by_cost = balanced(model, coefficients, tokens, **sizes, memory_bytes=memory_bytes)
     options = PlanOptions(max_pack_tokens=16384)
     even_s, balanced_s = (
-        StepPlanner(model, coefficients, layout, memory_bytes, options)
+        StepPlanner(model, coefficients, layout, memory_bytes, options, host="unlimited")
         .propose(0, batch.documents, strategy)
         .require_feasible()
         .predicted.step_time_s

@@ -36,7 +36,7 @@ def propose(layout: ParallelLayout, strategy: str, lengths: list[int], **options
     )
     model = sample_model(num_layers=layout.num_layers)
     settings = {"max_pack_tokens": 400, "dp_merge": True, "fixed_exact": {"solver_time_limit_s": 1.0}} | options
-    planner = StepPlanner(model, coefficients, layout, None, plan_options(settings))
+    planner = StepPlanner(model, coefficients, layout, None, plan_options(settings), host="unlimited")
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
     return planner, planner.propose(0, documents, strategy)
 

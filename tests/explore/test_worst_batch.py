@@ -19,7 +19,7 @@ TABLE = np.array([200, 150, 90, 90, 40, 12, 5, 3], np.int64)
 
 def make_planner(cap: int | None = None, policy: str = "replay") -> StepPlanner:
     options = PlanOptions(max_pack_tokens=256, candidates=2, policy=policy)
-    return StepPlanner(sample_model(), sample_coefficients(), even_layout(3), cap, options)
+    return StepPlanner(sample_model(), sample_coefficients(), even_layout(3), cap, options, host="unlimited")
 
 
 def peak_bytes(planner: StepPlanner, lengths) -> int:

@@ -21,7 +21,7 @@ LINK = LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0)
 def row(strategy: str, layout: dict, steps: int = 1, **options):
     costs = sample_coefficients(intra_node=LINK, devices_per_node=8)
     asked = plan_options({"max_pack_tokens": 256, "candidates": 3, "policy": "replay", **options})
-    planner = StepPlanner(sample_model(), costs, even_layout(3, **layout), None, asked)
+    planner = StepPlanner(sample_model(), costs, even_layout(3, **layout), None, asked, host="unlimited")
     batches = BatchRule(num_documents=48, num_tokens=None, context=256, overlong="error").sample(
         LENGTHS, steps=steps, seed=1
     )

@@ -30,7 +30,7 @@ def planner(cp: int, rule: str, link: LinkSpec = FREE, prefix_s: float = 0.0, **
     free = {"embedding_s_per_token": 0.0, "head_s_per_token": 0.0, "head_pack_s": 0.0}
     coefficients = sample_coefficients(intra_node=link, devices_per_node=8, **passes, **free, **changes)
     options = PlanOptions(cp_sharding=rule, policy="replay", max_pack_tokens=1000)  # type: ignore[arg-type]
-    return StepPlanner(sample_model(num_layers=1), coefficients, even_layout(1, cp=cp), None, options)
+    return StepPlanner(sample_model(num_layers=1), coefficients, even_layout(1, cp=cp), None, options, host="unlimited")
 
 
 def documents(lengths: list[int]) -> tuple[Document, ...]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.errors import EvenloadError
 from evenload.explore.default_layout import usable_bytes
 from evenload.hub.model_files import model_from
@@ -44,6 +45,7 @@ def tiny_planner(
         even_layout(6, dp=dp, pp=pp, virtual=virtual),
         cap,
         plan_options(fields),
+        host="unlimited",
     )
 
 
@@ -87,6 +89,7 @@ def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, tp, model, 
         layout,
         usable_bytes(cluster),
         PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True),
+        host=host_memory(cluster),
     )
     beats_all(planner, lengths, flat=pp == 1)
 
@@ -103,6 +106,7 @@ def test_without_split_backwards_it_is_never_worse_either(table) -> None:
         layout,
         usable_bytes(cluster),
         PlanOptions(max_pack_tokens=16_384, policy="replay", strategies=(AutoOptions(split_backward=False),)),
+        host=host_memory(cluster),
     )
     found = beats_all(planner, lengths)
     kinds = {action.kind for schedule in found.plan.schedules for row in schedule.ranks for action in row}

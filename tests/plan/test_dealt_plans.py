@@ -37,7 +37,7 @@ BATCH = documents([40, 10, 70, 20, 20, 90, 30, 10, 10, 60, 50, 20])
 def planner_of(layout=LAYOUT, cap_bytes: int | None = None, **options) -> StepPlanner:
     model = sample_model(num_layers=layout.num_layers, tied_embeddings=True)
     settings = PlanOptions(**{"max_pack_tokens": 200, "candidates": 2} | options)
-    return StepPlanner(model, COEFFICIENTS, layout, cap_bytes, settings)
+    return StepPlanner(model, COEFFICIENTS, layout, cap_bytes, settings, host="unlimited")
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "flexpipe"])

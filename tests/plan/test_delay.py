@@ -27,7 +27,14 @@ WINDOW_128K = 131_072
 
 def small_planner(dp: int = 2, pp: int = 1, **options) -> StepPlanner:
     fields = {"max_pack_tokens": 256, "candidates": 2, "fixed_exact": {"solver_time_limit_s": 0.05}, **options}
-    return StepPlanner(sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=pp), None, plan_options(fields))
+    return StepPlanner(
+        sample_model(),
+        sample_coefficients(),
+        even_layout(3, dp=dp, pp=pp),
+        None,
+        plan_options(fields),
+        host="unlimited",
+    )
 
 
 def adversarial_batches(seed: int, steps: int) -> list[list[int]]:
@@ -158,7 +165,7 @@ def test_a_128k_table_is_balanced_with_little_delay(table, mean_length, dp, rele
     model, layout = model_from("wlb-7b"), even_layout(32, dp=dp, pp=pp)
     costs = analytic_coefficients(model, cluster_from("h100x32"), layout)
     options = PlanOptions(max_pack_tokens=4 * WINDOW_128K, micro_batches=pp, strategies=(WlbOptions(release=release),))
-    planner = StepPlanner(model, costs, layout, None, options)
+    planner = StepPlanner(model, costs, layout, None, options, host="unlimited")
     documents = dp * pp * WINDOW_128K // mean_length
     batches = table_128k(table, 40 * documents).reshape(40, documents).tolist()
     degrees, tokens, late, num_waiting = [], 0, 0.0, 0
@@ -186,6 +193,7 @@ def test_putting_off_pays_in_a_pipeline() -> None:
         even_layout(32, dp=2, pp=4),
         None,
         PlanOptions(max_pack_tokens=2 * WINDOW_128K),
+        host="unlimited",
     )
     batches = wlb_like_lengths(20 * 204).reshape(20, 204).tolist()
     put_off = sum(p.plan.predicted.step_time_s for _, p in plan_stream(planner, "wlb", batches))

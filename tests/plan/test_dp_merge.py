@@ -29,7 +29,9 @@ OUTLIER = [900, 300, *[30] * 40]
 def planner(dp: int = 4, pp: int = 1, merge: bool = True, **options) -> StepPlanner:
     fields = {"max_pack_tokens": 1024, "candidates": 3, "dp_merge": merge, **options}
     layout = even_layout(3, dp=dp, pp=pp)
-    return StepPlanner(sample_model(), sample_coefficients(**LINKS), layout, None, PlanOptions(**fields))
+    return StepPlanner(
+        sample_model(), sample_coefficients(**LINKS), layout, None, PlanOptions(**fields), host="unlimited"
+    )
 
 
 def documents(lengths) -> tuple[Document, ...]:

@@ -145,7 +145,7 @@ def test_phases_of_other_lengths_are_met_at_their_first_step_and_not_before() ->
         reduce_bandwidth_bytes_per_s=links.reduce_bandwidth_bytes_per_s * reduction_s / 600,
         intra_node=msgspec.structs.replace(links.intra_node, bandwidth_bytes_per_s=1e9),
     )
-    start = StepPlanner(usual.start.costs.model, slow, usual.layout, None, usual.start.options)
+    start = StepPlanner(usual.start.costs.model, slow, usual.layout, None, usual.start.options, host="unlimited")
     flex = FlexPlanner(start, lambda _: slow, FlexOptions(known_steps=5), layouts=[usual.layout, even_layout(4, dp=4)])
     few, many = [4] * 4, SHORT
     batches = [few] * 7 + [many] * 7 + [few] * 7
@@ -214,7 +214,9 @@ def test_empty_batch_stays() -> None:
 def test_unknown_links_are_refused_by_name() -> None:
     """Measured cost files of one device know no links; a switch must not count as free then."""
     coefficients = sample_coefficients()
-    planner = StepPlanner(sample_model(num_layers=4), coefficients, even_layout(4, dp=2, pp=2), None, PlanOptions())
+    planner = StepPlanner(
+        sample_model(num_layers=4), coefficients, even_layout(4, dp=2, pp=2), None, PlanOptions(), host="unlimited"
+    )
     with pytest.raises(ConfigError, match="know no link"):
         FlexPlanner(planner, lambda _: coefficients).propose(0, documents(SHORT))
 

@@ -32,7 +32,9 @@ def proposal(
     coefficients = msgspec.structs.replace(coefficients, tensor_beside=beside)
     if measured:  # with their transfers in the layers
         coefficients = msgspec.structs.replace(coefficients, source="calibrated", tensor_exposed_share=0.0)
-    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=32_768, schedule=schedule))
+    planner = StepPlanner(
+        model, coefficients, layout, None, PlanOptions(max_pack_tokens=32_768, schedule=schedule), host="unlimited"
+    )
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(LENGTHS))
     return planner, planner.propose(0, documents, strategy)
 
@@ -94,7 +96,9 @@ def test_longest_documents_are_halved_though_they_are_offloaded() -> None:
     """Memory for a few layers' activations: what does not fit waits in host memory, and its packs are halved too."""
     model, layout, cluster = model_from("llama-7b"), even_layout(32, tp=8), cluster_from("h100x8")
     coefficients = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, coefficients, layout, 20 * 2**30, PlanOptions(max_pack_tokens=65_536, policy="choose"))
+    planner = StepPlanner(
+        model, coefficients, layout, 20 * 2**30, PlanOptions(max_pack_tokens=65_536, policy="choose"), host="unlimited"
+    )
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate([65_536, 40_000, 900]))
     plan = planner.propose(0, documents, "balanced").plan
     validate_plan(plan)

@@ -31,14 +31,14 @@ LENGTHS = [250, 240, 230, *[20] * 30]
 LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
 
 
-def propose(policy: str, host: HostMemory | None, cap: int | None = None, strategy: str = "slimpack") -> Proposal:
+def propose(policy: str, host: HostMemory, cap: int | None = None, strategy: str = "slimpack") -> Proposal:
     planner = StepPlanner(
         MODEL,
         sample_coefficients(host_link=LINK),
         even_layout(3, dp=2),
         cap,
         PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
-        host,
+        host=host,
     )
     step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
     return planner.propose(0, step, strategy)
@@ -65,18 +65,27 @@ def test_a_node_holds_what_its_neighbours_in_rank_order_hold() -> None:
 
 
 def test_a_plan_says_what_lies_in_host_memory() -> None:
-    found = propose("offload", HostMemory(1))
+    found = propose("offload", HostMemory(1, None))
     rate = 3 * activation_bytes_per_token(MODEL, "replay")
     assert found.feasible
     assert found.plan.predicted.peak_host_bytes_per_node >= max(LENGTHS) * rate
-    assert propose("offload", HostMemory(2)).plan.predicted.peak_host_bytes_per_node > (
+    assert propose("offload", HostMemory(2, None)).plan.predicted.peak_host_bytes_per_node > (
         found.plan.predicted.peak_host_bytes_per_node
     )
-    assert propose("recompute", HostMemory(1)).plan.predicted.peak_host_bytes_per_node == 0
+    assert propose("recompute", HostMemory(1, None)).plan.predicted.peak_host_bytes_per_node == 0
+
+
+def test_no_limit_is_only_what_is_asked_for_by_name() -> None:
+    of_run = MODEL, sample_coefficients(host_link=LINK, devices_per_node=2), even_layout(3, dp=2), None
+    with pytest.raises(TypeError, match="'host'"):
+        StepPlanner(*of_run)
+    with pytest.raises(TypeError, match="limit_bytes"):
+        HostMemory(2)
+    assert StepPlanner(*of_run, host="unlimited").host == HostMemory(2, None)
 
 
 def test_a_plan_beyond_host_memory_is_refused_with_the_reason() -> None:
-    needed = propose("offload", HostMemory(2)).plan.predicted.peak_host_bytes_per_node
+    needed = propose("offload", HostMemory(2, None)).plan.predicted.peak_host_bytes_per_node
     assert propose("offload", HostMemory(2, needed)).feasible
     refused = propose("offload", HostMemory(2, needed - 1))
     with pytest.raises(InfeasiblePlanError, match="host memory on the fullest node of 2 devices"):
@@ -92,7 +101,7 @@ def test_what_host_memory_there_is_is_used() -> None:
     (batch,) = rule.sample(read_lengths(str(LENGTHS_TABLE)), steps=1, seed=0)
     options, host = PlanOptions(max_pack_tokens=65_536, policy="choose", dp_merge=True), host_memory(cluster)
     costs = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, costs, layout, usable_bytes(cluster), options, host)
+    planner = StepPlanner(model, costs, layout, usable_bytes(cluster), options, host=host)
     found = planner.propose(0, batch.documents, "auto").require_feasible().predicted
     assert host.limit_bytes is not None
     assert 0.7 * host.limit_bytes < found.peak_host_bytes_per_node <= host.limit_bytes
@@ -103,7 +112,7 @@ def test_what_host_memory_there_is_is_used() -> None:
 @pytest.mark.parametrize("strategy", ["best_fit", "balanced", "slimpack", "auto"])
 def test_another_policy_is_chosen_where_offloaded_activations_do_not_fit(strategy) -> None:
     least = propose("recompute", None, strategy=strategy).plan.predicted.peak_memory_bytes
-    free = propose("choose", HostMemory(2), least, strategy)
+    free = propose("choose", HostMemory(2, None), least, strategy)
     limit = free.plan.predicted.peak_host_bytes_per_node // 2
     found = propose("choose", HostMemory(2, limit), least, strategy)
     assert found.feasible
@@ -113,7 +122,7 @@ def test_another_policy_is_chosen_where_offloaded_activations_do_not_fit(strateg
 
 def test_where_no_policy_fits_both_memories_are_named() -> None:
     least = propose("recompute", None).plan.predicted.peak_memory_bytes
-    offloaded = propose("offload", HostMemory(2))
+    offloaded = propose("offload", HostMemory(2, None))
     cap = (offloaded.plan.predicted.peak_memory_bytes + least) // 2
     if offloaded.plan.predicted.peak_memory_bytes < least:
         refused = propose("choose", HostMemory(2, 1), cap)
@@ -148,8 +157,8 @@ def test_150b_at_256k_keeps_within_the_memory_of_its_nodes() -> None:
     )
     options = PlanOptions(max_pack_tokens=262_144, candidates=3, policy="choose")
     free, limited = (
-        StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host).propose(0, step, "slimpack")
-        for host in (HostMemory(8), host_memory(cluster))
+        StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host=host).propose(0, step, "slimpack")
+        for host in (HostMemory(8, None), host_memory(cluster))
     )
     limit = host_memory(cluster).limit_bytes
     assert limit is not None
@@ -160,7 +169,7 @@ def test_150b_at_256k_keeps_within_the_memory_of_its_nodes() -> None:
     # Over two context ranks a node each has its part of a document, and less than 2 TB is offloaded or nothing.
     half = even_layout(96, cp=2, pp=4, tp=8)
     costs = analytic_coefficients(model, cluster, half)
-    chosen = StepPlanner(model, costs, half, usable_bytes(cluster), options, host_memory(cluster)).propose(
+    chosen = StepPlanner(model, costs, half, usable_bytes(cluster), options, host=host_memory(cluster)).propose(
         0, step, "slimpack"
     )
     assert chosen.plan.predicted.peak_host_bytes_per_node <= limit

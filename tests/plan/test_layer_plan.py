@@ -26,7 +26,7 @@ LAYERS = 8
 def planner_of(layout, cap_bytes, policy="replay"):
     start = make(layout.dp, layout.pp, cap_bytes, num_layers=LAYERS).start
     options = msgspec.structs.replace(start.options, policy=policy)
-    return StepPlanner(start.costs.model, start.costs.coefficients, layout, cap_bytes, options)
+    return StepPlanner(start.costs.model, start.costs.coefficients, layout, cap_bytes, options, host="unlimited")
 
 
 def peaks(proposal):

@@ -71,7 +71,7 @@ def test_ranks_end_together(dp: int, pp: int, short: list[int], position: int) -
     lengths = with_outlier(short, position)
     layout = even_layout(4, dp=dp, pp=pp)
     alone, merged = (
-        propose(StepPlanner(MODEL, COSTS, layout, None, options), lengths)
+        propose(StepPlanner(MODEL, COSTS, layout, None, options, host="unlimited"), lengths)
         for options in (PlanOptions(), PlanOptions(dp_merge=True))
     )
     assert merged.imbalance_dp <= EVEN
@@ -92,7 +92,14 @@ def test_ranks_end_together_on_real_devices(dp: int, pp: int, strategy: str) -> 
     costs = analytic_coefficients(model, cluster, layout)
     alone, merged = (
         propose(
-            StepPlanner(model, costs, layout, 90 * 10**9, PlanOptions(max_pack_tokens=max(lengths), dp_merge=merge)),
+            StepPlanner(
+                model,
+                costs,
+                layout,
+                90 * 10**9,
+                PlanOptions(max_pack_tokens=max(lengths), dp_merge=merge),
+                host="unlimited",
+            ),
             lengths,
             strategy,
         )

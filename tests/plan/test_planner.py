@@ -39,6 +39,7 @@ def tiny_planner(dp: int = 2, pp: int = 3, cap: int | None = None, tile: int = 1
         even_layout(3, dp=dp, pp=pp),
         cap,
         plan_options(fields),
+        host="unlimited",
     )
 
 
@@ -136,7 +137,9 @@ def test_slimpack_cuts_documents_beyond_the_window() -> None:
 
 
 def test_bidirectional_model_is_refused_by_slimpack_only() -> None:
-    planner = StepPlanner(sample_model(causal=False), sample_coefficients(), even_layout(3), None, PlanOptions())
+    planner = StepPlanner(
+        sample_model(causal=False), sample_coefficients(), even_layout(3), None, PlanOptions(), host="unlimited"
+    )
     with pytest.raises(ConfigError, match="bidirectional"):
         planner.plan(0, documents([5]), "slimpack")
     validate_plan(planner.plan(0, documents([5, 7]), "balanced"))
@@ -172,7 +175,7 @@ def test_slimpack_is_even_and_fastest_on_a_long_tail(num_documents: int, context
     """max/mean pack time <= 1.05 forward and backward, without moving documents between steps."""
     model, layout = model_from("llama-7b"), even_layout(32, dp=8, pp=4)
     coefficients = analytic_coefficients(model, cluster_from("h100x32"), layout)
-    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=context))
+    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=context), host="unlimited")
     step = documents(long_tailed(num_documents, context))
     found = {name: planner.propose(0, step, name) for name in PIPELINED if not STRATEGIES[name].needs_solver}
     slimpack = found["slimpack"]

@@ -1,6 +1,7 @@
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.explore.default_layout import usable_bytes
 from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
@@ -21,7 +22,8 @@ def step_s(lengths: list[int], policy: str, strategy: str, memory: float) -> flo
         analytic_coefficients(model, cluster, layout),
         layout,
         int(memory * usable_bytes(cluster)),
-        PlanOptions(policy=policy),  # type: ignore[arg-type]
+        PlanOptions(policy=policy),
+        host=host_memory(cluster),  # type: ignore[arg-type]
     )
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     proposal = planner.propose(0, documents, strategy)

@@ -24,6 +24,7 @@ def propose(policy, cap=None, strategy="slimpack", host=True, **layout) -> Propo
         even_layout(3, **{"dp": 2, "pp": 1, **layout}),
         cap,
         PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
+        host="unlimited",
     )
     step = tuple(Document(doc_id=100 + i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
     return planner.propose(0, step, strategy)
@@ -96,7 +97,12 @@ def test_policies_survive_the_plan_file_and_the_timeline() -> None:
 def test_static_context_parallelism_travels_with_the_plan() -> None:
     links = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.0), "devices_per_node": 8}
     planner = StepPlanner(
-        sample_model(), sample_coefficients(**links), even_layout(3, dp=2, cp=2, pp=3), None, PlanOptions()
+        sample_model(),
+        sample_coefficients(**links),
+        even_layout(3, dp=2, cp=2, pp=3),
+        None,
+        PlanOptions(),
+        host="unlimited",
     )
     step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
     found = planner.propose(0, step, "slimpack")

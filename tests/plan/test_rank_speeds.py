@@ -45,7 +45,7 @@ def documents_of(lengths):
 
 def planner_of(dp, pp, *, merge=False, cap=None, costs=COSTS):
     options = PlanOptions(max_pack_tokens=4096, dp_merge=merge)
-    return StepPlanner(sample_model(num_layers=4), costs, even_layout(4, dp=dp, pp=pp), cap, options)
+    return StepPlanner(sample_model(num_layers=4), costs, even_layout(4, dp=dp, pp=pp), cap, options, host="unlimited")
 
 
 def slow_rank(dp, pp, factor=1.3, replica=1, rank=0):

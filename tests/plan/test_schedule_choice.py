@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.explore.default_layout import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -50,7 +51,7 @@ def test_choosing_is_never_slower_than_either_schedule_alone(sizes: dict[str, in
                     dp_merge=dp_merge,
                     strategies=(SlimpackOptions(cuts=cuts),),
                 )
-                planner = StepPlanner(MODEL, costs, layout, usable_bytes(CLUSTER), options)
+                planner = StepPlanner(MODEL, costs, layout, usable_bytes(CLUSTER), options, host=host_memory(CLUSTER))
                 proposal = planner.propose(0, documents, "slimpack")
                 found[schedule] = worst_score(proposal.choices)
                 if schedule == "choose":

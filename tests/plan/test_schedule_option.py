@@ -30,7 +30,7 @@ def propose(
     asked = PlanOptions(**{"max_pack_tokens": 2048, "policy": "replay", "schedule": schedule, **options})
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     costs = analytic_coefficients(MODEL, cluster_from("h100x8"), layout)
-    return StepPlanner(MODEL, costs, layout, cap, asked).propose(0, documents, strategy)
+    return StepPlanner(MODEL, costs, layout, cap, asked, host="unlimited").propose(0, documents, strategy)
 
 
 def kinds_of(proposal: Proposal) -> set[str]:

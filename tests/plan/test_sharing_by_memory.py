@@ -35,7 +35,9 @@ def planner_of(layout: dict[str, int], *, context: int = CONTEXT, limited: bool 
     cluster = cluster_from(f"h100x{sizes.world_size}")
     costs = analytic_coefficients(MODEL, cluster, sizes)
     memory = usable_bytes(cluster) if limited else None
-    return StepPlanner(MODEL, costs, sizes, memory, PlanOptions(max_pack_tokens=context, dp_merge=True))
+    return StepPlanner(
+        MODEL, costs, sizes, memory, PlanOptions(max_pack_tokens=context, dp_merge=True), host="unlimited"
+    )
 
 
 def batch_of(table: str, count: int, context: int = CONTEXT) -> np.ndarray:

@@ -24,7 +24,9 @@ LINKS = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e4, latency_s=1e-3), "dev
 
 def planner(cap: int | None, limit: int | None = None, policy="replay", **layout) -> StepPlanner:
     options = PlanOptions(max_pack_tokens=limit, policy=policy)
-    return StepPlanner(sample_model(), sample_coefficients(**LINKS), even_layout(3, **layout), cap, options)
+    return StepPlanner(
+        sample_model(), sample_coefficients(**LINKS), even_layout(3, **layout), cap, options, host="unlimited"
+    )
 
 
 def documents(lengths) -> tuple[Document, ...]:

@@ -25,7 +25,7 @@ COSTS = sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8
 
 def planner_of(dp, pp, merge=False):
     options = PlanOptions(max_pack_tokens=2048, dp_merge=merge)
-    return StepPlanner(sample_model(num_layers=4), COSTS, even_layout(4, dp=dp, pp=pp), None, options)
+    return StepPlanner(sample_model(num_layers=4), COSTS, even_layout(4, dp=dp, pp=pp), None, options, host="unlimited")
 
 
 def planned(planner, step, strategy="slimpack", speeds=None, count=24, lengths=None):

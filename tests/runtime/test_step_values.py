@@ -114,7 +114,7 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
     timeline = gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))[0][0]
     model = sample_model(num_layers=4)
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate((50, 30)))
-    plan = StepPlanner(model, sample_coefficients(), LAYOUT, 1 << 40).plan(0, documents, "balanced")
+    plan = StepPlanner(model, sample_coefficients(), LAYOUT, 1 << 40, host="unlimited").plan(0, documents, "balanced")
 
     def row(exchange_s):
         return step_row(

@@ -154,7 +154,9 @@ def test_the_simulator_and_the_executor_agree_on_what_completes_a_stage(schedule
 def planner_of(beside, **sizes):
     model = sample_model(num_layers=4)
     coefficients = sample_coefficients(reduction_beside=beside, reduce_bandwidth_bytes_per_s=1e2)
-    return StepPlanner(model, coefficients, even_layout(4, **sizes), None, PlanOptions(max_pack_tokens=64))
+    return StepPlanner(
+        model, coefficients, even_layout(4, **sizes), None, PlanOptions(max_pack_tokens=64), host="unlimited"
+    )
 
 
 BATCH = tuple(Document(doc_id=at, num_tokens=8 + 5 * at, num_label_tokens=7) for at in range(8))
@@ -197,7 +199,9 @@ def test_on_the_way_to_the_bound_a_reduction_disappears() -> None:
     """A long backward and a fast link: only the embedding's sum is left, which nothing can hide."""
     slow = planner_of(FREE, dp=2).costs.coefficients
     fast = msgspec.structs.replace(slow, reduce_bandwidth_bytes_per_s=1e6, reduce_latency_s=0.0)
-    planner = StepPlanner(sample_model(num_layers=4), fast, even_layout(4, dp=2), None, PlanOptions(max_pack_tokens=64))
+    planner = StepPlanner(
+        sample_model(num_layers=4), fast, even_layout(4, dp=2), None, PlanOptions(max_pack_tokens=64), host="unlimited"
+    )
     predicted = planner.plan(0, BATCH, "slimpack").predicted
     share = trained_unit_parameters(planner.costs.model, planner.layout, 0)
     last = share[0] / sum(share.values())

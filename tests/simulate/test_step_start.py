@@ -112,7 +112,9 @@ def planner_of(beside, bandwidth_bytes_per_s=1e2, sizes=(("dp", 2),), **changes)
         gather_beside=beside, reduce_bandwidth_bytes_per_s=bandwidth_bytes_per_s, **changes
     )
     layout = even_layout(4, **dict(sizes))
-    return StepPlanner(sample_model(num_layers=4), coefficients, layout, None, PlanOptions(max_pack_tokens=64))
+    return StepPlanner(
+        sample_model(num_layers=4), coefficients, layout, None, PlanOptions(max_pack_tokens=64), host="unlimited"
+    )
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "virtual": 2}])

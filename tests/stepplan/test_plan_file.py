@@ -24,7 +24,12 @@ PIPELINED = [one.name for one in STRATEGIES.values() if not one.needs_one_stage]
 
 def make_plans(dp: int = 2) -> list[StepPlan]:
     planner = StepPlanner(
-        sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=3), None, PlanOptions(max_pack_tokens=300)
+        sample_model(),
+        sample_coefficients(),
+        even_layout(3, dp=dp, pp=3),
+        None,
+        PlanOptions(max_pack_tokens=300),
+        host="unlimited",
     )
     step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS))
     left = (LeftOut(doc_id=90, num_tokens=5, reason="deferred"),)
@@ -79,6 +84,7 @@ def test_plan_file_can_be_re_simulated_without_our_simulator(layout, split) -> N
         layout,
         160_000,
         PlanOptions(max_pack_tokens=300, dp_merge=True, strategies=(AutoOptions(split_backward=split),)),
+        host="unlimited",
     )
     step = tuple(Document(doc_id=7 * i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS * 3))
     names = STRATEGIES if layout.pp == 1 else PIPELINED
@@ -105,7 +111,9 @@ def test_split_backwards_are_in_the_file_and_add_up(tp: int) -> None:
     options = PlanOptions(max_pack_tokens=300)
     link = LinkSpec(bandwidth_bytes_per_s=1000.0, latency_s=0.01)
     coefficients = sample_coefficients(intra_node=link, devices_per_node=64)
-    planner = StepPlanner(sample_model(), coefficients, even_layout(3, dp=2, pp=3, tp=tp), None, options)
+    planner = StepPlanner(
+        sample_model(), coefficients, even_layout(3, dp=2, pp=3, tp=tp), None, options, host="unlimited"
+    )
     step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n // 2) for i, n in enumerate(LENGTHS * 4))
     (plan,) = json.loads(encode_plan_file([planner.plan(0, step, "auto")]))["plans"]
     assert any("W" in action for replica in plan["replicas"] for row in replica["schedule"] for action in row)

@@ -23,6 +23,7 @@ def make_plan(strategy: str = "slimpack", **options) -> StepPlan:
         even_layout(3, dp=1, pp=3),
         None,
         plan_options({"max_pack_tokens": 300, "slimpack": {"cuts": "asymmetric"}, **options}),
+        host="unlimited",
     )
     lengths = [200, 150, 40, 30, 20, 10]
     step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))

@@ -22,7 +22,9 @@ CHANGES = ("range", "id", "cp", "drop", "repeat", "move", "swap", "index", "dire
 
 def make_plan(strategy: str, dp: int = 2, pp: int = 3) -> StepPlan:
     options = PlanOptions(max_pack_tokens=LIMIT, strategies=(SlimpackOptions(cuts="asymmetric"),))
-    planner = StepPlanner(sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=pp), None, options)
+    planner = StepPlanner(
+        sample_model(), sample_coefficients(), even_layout(3, dp=dp, pp=pp), None, options, host="unlimited"
+    )
     lengths = [200, 150, 40, 30, 20, 10, 90, 60]
     documents = tuple(Document(doc_id=7 * i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
     return planner.plan(0, documents, strategy)

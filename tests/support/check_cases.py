@@ -79,6 +79,13 @@ def invariance_verdict(config_file: str, overrides: list[str], wrong_labels: boo
     return check_invariance(config, StepRunner(config, mesh), plans, left_out, batch.tokens, mesh)
 
 
+def not_planned_in_a_check(config_file: str, overrides: list[str]) -> list[str]:
+    """Why plans of a check could not be made."""
+    config, mesh = small_run(config_file, overrides)
+    batch = GlobalBatchLoader(config.data).next_batch()
+    return _shared_plans(config, batch.documents, COSTS, CAP_BYTES, mesh)[1]
+
+
 def summed_in_a_check(config_file: str, overrides: list[str]) -> tuple[list[bool], dict[str, torch.Tensor]]:
     """Whether a check's step sums gradients beside its packs, and what comes out."""
     config, mesh = small_run(config_file, overrides)

@@ -39,6 +39,7 @@ def make(dp: int, pp: int, cap: int | None, bytes_per_s: float = 1e6, *, num_lay
         even_layout(num_layers, dp=dp, pp=pp),
         cap,
         PlanOptions(max_pack_tokens=1000, policy="choose", candidates=3),
+        host="unlimited",
     )
     return FlexPlanner(
         planner, lambda _: coefficients, FlexOptions(**{"known_steps": 1, "part_pipelines": False} | options)

@@ -162,7 +162,9 @@ def _plan(row: Row, options: PlanOptions, memory_bytes: int | None, costs: CostC
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths_of(row)))
     if row.overlap == "on" and row.exchange == "all_gather":
         costs = msgspec.structs.replace(costs, context_beside=BesideCompute(stretch=1.0, slowdown=0.0))
-    return StepPlanner(model_of(row), costs, layout_of(row), memory_bytes, options).plan(0, documents, row.strategy)
+    return StepPlanner(model_of(row), costs, layout_of(row), memory_bytes, options, host="unlimited").plan(
+        0, documents, row.strategy
+    )
 
 
 def _policies(plan: StepPlan) -> set[str]:

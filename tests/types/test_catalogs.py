@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
 from evenload.hub.model_files import model_from
@@ -71,6 +72,7 @@ def test_every_built_in_model_is_planned_on_every_built_in_cluster(device: str) 
             layout,
             usable_bytes(cluster),
             PlanOptions(max_pack_tokens=4096, policy="replay"),
+            host=host_memory(cluster),
         )
         # The largest do not fit eight devices, but what they would take is planned all the same.
         proposal = planner.propose(0, documents, "best_fit")

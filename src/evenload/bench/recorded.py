@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.host_memory import HostMemory
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.merge_default import decide_dp_merge
@@ -39,6 +40,8 @@ class BenchInputs(Frozen):
     Args:
         options: the tables of `plan.options` in a configuration, the limit of packs filled in.
         memory_cap_bytes: of one process.
+        host: main memory of a machine for what is offloaded; None = recorded before it was written down, so predicted
+            again without a limit: where that lets more be offloaded than was, the plan's digest tells.
         batches: numbered as in the result.
     """
 
@@ -47,6 +50,7 @@ class BenchInputs(Frozen):
     options: dict[str, Any]
     memory_cap_bytes: int
     batches: tuple[RecordedBatch, ...]
+    host: HostMemory | None = None
 
 
 def recorded_batch(plan: StepPlan) -> RecordedBatch:
@@ -69,7 +73,8 @@ def plan_again(inputs: BenchInputs, coefficients: CostCoefficients, strategy: st
         ConfigError, DataError, InfeasiblePlanError: it cannot be planned any more.
     """
     options, _ = decide_dp_merge(plan_options(inputs.options), strategy, inputs.layout, coefficients)
-    planner = StepPlanner(inputs.model, coefficients, inputs.layout, inputs.memory_cap_bytes, options)
+    host = inputs.host or "unlimited"
+    planner = StepPlanner(inputs.model, coefficients, inputs.layout, inputs.memory_cap_bytes, options, host=host)
     found = inputs.batches[batch]
     documents = tuple(
         Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_label_tokens)

@@ -21,7 +21,7 @@ from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.padded import PADDED
 from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.run_planner import run_options
+from evenload.runtime.config.run_planner import run_host, run_options
 from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.types.document import Document
@@ -91,10 +91,11 @@ def _shared_plans(
         longest = max(document.num_tokens for document in documents)
         limit = max(options.min_slice_tokens, longest // 3, 16)
         short = msgspec.structs.replace(options, max_pack_tokens=limit).with_own(SlimpackOptions(cuts="asymmetric"))
+        host = run_host(config, mesh.layout, mesh.ranks_per_machine)
         wanted = [(name, name, options) for name in dict.fromkeys((config.plan.strategy, *_COMPARED))]
         plans, left_out = shared[0]
         for title, strategy, chosen in (*wanted, (_SHORT_SLICES, SLIMPACK.name, short)):
-            planner = StepPlanner(model_spec(config), coefficients, mesh.layout, cap_bytes, chosen)
+            planner = StepPlanner(model_spec(config), coefficients, mesh.layout, cap_bytes, chosen, host=host)
             try:
                 plans.append((title, encode_plan(planner.plan(0, documents, strategy))))
             except EvenloadError as error:

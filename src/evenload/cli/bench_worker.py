@@ -22,6 +22,7 @@ from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
+from evenload.runtime.config.run_planner import run_host
 from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import model_spec
@@ -121,6 +122,7 @@ def run_bench_worker(
                     options=option_tables_of(options),
                     memory_cap_bytes=setup.memory_cap_bytes,
                     batches=found.batches,
+                    host=run_host(config, layout, setup.mesh.ranks_per_machine),
                 ),
             )
             answer.write_bytes(msgspec.json.encode(result))

@@ -22,7 +22,7 @@ from evenload.cli.plan_layout import (
     planners_of_search,
     searched_layouts,
 )
-from evenload.cli.plan_lines import comparison_rows, errors_in_unit, first_line, headline_line, inputs_said
+from evenload.cli.plan_lines import comparison_rows, errors_in_unit, first_line, headline_line, host_line, inputs_said
 from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
 from evenload.engines.evaluate import EngineEvaluation
@@ -135,6 +135,7 @@ def find_plans(asked: PlanArguments, console: Console, source: LengthSource | No
     said = inputs_said(asked, inputs, source.name, table, layout)
     say(console, first_line(said, table, layout, coefficients), unit_line(table))
     say(console, *(f"cost: {note}" for note in inputs.costs.notes(layout)))
+    say(console, "" if asked.engine else host_line(inputs, coefficients))
     planners = planners_of_search(searched, inputs, batches) if searched else _planners(inputs, layout)
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
@@ -166,7 +167,9 @@ def say(console: Console, *lines: str) -> None:
 def _planners(inputs: PlanInputs, layout: ParallelLayout) -> StrategyPlanners:
     """All strategies in one layout."""
     costs = inputs.costs
-    planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, inputs.host)
+    planner = StepPlanner(
+        costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, host=inputs.host
+    )
     return StrategyPlanners(planner=planner, flexible=FlexPlanner(planner, costs.of, layouts=inputs.layouts))
 
 

@@ -85,6 +85,17 @@ def first_line(said: dict[str, Any], table: LengthTable, layout: ParallelLayout,
     )
 
 
+def host_line(inputs: PlanInputs, coefficients: CostCoefficients) -> str:
+    """That nothing limits what is offloaded, where the cluster's description leaves it out; "" = it does not matter."""
+    can_offload = coefficients.host_link is not None and inputs.options.policy in ("choose", "offload")
+    if inputs.host.limit_bytes is not None or not can_offload:
+        return ""
+    return (
+        f"host memory: cluster {inputs.machines.name} says no host_memory_bytes, so activations are offloaded as if "
+        "its nodes had room for all"
+    )
+
+
 def bound_line(evaluation: Evaluation) -> str:
     """What bounds the best strategy's slowest step: the critical path, by rank and kind."""
     assert evaluation.best is not None, "only of a best strategy"

@@ -17,6 +17,7 @@ large model on few nodes has a larger copy: there `host_memory_bytes` is to be l
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,12 @@ class HostMemory:
     """
 
     devices_per_node: int
-    limit_bytes: int | None = None
+    limit_bytes: int | None
+
+
+Unlimited = Literal["unlimited"]
+"""Instead of a `HostMemory`, where somebody wants offloaded activations without a limit, or nothing is offloaded; said
+by name, so that no limit is forgotten."""
 
 
 def host_memory(cluster: ClusterSpec) -> HostMemory:

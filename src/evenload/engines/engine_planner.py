@@ -6,7 +6,8 @@ lets every strategy that the engine can run plan the step, `balanced` also with 
 and keeps the fastest by the engine's own price.
 
 Memory is not among the limits: what an engine holds depends on its settings (sharding, checkpointing of activations),
-which nobody tells here. `max_pack_tokens` bounds what a micro-batch holds.
+which nobody tells here, and all activations are stored, none in host memory. `max_pack_tokens` bounds what a
+micro-batch holds.
 """
 
 import copy
@@ -61,7 +62,9 @@ class EnginePlanner(StepPlanner):
     ) -> None:
         require_strategy(profile, BEST, options or PlanOptions(), layout)
         require_heads(profile, model, layout)
-        super().__init__(model, coefficients, layout, None, options_under(profile, options or PlanOptions()))
+        super().__init__(
+            model, coefficients, layout, None, options_under(profile, options or PlanOptions()), host="unlimited"
+        )
         self.profile, self.shape = profile, shape
         self.schedule = CHOOSE if options is None else options.schedule
         self._made: dict[Hashable, Proposal] | None = None
@@ -163,7 +166,10 @@ class EnginePlanner(StepPlanner):
             for more in sorted(counts - {count})
             if more * self.layout.dp <= num_documents
         ]
-        return [StepPlanner(self.costs.model, self.costs.coefficients, self.layout, None, own) for own in options]
+        return [
+            StepPlanner(self.costs.model, self.costs.coefficients, self.layout, None, own, host=self.host)
+            for own in options
+        ]
 
 
 def options_under(profile: EngineProfile, options: PlanOptions) -> PlanOptions:

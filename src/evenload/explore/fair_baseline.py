@@ -36,7 +36,9 @@ def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
     """A planner whose `best_fit` fills windows of so many tokens."""
     options = planner.options.with_own(BestFitOptions(window_tokens=window_tokens))
     costs = planner.costs
-    return StepPlanner(costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, planner.host)
+    return StepPlanner(
+        costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, host=planner.host
+    )
 
 
 def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> JudgedWindow | None:

@@ -298,7 +298,7 @@ def planned_layout(
     bounds_s: list[float] = []
     try:
         coefficients, host = coefficients_of(layout), host_memory(cluster)
-        planner = StepPlanner(model, coefficients, layout, room + raised_bytes, options, host)
+        planner = StepPlanner(model, coefficients, layout, room + raised_bytes, options, host=host)
         for step, batch in enumerate(batches):
             proposals.append(planner.propose(step, batch.documents, strategy, batch.left_out))
             tokens = np.array([document.num_tokens for document in batch.documents], np.int64)

@@ -128,10 +128,10 @@ def planners_in(
     """What plans batches in the layout that was found, on as much of them as it was found on."""
     layout = found.parallel_layout()
     if found.stride == 1:
-        return StrategyPlanners(planner=StepPlanner(model, coefficients, layout, room_bytes, options, host))
+        return StrategyPlanners(planner=StepPlanner(model, coefficients, layout, room_bytes, options, host=host))
     parts = coarse_problems(model, layout, batches, room_bytes)
     coefficients = coarse_coefficients(coefficients, layout, parts[0].layout)
-    planner = StepPlanner(model, coefficients, parts[0].layout, parts[0].room_bytes, options, host)
+    planner = StepPlanner(model, coefficients, parts[0].layout, parts[0].room_bytes, options, host=host)
     return StrategyPlanners(
         planner=planner,
         batches=tuple(part.batch for part in parts),

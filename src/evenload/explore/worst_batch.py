@@ -174,7 +174,7 @@ def _fitting_policy(planner: StepPlanner, worst: _Found, strategy: str) -> str:
             continue
         options = msgspec.structs.replace(planner.options, policy=policy)
         other = StepPlanner(
-            costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, planner.host
+            costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, host=planner.host
         )
         if other.propose(0, documents, strategy).feasible:
             return policy

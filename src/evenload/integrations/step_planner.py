@@ -66,7 +66,7 @@ def make_planner(
         costs = analytic_coefficients(spec, cluster, layout)
     if engine is not None:
         return EnginePlanner(engine, spec, costs, layout, options, shape)
-    return StepPlanner(spec, costs, layout, None, options)
+    return StepPlanner(spec, costs, layout, None, options, host="unlimited")
 
 
 def known_vocabulary(model: Any) -> int | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from evenload.cost.activation import POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.host_memory import HostMemory, fullest_node_bytes, peak_host_bytes
+from evenload.cost.host_memory import HostMemory, Unlimited
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.speed_costs import SpeedCosts
 from evenload.errors import DataError, InfeasiblePlanError
@@ -26,7 +26,7 @@ from evenload.plan.deferral.delay import (
 from evenload.plan.problem.candidate import imbalance, with_times_that_run
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.search.host_limit import plan_within_host
+from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_host
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.sharing.halved import halves_seconds
@@ -105,7 +105,8 @@ class StepPlanner:
         model, coefficients, layout: of the run.
         memory_cap_bytes: usable bytes of one device; None = not limited.
         options: limits and search space.
-        host: what nodes offer to offloaded activations; None = not limited, nodes as the coefficients say.
+        host: what nodes offer to offloaded activations, `cost.host_memory.host_memory(cluster)` of a described cluster;
+            "unlimited" = no limit, nodes as the coefficients say.
 
     Raises:
         ConfigError: the layout is not supported yet or belongs to another model.
@@ -116,16 +117,17 @@ class StepPlanner:
         model: ModelSpec,
         coefficients: CostCoefficients,
         layout: ParallelLayout,
-        memory_cap_bytes: int | None = None,
+        memory_cap_bytes: int | None,
         options: PlanOptions | None = None,
-        host: HostMemory | None = None,
+        *,
+        host: HostMemory | Unlimited,
     ) -> None:
         self.options = options or PlanOptions()
         keeps_short_whole = self.options.cp_sharding == "mixed"
         self.costs = PackCosts(model, coefficients, layout, keeps_short_whole=keeps_short_whole)
         self.layout = layout
         self.memory_cap_bytes = memory_cap_bytes
-        self.host = host or HostMemory(coefficients.devices_per_node)
+        self.host = host if isinstance(host, HostMemory) else HostMemory(coefficients.devices_per_node, None)
 
     def plan(
         self, step: int, documents: tuple[Document, ...], strategy: str, left_out: tuple[LeftOut, ...] = ()
@@ -195,20 +197,7 @@ class StepPlanner:
         return found
 
     def _host_bytes(self, problem: StepProblem, choices: Sequence[ReplicaChoice]) -> int:
-        """In host memory of the fullest node."""
-        peaks = [
-            peak_host_bytes(
-                self.costs.model,
-                self.layout,
-                choice.candidate.forward,
-                choice.candidate.backward,
-                problem.num_tokens[choice.documents],
-                choice.candidate.policy,
-                choice.candidate.actions,
-            )
-            for choice in choices
-        ]
-        return fullest_node_bytes(self.layout, peaks, self.host.devices_per_node)
+        return offloaded_node_bytes(self.costs, problem.num_tokens, choices, self.host.devices_per_node)
 
     def _problem(self, step: int, documents: tuple[Document, ...], speeds: RankSpeeds | None = None) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)

@@ -89,7 +89,7 @@ class LayoutPlans:
         def made() -> LayoutPlans:
             start = self._start
             planner = StepPlanner(
-                start.costs.model, start.costs.coefficients, start.layout, cap_bytes, start.options, start.host
+                start.costs.model, start.costs.coefficients, start.layout, cap_bytes, start.options, host=start.host
             )
             return LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
 
@@ -162,7 +162,7 @@ class LayoutPlans:
     def _new_planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
         coefficients, start = self._coefficients_of(layout.arrangement), self._start
         options = msgspec.structs.replace(self.options_of(layout.arrangement, coefficients), policy=policy)
-        return StepPlanner(start.costs.model, coefficients, layout, start.memory_cap_bytes, options, start.host)
+        return StepPlanner(start.costs.model, coefficients, layout, start.memory_cap_bytes, options, host=start.host)
 
     def _saves_memory(self, proposal: Proposal) -> bool:
         """Some document is not replayed because the layout does not hold the batch otherwise."""

@@ -11,8 +11,12 @@ limit.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evenload.cost.activation import OFFLOAD
-from evenload.cost.host_memory import HostMemory
+from evenload.cost.host_memory import HostMemory, fullest_node_bytes, peak_host_bytes
+from evenload.cost.pack_cost import PackCosts
 from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.policy_order import policies_within_host
@@ -62,6 +66,30 @@ def plan_within_host(
             fewer = policies_within_host(problem.num_tokens, problem.policy, share)
             # Not last: searches take the last for the one that holds least on devices.
             problems[-1:-1] = [replace(problem, policy=policy) for policy in fewer]
+
+
+def offloaded_node_bytes(
+    costs: PackCosts, num_tokens: NDArray[np.int64], choices: Sequence[ReplicaChoice], devices_per_node: int
+) -> int:
+    """What a step offloads, in host memory of its fullest node.
+
+    Args:
+        num_tokens: int64[n] of the documents that choices index.
+        choices: of every replica.
+    """
+    peaks = [
+        peak_host_bytes(
+            costs.model,
+            costs.layout,
+            choice.candidate.forward,
+            choice.candidate.backward,
+            num_tokens[choice.documents],
+            choice.candidate.policy,
+            choice.candidate.actions,
+        )
+        for choice in choices
+    ]
+    return fullest_node_bytes(costs.layout, peaks, devices_per_node)
 
 
 def offloaded_tokens(problem: StepProblem) -> int:

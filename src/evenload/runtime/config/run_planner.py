@@ -6,7 +6,7 @@ import msgspec
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.coverage import completed_between_layouts
-from evenload.cost.host_memory import host_memory_of_node
+from evenload.cost.host_memory import HostMemory, host_memory_of_node
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
@@ -24,6 +24,17 @@ def run_options(config: TrainConfig, layout: ParallelLayout, coefficients: CostC
     return decide_dp_merge(options, config.plan.strategy, layout, coefficients)[0]
 
 
+def run_host(config: TrainConfig, layout: ParallelLayout, ranks_per_machine: int | None = None) -> HostMemory:
+    """Of a machine of the run: `plan.host_memory_bytes`, or what this machine has.
+
+    Args:
+        ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
+    """
+    return host_memory_of_node(
+        ranks_per_machine or layout.world_size, config.plan.host_memory_bytes or machine_memory_bytes()
+    )
+
+
 def run_planner(
     config: TrainConfig,
     model: ModelSpec,
@@ -36,12 +47,10 @@ def run_planner(
 
     Args:
         memory_cap_bytes: of one process.
-        ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
+        ranks_per_machine: as `run_host`.
     """
-    host = host_memory_of_node(
-        ranks_per_machine or layout.world_size, config.plan.host_memory_bytes or machine_memory_bytes()
-    )
-    return StepPlanner(model, coefficients, layout, memory_cap_bytes, run_options(config, layout, coefficients), host)
+    options, host = run_options(config, layout, coefficients), run_host(config, layout, ranks_per_machine)
+    return StepPlanner(model, coefficients, layout, memory_cap_bytes, options, host=host)
 
 
 def run_flex_planner(

@@ -144,7 +144,9 @@ class Validator:
         assert options.max_pack_tokens is not None, "`run_planner` decides it"
         return StepMaker(
             self._loader,
-            StepPlanner(planner.costs.model, planner.costs.coefficients, planner.layout, None, options),
+            StepPlanner(
+                planner.costs.model, planner.costs.coefficients, planner.layout, None, options, host=planner.host
+            ),
             self._config.plan.strategy,
             replicas=lambda layout: layout.replicas(mesh.num_ranks),
             max_pack_tokens=options.max_pack_tokens,
