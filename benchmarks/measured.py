@@ -8,8 +8,8 @@ pack times, and appends rows to benchmarks/accuracy/cpu.csv, with the cost file 
 
     python benchmarks/measured.py [--case NAME ...] [--list] [--resume] [--dry-run]
 
-All cases take a quarter of an hour on two quiet cores. --resume leaves out what has quiet rows of this commit already.
---dry-run appends nothing. Then `python tools/make_accuracy.py` makes page, picture and intervals.
+All cases take 45 minutes on two quiet cores. --resume leaves out what has quiet rows of this commit already. --dry-run
+appends nothing. Then `python tools/make_accuracy.py` makes page, picture and intervals.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from token_runs import save_tokens
 ROOT = Path(__file__).resolve().parent.parent
 LEDGER = Path(__file__).parent / "accuracy" / "cpu.csv"
 STRATEGIES = ("padded", "best_fit", "balanced", "wlb", "skrull", "slimpack", "auto")
-BATCHES, ROUNDS = 2, 3
+BATCHES, ROUNDS = 2, 7
 VOCABULARY = 2048
 LAYOUTS = {"pp2": {"pp": 2}, "dp2": {"dp": 2}, "cp2": {"cp": 2}, "pp2dp2": {"pp": 2, "dp": 2}}
 TABLES = {"dirs": "github_dirs", "files": "stdlib"}

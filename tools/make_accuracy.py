@@ -44,7 +44,7 @@ HEAD = """\
 
 Made by `python tools/make_accuracy.py` from the rows in `benchmarks/accuracy`; do not edit.
 
-    make accuracy                                        # all cases on this machine, 15 minutes, wants a quiet one
+    make accuracy                                        # all cases on this machine, 45 minutes, wants a quiet one
     python benchmarks/measured.py --case pp2-dirs-small  # one of them; --list names them
 
 Every row is one global batch trained by real processes under one strategy, beside what was predicted for the same plan

@@ -13,7 +13,10 @@ from evenload.calibrate.beside_timings import beside_compute, measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.link_timings import quick_links
+from evenload.calibrate.pack_clock import pack_clock
 from evenload.calibrate.part_timings import part_seconds
+from evenload.calibrate.rounds import time_round, whole
+from evenload.calibrate.weight_timings import weight_seconds
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -92,6 +95,19 @@ def test_a_part_more_of_keys_and_values_is_timed():
     for part_s in part_seconds(stage):
         assert 0 <= part_s < 0.1
     assert part_seconds(tiny_stage(num_key_value_heads=1)[0]) == (0.0, 0.0)
+
+
+def test_weight_gradients_that_are_put_off_are_timed():
+    """All that waited is added: gradients are those of whole backwards, and it takes less than these."""
+    stage, model = tiny_stage()
+    clock = pack_clock(stage, SimpleNamespace(tensor=None))
+    parameters = [one for layer in stage.model.layers.values() for one in layer.parameters()]
+    for one in parameters:
+        one.main_grad.zero_()
+    found_s = weight_seconds(stage, clock)
+    assert all(one.main_grad.abs().sum() > 0 for one in parameters if one.dim() == 2)
+    whole_s = sum(one.seconds for one in time_round(stage, whole(*[128] * 8), clock)) / model.num_layers
+    assert 0 < found_s < whole_s
 
 
 def _beside_of_a_run(sizes_of_layouts):

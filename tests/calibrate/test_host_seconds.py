@@ -1,5 +1,7 @@
 """Coefficients of hosts and devices that were timed apart, from samples whose truth is known."""
 
+import dataclasses
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,6 +10,9 @@ from cost_samples import BACKWARD, FORWARD, sample_model
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of
 from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.rounds import QUICK_ROUNDS, Sample, pack_features, rounds_up_to
+from evenload.calibrate.weight_timings import TOKENS
+from evenload.cost.group_comm import WEIGHT_RINGS
+from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 
 DEVICE = {
@@ -42,7 +47,21 @@ def measured(*, is_apart):
         peak_flops_per_s=1e9,
         optimizer_s=1e-9,
         copy_s_per_byte=1e-9,
+        weight_s=700.0,
     )
+
+
+def test_weight_gradients_have_their_share_of_the_linears_seconds():
+    """Of 1,024 tokens' and a pack's; under tp but for the transfers that come on top, and on a part of every matrix."""
+    truth, ranks = DEVICE["backward"], [measured(is_apart=True)] * 2
+    linear_s = TOKENS * truth.linear_s_per_token + truth.pack_s
+    alone = coefficients_of(ranks, sample_model(), "some GPU", even_layout(3, dp=2))
+    assert alone.weight_share == pytest.approx(700.0 / linear_s, rel=1e-5)
+    link = LinkSpec(bandwidth_bytes_per_s=1e3, latency_s=2.0)
+    linked = [dataclasses.replace(rank, links={"tensor": link}) for rank in ranks]
+    split = coefficients_of(linked, sample_model(num_kv_heads=2), "some GPU", even_layout(3, tp=2))
+    rings_s = WEIGHT_RINGS * (TOKENS * 8 * 2 / 2 / 1e3 + 2.0)
+    assert split.weight_share == pytest.approx((700.0 - rings_s) / linear_s, rel=1e-5)
 
 
 @pytest.mark.parametrize("is_apart", [True, False])

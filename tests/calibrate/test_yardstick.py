@@ -71,6 +71,7 @@ def test_a_calibration_keeps_the_seconds_of_its_packs():
             peak_flops_per_s=1e9,
             optimizer_s=1e-9,
             copy_s_per_byte=1e-9,
+            weight_s=1e-3,
         )
         for seconds in (1e-3, 3e-3)
     ]

@@ -92,6 +92,7 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         context_exchange=exchange,
         context_beside=beside,
         context_hidden_share=draw(st.sampled_from([0.0, 0.8])),
+        weight_share=draw(st.sampled_from([0.0, 0.35, 0.5, 1.0])),
     )
     costs = PackCosts(model, coefficients, layout, slowness=slowness)
     forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))

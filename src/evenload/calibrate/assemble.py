@@ -4,12 +4,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.link_timings import TransferKind, median_link
 from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
+from evenload.calibrate.weight_timings import TOKENS
 from evenload.cost.coefficients import (
     BesideCompute,
     BesideHalves,
@@ -18,6 +20,7 @@ from evenload.cost.coefficients import (
     MeasuredPack,
     PassCoefficients,
 )
+from evenload.cost.group_comm import weight_gather_seconds
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
@@ -37,6 +40,7 @@ class RankMeasurement:
         links: of the transfers that the rank takes part in.
         beside: sums of gradients beside compute; gather_beside: gathers of weights; context_beside: keys and values of
             shared documents; halves: transfers of one half of a pack; None = not measured.
+        weight_s: of `weight_timings.TOKENS` tokens' weight gradients on one layer.
         part_s: forward and backward, of every part but the first in which keys and values travel, on one
             layer; None where nobody shares documents.
     """
@@ -47,6 +51,7 @@ class RankMeasurement:
     peak_flops_per_s: float
     optimizer_s: float
     copy_s_per_byte: float
+    weight_s: float
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
@@ -69,7 +74,7 @@ def coefficients_of(
     links = [rank.links for rank in ranks]
     # What nobody sent over is not known, which is not the same as free.
     p2p, reduction = median_link(links, "pipeline"), median_link(links, "reduction")
-    return CostCoefficients(
+    fitted = CostCoefficients(
         source="calibrated",
         device=device_name,
         peak_flops_per_s=float(np.median([rank.peak_flops_per_s for rank in ranks])),
@@ -108,6 +113,17 @@ def coefficients_of(
             packs=tuple(_yardstick_packs(ranks)),
         ),
     )
+    return msgspec.structs.replace(fitted, weight_share=_weight_share(ranks, fitted, tp))
+
+
+def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float:
+    """Of the linears' backward of the pack that was timed, what its weight gradients took, but for the transfers that
+    come on top under tp (`group_comm.weight_gather_seconds`). A median of ranks; below 0 or above 1 only noise is."""
+    assert fitted.measured_on is not None
+    gather_token_s, gather_pack_s = weight_gather_seconds(fitted.measured_on.model, fitted, tp)
+    own_s = float(np.median([rank.weight_s for rank in ranks])) - TOKENS * gather_token_s - gather_pack_s
+    linear_s = TOKENS * fitted.backward.linear_s_per_token / tp + fitted.backward.pack_s
+    return min(1.0, max(0.0, own_s / linear_s)) if linear_s > 0 else fitted.weight_share
 
 
 def _median_beside(ranks: Sequence[BesideCompute | None]) -> BesideCompute | None:

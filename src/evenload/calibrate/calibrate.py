@@ -46,6 +46,7 @@ from evenload.calibrate.rounds import (
     time_round,
     timed_part,
 )
+from evenload.calibrate.weight_timings import weight_seconds
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
@@ -143,6 +144,7 @@ def _measured(
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
+        weight_s=weight_seconds(wanted[0].stage, pack_clock(wanted[0].stage, mesh)),
         links=quick_links(mesh),
         beside=beside_compute(mesh, "sums"),
         gather_beside=beside_compute(mesh, "gathers"),

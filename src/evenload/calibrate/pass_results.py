@@ -70,6 +70,7 @@ class PassResults:
             peak_flops_per_s=peak_flops_per_s,
             optimizer_s=self.median(rank, "optimizer") / work.num_parameters,
             copy_s_per_byte=self.median(rank, "copy") / work.copied_bytes,
+            weight_s=self.median(rank, "weights") / self.layers,
             links={
                 transfer.kind: link_from(
                     GRID_BYTES, [self.median(rank, transfer_name(transfer, size)) for size in GRID_BYTES]

@@ -1,8 +1,9 @@
 """Everything that one pass of a profile times on one rank, made once; repeats of all of it are interleaved.
 
 Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
-`queue:<round>:<number>` of its host, `head:<rows>`, `attention forward:<queries>:<prefix>`, `reduction:<ranks>:<bytes>`
-and so on. Ranks that meet in a transfer time it together; a rank without a part in it gives no such name.
+`queue:<round>:<number>` of its host, `weights`, `head:<rows>`, `attention forward:<queries>:<prefix>`,
+`reduction:<ranks>:<bytes>` and so on. Ranks that meet in a transfer time it together; a rank without a part in it gives
+no such name.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from evenload.calibrate.pack_clock import pack_clock
 from evenload.calibrate.partial_file import Pass
 from evenload.calibrate.repeats import median_seconds, timed
 from evenload.calibrate.rounds import GRID, round_flops, time_round
+from evenload.calibrate.weight_timings import time_weights
 from evenload.cost.activation import local_kv_heads
 from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.comm.mesh import Mesh
@@ -104,6 +106,7 @@ class PassWork:
                 seconds[f"pack:{index}:{number}"] = sample.seconds
                 if sample.host_s:
                     seconds[f"queue:{index}:{number}"] = sample.host_s
+        seconds["weights"] = time_weights(self._stage, self._clock)
         for name, work in self._kernels.items():
             seconds[name] = timed(work, device)
         dist.barrier(group=control)

@@ -191,6 +191,8 @@ class CostCoefficients(Frozen):
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
         tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
+        weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Half by count
+            of products; less where elementwise work, which stays in I, is a part of these seconds.
         context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
             V of others hide; below 1 because both slow each other down.
         context_beside: K and V of shared documents travel in parts while attention of the parts before is computed
@@ -234,6 +236,7 @@ class CostCoefficients(Frozen):
     host_link: LinkSpec | None = None
     tensor_exposed_share: float = 1.0
     weight_gather_exposed_share: float = 1.0
+    weight_share: float = 0.5
     context_hidden_share: float = 0.8
     copy_s_per_byte: float = 0.0
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
@@ -265,7 +268,7 @@ class CostCoefficients(Frozen):
             raise ConfigError(
                 f"cost coefficients of {self.device}: nics_per_node is {self.nics_per_node}, must be >= 1 or absent"
             )
-        for field in ("tensor_exposed_share", "weight_gather_exposed_share", "context_hidden_share"):
+        for field in ("tensor_exposed_share", "weight_gather_exposed_share", "weight_share", "context_hidden_share"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ConfigError(
                     f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be in 0..1"

@@ -95,7 +95,8 @@ def native_table(
     table.grouped_key_most_bytes = KEY_GRADIENT_BYTES
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
     table.weight_token_s = slowness * (coefficients.backward.linear_s_per_token / layout.tp)
-    table.weight_pack_s, table.weight_share = slowness * coefficients.backward.pack_s, weight_share(model)
+    table.weight_pack_s = slowness * coefficients.backward.pack_s
+    table.weight_share = weight_share(model, coefficients)
     table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
     table.weight_held_bytes = table.weight_new_bytes = held

@@ -1,10 +1,11 @@
 """A backward pack as I and W (zero bubble; Qi et al. 2023): seconds and bytes of both.
 
-W is one of the two equal products of every linear layer's backward (dW; the other is dX) and half of the constants
-that come with them. Attention has no weights: all of it, of the norms and of the embedding stays in I. So does the
-head: its logits live for a block of rows only (`cost.memory.HEAD_ROWS`), and keeping them for W would cost
-vocab·(e + 4) bytes a token. Under tensor parallelism W gathers again the rows that I has let go
-(`group_comm.WEIGHT_RINGS`): I and W together then take longer than the whole backward.
+W is one of the two equal products of every linear layer's backward (dW; the other is dX) and its part of the constants
+that come with them: the share of these seconds that was measured (`calibrate.weight_timings`), else half. Attention has
+no weights: all of it, of the norms and of the embedding stays in I. So does the head: its logits live for a block of
+rows only (`cost.memory.HEAD_ROWS`), and keeping them for W would cost vocab·(e + 4) bytes a token. Under tensor
+parallelism W gathers again the rows that I has let go (`group_comm.WEIGHT_RINGS`): I and W together then take longer
+than the whole backward.
 
 From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs, which
 `runtime/replay/weight_products.py` keeps as they are, so that W computes nothing but products:
@@ -28,9 +29,6 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 
-WEIGHT_SHARE = 0.5
-"""Of the backward of a linear layer: dW and dX are products of the same size."""
-
 
 def gather_seconds(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, backward: SliceColumns
@@ -41,9 +39,9 @@ def gather_seconds(
     return np.outer(backward.rank_tokens() * token_s + pack_s, np.array(layout.stage_counts, np.float64))
 
 
-def weight_share(model: ModelSpec) -> float:
-    """Of the backward of a linear layer, what W may defer; nothing where the matrices are frozen (LoRA)."""
-    return 0.0 if model.adapter_parameters_per_layer else WEIGHT_SHARE
+def weight_share(model: ModelSpec, coefficients: CostCoefficients) -> float:
+    """Of the backward of linear layers, what W may defer; nothing where the matrices are frozen (LoRA)."""
+    return 0.0 if model.adapter_parameters_per_layer else coefficients.weight_share
 
 
 def weight_seconds(
@@ -61,7 +59,7 @@ def weight_seconds(
         backward_s: float64[m_b, P], whole backwards.
         copy_s: float64[m_b, P], of what comes back from the host; None = nothing does.
     """
-    share, per_layer = weight_share(model), coefficients.backward
+    share, per_layer = weight_share(model, coefficients), coefficients.backward
     layer_s = tokens * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s
     weight_s = share * np.outer(layer_s, np.array(layout.stage_counts, np.float64))
     # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
