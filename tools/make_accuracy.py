@@ -26,7 +26,8 @@ from evenload.bench.accuracy import (
     kind_of,
     ranked,
 )
-from evenload.bench.ledger import QUIET_DRIFT, QUIET_SPREAD, QUIET_WAITED_SHARE, LedgerRow, current_rows, read_ledger
+from evenload.bench.ledger import QUIET_DRIFT, QUIET_WAITED_SHARE, LedgerRow, current_rows, read_ledger
+from evenload.bench.quiet_rounds import QUIET_SPREAD
 from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR, encode_intervals
 from evenload.plan.strategies.registry import strategy_named
 
@@ -108,7 +109,8 @@ _DISTURBED = f"""\
 
 Cases with more computing threads than cores, whose ranks take cores from each other, which the simulator's devices do
 not; and rows measured beside other work (a rank stood without a core for more than {QUIET_WAITED_SHARE:.0%} of the
-time, rounds differ by more than {QUIET_SPREAD:.0%}, or the machine's drift is beyond {QUIET_DRIFT:.0%}).
+time, three rounds differ by more than {QUIET_SPREAD:.0%} or more rounds by as much as leaves their median known no
+better, or the machine's drift is beyond {QUIET_DRIFT:.0%}).
 """
 
 

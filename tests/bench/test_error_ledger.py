@@ -4,6 +4,7 @@ import csv
 from contextlib import nullcontext
 
 import msgspec
+import numpy as np
 import pytest
 
 from bench_samples import batch_run, ledger_row, result_of, runs
@@ -16,6 +17,7 @@ from evenload.bench.ledger import (
     read_ledger,
     require_ledger,
 )
+from evenload.bench.quiet_rounds import expected_range, most_spread
 from evenload.bench.recorded import BenchInputs, option_tables_of, plan_again, recorded_batch
 from evenload.bench.runs import BenchResult, MachineLoad
 from evenload.cost.host_memory import HostMemory
@@ -62,6 +64,20 @@ def test_a_damaged_row_is_named(tmp_path):
     path.write_text(path.read_text().replace("1.050000", "fast"))
     with pytest.raises(DataError, match="step_time_s"):
         read_ledger(path)
+
+
+def test_more_rounds_may_differ_by_more():
+    """Their range grows and their median is better known. Ranges as tables of control charts have them."""
+    for draws, table in ((2, 1.128), (3, 1.693), (7, 2.704), (10, 3.078)):
+        assert expected_range(draws) == pytest.approx(table, abs=1e-3)
+    rng = np.random.default_rng(0)
+    for rounds in (3, 7):
+        draws = 1 + 0.05 * rng.standard_normal((4000, rounds))
+        # Draws whose range is the limit on average have medians that vary alike.
+        scale = most_spread(rounds) / np.ptp(draws, axis=1).mean()
+        assert scale * np.median(draws, axis=1).std() == pytest.approx(0.06, rel=0.05)
+    assert ledger_row(rounds=3, spread=0.16).is_quiet is False
+    assert ledger_row(rounds=7, spread=0.3).is_quiet is True
 
 
 def test_newer_rows_supersede_older_ones_unless_the_machine_was_busy():

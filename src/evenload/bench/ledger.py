@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from evenload.bench.quiet_rounds import most_spread
 from evenload.bench.recorded import BenchInputs
 from evenload.bench.runs import BatchRun, BenchResult
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
@@ -24,9 +25,10 @@ from evenload.types.base import Frozen
 
 FACTS = ("model", "parameters", "layout", "device", "costs", "versions")
 """Facts of a result that every row repeats."""
-QUIET_WAITED_SHARE, QUIET_SPREAD, QUIET_DRIFT = 0.05, 0.15, 0.10
-"""At most these of a row whose measurement nothing else disturbed. A neighbour on another core of the same processor
-takes no core, but caches and memory: packs of the calibration are then slower by a fifth, and not all alike."""
+QUIET_WAITED_SHARE, QUIET_DRIFT = 0.05, 0.10
+"""At most these, and `quiet_rounds.most_spread`, of a row whose measurement nothing else disturbed. A neighbour on
+another core of the same processor takes no core, but caches and memory: packs of the calibration are then slower by a
+fifth, and not all alike."""
 
 
 class LedgerRow(Frozen):
@@ -95,7 +97,7 @@ class LedgerRow(Frozen):
     @property
     def is_quiet(self) -> bool:
         """Nothing else kept the machine busy while it was measured."""
-        quiet = self.waited_share <= QUIET_WAITED_SHARE and self.spread <= QUIET_SPREAD
+        quiet = self.waited_share <= QUIET_WAITED_SHARE and self.spread <= most_spread(self.rounds)
         return quiet and abs(self.machine_drift or 0.0) <= QUIET_DRIFT
 
 
