@@ -79,8 +79,10 @@ def test_a_run_says_whether_halves_hide_tensor_parallel_transfers():
     assert halves_line(1, BesideHalves()) == ""
     assert halves_line(2, None).endswith("nothing hides them (train.overlap_tensor = false)")
     beside = halves_line(2, BesideHalves(stretch=1.5, slowdown=0.25, turns_s=2e-4))
-    for words in ("beside the other half", "1.50 times", "25%", "0.20 ms"):
+    for words in ("beside the other half", "1.50 times", "25%", "0.20 ms, and 0.15 ms of the host beside its device"):
         assert words in beside
+    on_a_cpu = halves_line(2, BesideHalves(turns_s=2e-4, host_turns_s=0.0))
+    assert on_a_cpu.endswith("the turns of a layer to take 0.20 ms")
     costly = halves_line(2, BesideHalves(stretch=2.5, slowdown=0.9))
     assert "nothing hides them, because beside compute they last 2.50 times as long" in costly
 

@@ -21,7 +21,7 @@ LINKS = {
     "intra_node": LinkSpec(bandwidth_bytes_per_s=100.0, latency_s=LATENCY_S),
     "devices_per_node": 4,
 }
-FREE = BesideHalves(stretch=1.0, slowdown=0.0, turns_s=0.0)
+FREE = BesideHalves(stretch=1.0, slowdown=0.0, turns_s=0.0, host_turns_s=0.0)
 LAYERS = 3
 
 
@@ -74,7 +74,7 @@ def test_what_transfers_and_compute_take_from_each_other_is_paid() -> None:
     packs = SliceColumns.from_ranges([[(0, 0, 100), (1, 0, 100)]])
     free, paid = (
         halved_packs(costs(one), packs, "forward")
-        for one in (FREE, BesideHalves(stretch=1.5, slowdown=0.4, turns_s=0.2))
+        for one in (FREE, BesideHalves(stretch=1.5, slowdown=0.4, turns_s=0.2, host_turns_s=0.0))
     )
     assert paid.hidden_s.item() == pytest.approx(1.5 * free.hidden_s.item())
     lost_s = 0.4 * 1.5 * free.hidden_s.item() + LAYERS * 0.2
@@ -112,7 +112,7 @@ def test_small_packs_are_computed_in_one_go() -> None:
 )
 def test_halves_take_no_less_than_the_least_share(source, packs, exposed, bandwidth, stretch) -> None:
     link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=LATENCY_S)
-    free = BesideHalves(stretch=stretch, slowdown=0.0, turns_s=0.0)
+    free = BesideHalves(stretch=stretch, slowdown=0.0, turns_s=0.0, host_turns_s=0.0)
     priced = costs(free, source=source, tensor_exposed_share=exposed, intra_node=link)
     documents = iter(range(100))
     columns = SliceColumns.from_ranges([[(next(documents), 0, n) for n in pack] for pack in packs])
@@ -187,10 +187,42 @@ def test_recomputing_pays_its_constants_twice() -> None:
     assert again - stored == pytest.approx(float(costs().linear_again_s[1].sum()))
 
 
+@pytest.mark.parametrize("host_turns_s", [0.0, 0.5, 1e4])
+def test_turns_that_a_host_takes_beside_its_device_count_where_it_is_behind(host_turns_s) -> None:
+    """Of data sheets the host's other seconds are in the constants: at most these."""
+    packs, constants_s = SliceColumns.from_ranges([[(0, 0, 100), (1, 0, 100)]]), 2 * (1.0 + 4 * LATENCY_S) + 2 * 0.5
+    beside = BesideHalves(slowdown=0.0, host_turns_s=host_turns_s)
+    first = np.array([100])
+    whole_s = costs().pack_seconds(packs, "forward")
+    device_s = whole_s + halved_packs(costs(), packs, "forward", first_rows=first).more_s
+    halves_s = whole_s + halved_packs(costs(beside), packs, "forward", first_rows=first).more_s
+    queued_s = LAYERS * (constants_s + host_turns_s)
+    assert halves_s.item() == pytest.approx(max(device_s.item(), queued_s))
+    assert (queued_s > device_s.item()) == (host_turns_s == 1e4)
+
+
+@pytest.mark.parametrize("host_turns_s", [0.0, 0.5, 1e4])
+def test_turns_of_a_measured_host_come_on_top_of_both_halves_queues(host_turns_s) -> None:
+    packs = SliceColumns.from_ranges([[(0, 0, 100), (1, 0, 100)]])
+
+    def halves_s(beside: BesideHalves, **host: float) -> float:
+        passes = PassCoefficients(linear_s_per_token=2.0, attention_s_per_pair=0.0, slice_s=0.5, pack_s=1.0, **host)
+        priced = costs(beside, source="calibrated", tensor_exposed_share=0.0, forward=passes)
+        found = halved_packs(priced, packs, "forward", first_rows=np.array([100]))
+        return (priced.pack_seconds(packs, "forward") + found.more_s).item()
+
+    queued_s = LAYERS * (2 * 3.0 + 2 * 40.0 + host_turns_s)
+    beside = BesideHalves(slowdown=0.0, host_turns_s=host_turns_s)
+    assert halves_s(beside, host_slice_s=3.0, host_pack_s=40.0) == pytest.approx(max(halves_s(FREE), queued_s))
+    assert (queued_s > halves_s(FREE)) == (host_turns_s == 1e4)
+
+
 @pytest.mark.parametrize("stretch", [1.0, 1.4])
-def test_the_price_of_searches_is_that_of_packs_whose_halves_cut_no_document(stretch) -> None:
+@pytest.mark.parametrize("host_turns_s", [0.0, 1e4])
+def test_the_price_of_searches_is_that_of_packs_whose_halves_cut_no_document(stretch, host_turns_s) -> None:
     """Where compute is long enough for all transfers, and no slice is cut, which would cost a slice more."""
-    priced = costs(BesideHalves(stretch=stretch, slowdown=0.2, turns_s=0.1), embedding_s_per_token=3.0, head_pack_s=7.0)
+    beside = BesideHalves(stretch=stretch, slowdown=0.2, turns_s=0.1, host_turns_s=host_turns_s)
+    priced = costs(beside, embedding_s_per_token=3.0, head_pack_s=7.0)
     packs = SliceColumns.from_ranges([[(0, 0, 200), (1, 0, 200)], [(2, 0, 500), (3, 0, 500)]])
     for direction in ("forward", "backward"):
         found = halved_packs(priced, packs, direction, first_rows=np.array([200, 500]))
@@ -221,8 +253,10 @@ def test_padding_is_rows_too() -> None:
 
 
 def test_coefficients_below_zero_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"turns_s is -1\.0"):
+    with pytest.raises(ConfigError, match=r"tensor_beside\.turns_s is -1\.0"):
         BesideHalves(turns_s=-1.0)
+    with pytest.raises(ConfigError, match=r"host_turns_s is -1\.0"):
+        BesideHalves(host_turns_s=-1.0)
     with pytest.raises(ConfigError, match=r"slowdown by transfers beside compute is 1\.5"):
         BesideHalves(slowdown=1.5)
     assert msgspec.json.decode(msgspec.json.encode(FREE), type=BesideHalves) == FREE

@@ -143,7 +143,7 @@ def _halves(ranks: Sequence[RankMeasurement]) -> BesideHalves | None:
     stretch, slowdown, turns_s = (
         float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown", "turns_s")
     )
-    return BesideHalves(stretch=stretch, slowdown=slowdown, turns_s=turns_s)
+    return BesideHalves(stretch=stretch, slowdown=slowdown, turns_s=turns_s, host_turns_s=0.0)  # measured on CPUs
 
 
 def pass_timings(

@@ -53,7 +53,9 @@ def beside_halves(mesh: Mesh) -> BesideHalves | None:
         all_gather_single(everyone, own, group=group)
 
     stretch, slowdown = beside_rates(group, transfer, partial(_Transfers, mesh.device))
-    return BesideHalves(stretch=stretch, slowdown=slowdown, turns_s=_turns_seconds(mesh.device))
+    return BesideHalves(
+        stretch=stretch, slowdown=slowdown, turns_s=_turns_seconds(mesh.device), host_turns_s=0.0
+    )
 
 
 def measured_halves(meshes: Meshes) -> BesideHalves | None:
@@ -62,7 +64,9 @@ def measured_halves(meshes: Meshes) -> BesideHalves | None:
     mesh = meshes.start
     own = None if mesh.is_idle else beside_halves(mesh)
     found = medians_over_ranks(mesh, None if own is None else (own.stretch, own.slowdown, own.turns_s), 3)
-    return None if found is None else BesideHalves(stretch=found[0], slowdown=found[1], turns_s=found[2])
+    if found is None:
+        return None
+    return BesideHalves(stretch=found[0], slowdown=found[1], turns_s=found[2], host_turns_s=0.0)
 
 
 def _turns_seconds(device: torch.device) -> float:

@@ -92,9 +92,12 @@ def halves_line(tp: int, beside: BesideHalves | None) -> str:
     if not beside.pays:
         cost = _beside(beside)
         return f"tensor-parallel transfers: nothing hides them, because beside compute they {cost}, as measured"
+    turns = f"{1e3 * beside.turns_s:.2f} ms"
+    if beside.host_turns_s:
+        turns += f", and {1e3 * beside.host_turns_s:.2f} ms of the host beside its device"
     return (
         "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
-        f"taken to {_beside(beside)}, and the turns of a layer to take {1e3 * beside.turns_s:.2f} ms"
+        f"taken to {_beside(beside)}, and the turns of a layer to take {turns}"
     )
 
 

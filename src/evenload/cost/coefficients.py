@@ -156,16 +156,21 @@ class BesideHalves(BesideCompute):
     """Tensor-parallel transfers of one half of a pack while the other half is computed: what each costs the other.
 
     Args:
-        turns_s: of a layer and direction, in which the halves hand the turn to each other some twelve times; the
-            default is for threads that wake each other.
+        turns_s: what a layer and direction get longer by, because the halves hand the turn to each other some twelve
+            times; on devices of their own nothing, because only hosts hand it over.
+        host_turns_s: what the host takes for that while its device computes what was queued before: it counts with
+            what else the host queues (`PassCoefficients.host_pack_s`). 0 where the device is the host. The default is
+            for threads that wake each other.
     """
 
-    turns_s: float = 1.5e-4
+    turns_s: float = 0.0
+    host_turns_s: float = 1.5e-4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.turns_s >= 0:
-            raise ConfigError(f"tensor_beside.turns_s is {self.turns_s}, must be >= 0 seconds")
+        for field in ("turns_s", "host_turns_s"):
+            if not getattr(self, field) >= 0:
+                raise ConfigError(f"tensor_beside.{field} is {getattr(self, field)}, must be >= 0 seconds")
 
 
 class CostCoefficients(Frozen):

@@ -113,12 +113,17 @@ class PackCosts:
             slowness=min(self.slowness or (1.0,)),
         )
 
-    def with_stage_seconds(self, stage_seconds: dict[Direction, NDArray[np.float64]]) -> "PackCosts":
-        """The same but for what features of packs cost on every stage; for searches under another price."""
+    def with_stage_seconds(
+        self,
+        stage_seconds: dict[Direction, NDArray[np.float64]],
+        host_seconds: dict[Direction, NDArray[np.float64]],
+    ) -> "PackCosts":
+        """The same but for what features of packs cost on every stage, of device and host; for searches under another
+        price."""
         other = copy.copy(self)
         for cached in ("native", "pack_constant_s"):
             other.__dict__.pop(cached, None)
-        other.stage_seconds = stage_seconds
+        other.stage_seconds, other.host_seconds = stage_seconds, host_seconds
         return other
 
     @functools.cached_property

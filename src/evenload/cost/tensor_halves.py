@@ -2,7 +2,8 @@
 beside the other's compute (`runtime/comm/turns.py`).
 
     costs    the constants of one more pack on every layer: launches, small matrix products, latency of as many
-             transfers again; a piece more where a slice is cut; turns
+             transfers again; a piece more where a slice is cut; turns, which on a device of its own only its host takes:
+             they last while the device computes what is queued, and count where the host is behind
     saves    of a half's transfers what the other half's compute is long enough for, but for the first and the last of a
              stage, beside which nothing runs; less what they take from compute (`CostCoefficients.tensor_beside`)
 
@@ -83,6 +84,7 @@ def as_if_halved(costs: PackCosts) -> PackCosts:
     assert beside is not None, "the price of halves is not known"
     in_pack = _share_in_packs(coefficients)
     changed: dict[Direction, NDArray[np.float64]] = {}
+    hosts: dict[Direction, NDArray[np.float64]] = {}
     for direction, matrix in costs.stage_seconds.items():
         rings = TENSOR_RINGS[direction]
         token_s, latency_s = tensor_ring_seconds(costs.model, coefficients, costs.layout.tp, rings)
@@ -93,7 +95,9 @@ def as_if_halved(costs: PackCosts) -> PackCosts:
         halved[0] -= beside.gained_share * np.minimum(inner * layers * token_s, room_s)
         halved[2] += of_layers[2] + beside.turns_s * layers - beside.gained_share * 2 * inner * layers * latency_s
         changed[direction] = np.maximum(halved, 0.0)
-    return costs.with_stage_seconds(changed)
+        slice_s, pack_s = _host_seconds(costs, direction)
+        hosts[direction] = np.stack([slice_s, 2 * pack_s + beside.host_turns_s * layers])
+    return costs.with_stage_seconds(changed, hosts)
 
 
 def halved_packs(
@@ -161,17 +165,21 @@ def _halves_seconds(
     alone_s = np.minimum(beside_s, room_s)
     hidden_s = beside.stretch * alone_s.sum(axis=1)
     more_s -= beside.gained_share * alone_s.sum(axis=1)
-    host = costs.host_seconds[direction]
     copy_s = np.zeros_like(more_s) if policy is None else costs.copy_seconds(packs, policy)
-    if host.any() or copy_s.any():
+    host_s = weighted(halves.sum(axis=1)[:, 1:3], _host_seconds(costs, direction)) + beside.host_turns_s * layers
+    if host_s.any() or copy_s.any():
         device_s = weighted(whole, costs.stage_seconds[direction])
-        least_s, halved_least_s = copy_s, copy_s
-        if host.any():
-            queued_s = weighted(whole[:, 1:3], host)
-            least_s = np.maximum(least_s, queued_s)
-            halved_least_s = np.maximum(halved_least_s, queued_s + weighted(delta[:, 1:3], host))
-        more_s = np.maximum(device_s + more_s, halved_least_s) - np.maximum(device_s, least_s)
+        least_s = np.maximum(copy_s, weighted(whole[:, 1:3], costs.host_seconds[direction]))
+        more_s = np.maximum(device_s + more_s, np.maximum(copy_s, host_s)) - np.maximum(device_s, least_s)
     return more_s, (half_s - alone_s).sum(axis=1) + hidden_s, hidden_s
+
+
+def _host_seconds(costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
+    """Of the host a slice and a pack, beside which it hands turns over; float64[2, P]. Where it was not measured apart
+    it is in the constants of device and host together, so it is at most these; 0 where the device is the host."""
+    beside, host = costs.coefficients.tensor_beside, costs.host_seconds[direction]
+    assert beside is not None, "the price of halves is not known"
+    return host if host.any() or not beside.host_turns_s else _without_ends(costs, direction)[1:3]
 
 
 def _without_ends(costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
