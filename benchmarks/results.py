@@ -40,9 +40,14 @@ class Row(NamedTuple):
     baseline: str
 
 
-def append_rows(rows: Sequence[Row], path: Path = RESULTS) -> None:
-    """Append rows with date, commit and machine; writes the header of a new file."""
-    facts = (time.strftime("%Y-%m-%d"), commit_name(), cpu_name(), str(os.cpu_count()), version("torch"))
+def append_rows(rows: Sequence[Row], path: Path = RESULTS, torch: str | None = None) -> None:
+    """Append rows with date, commit and machine; writes the header of a new file.
+
+    Args:
+        torch: the version that was measured, where it is not the one installed here; "" for none.
+    """
+    used = version("torch") if torch is None else torch
+    facts = (time.strftime("%Y-%m-%d"), commit_name(), cpu_name(), str(os.cpu_count()), used)
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="") as file:
