@@ -111,9 +111,11 @@ docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tabl
 	$(BIN)/python tools/make_plan_pages.py
 	$(BIN)/python tools/make_measured.py
 	$(BIN)/python tools/make_planning_times.py
+	$(BIN)/python tools/make_installs.py
 	$(BIN)/python tools/make_engines.py
 	$(BIN)/python tools/make_bound_shares.py
 	$(BIN)/python tools/make_flexpipe_gains.py
+	$(BIN)/python tools/make_planner_tables.py
 	$(BIN)/python tools/make_benchmarks.py
 	$(BIN)/python tools/make_accuracy.py
 	$(BIN)/python tools/make_loader_performance.py

@@ -17,10 +17,11 @@ def pages() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors as GitHub makes them from headings."""
+    """Anchors as GitHub makes them from headings, and those that a page sets itself."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     headings = re.findall(r"^#+ +(.+)$", text, flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([\w-]+)"></a>', text))
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,6 +1,5 @@
 """The README's picture is what tools/make_glance.py draws of today's plans."""
 
-import re
 import runpy
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -22,14 +21,6 @@ def test_the_committed_picture_is_of_todays_plans(script):
     assert auto.step_s < best_fit.step_s
     assert auto.idle_share < best_fit.idle_share
     assert script["TARGET"].read_text(encoding="utf-8") == script["picture"](panels)
-
-
-def test_what_stands_below_the_picture_is_the_guides_mean():
-    """The picture is of one batch; of several it is less."""
-    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").split("<!-- strategies output: make docs -->")[1]
-    mean = re.search(r"^ ▶ auto .*?([0-9.]+)×", guide, flags=re.M)
-    assert mean
-    assert f"over four batches `auto` is {mean[1]} times as fast" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_bars_lie_on_one_axis(script):

@@ -35,6 +35,12 @@ def test_what_changing_the_layout_gains_is_of_the_newest_rows():
     assert (ROOT / "docs" / "planner.md").read_text(encoding="utf-8") == script["page_with_gains"]()
 
 
+def test_tables_of_the_planners_page_are_the_newest_rows():
+    """Documents that wait, HBSA, ideas that pay, exact solutions; run tools/make_planner_tables.py."""
+    script = runpy.run_path(str(ROOT / "tools" / "make_planner_tables.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page_with_tables"]()
+
+
 def test_the_comparison_of_engines_page_is_the_newest_rows():
     """Plans for dynamic context parallelism; run tools/make_engines.py."""
     script = runpy.run_path(str(ROOT / "tools" / "make_engines.py"))

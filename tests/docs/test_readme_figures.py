@@ -1,0 +1,94 @@
+"""Every figure of the README has a source, and says what the source says.
+
+Tables and sentences between "make docs" comments are made of rows (test_measured_table.py and others compare them).
+What is written by hand must stand in CLAIMS, with the place that it comes from; names with digits stand in NAMES.
+"""
+
+import csv
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("C++20", "Python 3.11", "FSDP2", "in 2026", "FLOPs of one 7B model", "aarch64", "Apache-2.0")
+_WORDS = r"(?i:\btwice\b|\b(?:an?|half|two|three|four|five|ten) (?:seconds?|minutes?|hours?|times|thirds?|quarters?|half)\b)"
+
+
+def guide_factor(readme: str) -> str:
+    """What the comparison in docs/guide.md prints of `auto`; the picture is of one batch, of several it is less."""
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").split("<!-- strategies output: make docs -->")[1]
+    (factor,) = re.findall(r"^ ▶ auto .*?([0-9.]+)×", guide.split("<!-- end of")[0], flags=re.M)
+    return factor
+
+
+def minutes_of_demo(readme: str) -> str:
+    """The newest row of `make demo`, to the minute."""
+    with (ROOT / "benchmarks" / "results" / "results.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["benchmark"], row["case"]) == ("make", "demo")]
+    return str(round(float(rows[-1]["value"]) / 60))
+
+
+CLAIMS = {
+    r"over four batches `auto` is ([\d.]+) times as fast as tuned `best_fit` \(\[guide\]\(docs/guide.md": guide_factor,
+    r"about (\d+) minutes after the installation": minutes_of_demo,
+}
+"""A sentence with its figure, and who knows the figure."""
+
+
+@pytest.fixture
+def readme():
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def written_by_hand(page: str) -> str:
+    """The page without blocks that are made, code, comments and addresses."""
+    page = re.sub(r"<!-- ([^>]*): make docs -->\n.*?<!-- end of \1 -->\n", "", page, flags=re.S)
+    page = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.S)
+    return re.sub(r"`([^`\n]*)`", lambda code: "" if re.search(r"\d", code[1]) else code[0], page)
+
+
+def without_source(page: str) -> list[str]:
+    """Figures that neither CLAIMS nor NAMES know."""
+    text = written_by_hand(page)
+    for claim in CLAIMS:
+        text = re.sub(claim, "", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    for name in NAMES:
+        text = text.replace(name, "")
+    return re.findall(rf"\S*\d\S*|{_WORDS}", text)
+
+
+def test_every_figure_has_a_source(readme):
+    """One more: a made block of a tool, or a line of CLAIMS."""
+    assert without_source(readme) == []
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_figure_written_by_hand_is_its_sources(claim, readme):
+    (figure,) = re.findall(claim, readme)
+    assert figure == CLAIMS[claim](readme)
+
+
+@pytest.mark.parametrize(
+    "new", ["It is 1.9 times as fast.", "It takes an hour.", "A third of the memory.", "| speed | 3× |"]
+)
+def test_a_figure_without_a_source_is_seen(new, readme):
+    assert without_source(readme.replace("## Sources", f"{new}\n\n## Sources")) != []
+
+
+def test_a_newer_row_with_another_value_makes_the_readme_wrong(readme, tmp_path, monkeypatch):
+    """For each line of the measured table: the rows that it names are the ones that it is made of."""
+    script = runpy.run_path(str(ROOT / "tools" / "make_measured.py"))
+    assert script["short_table"]() in readme
+    rows = script["RESULTS"].read_text(encoding="utf-8")
+    columns = rows.splitlines()[0].split(",")
+    for figure in (one for one in script["figures"](script["newest_rows"]()) if one.name in script["IN_README"]):
+        newer = dict.fromkeys(columns, "new") | dict(zip(("benchmark", "case", "metric"), figure.keys[0], strict=True))
+        changed = tmp_path / "results.csv"
+        with changed.open("w", newline="") as file:
+            file.write(rows)
+            csv.DictWriter(file, columns, lineterminator="\n").writerow(newer | {"value": "123.4"})
+        monkeypatch.setitem(script["short_table"].__globals__, "RESULTS", changed)
+        assert script["short_table"]() not in readme, figure.name
