@@ -41,6 +41,12 @@ def test_tables_of_the_planners_page_are_the_newest_rows():
     assert script["PAGE"].read_text(encoding="utf-8") == script["page_with_tables"]()
 
 
+def test_environments_that_were_tried_are_the_newest_rows():
+    """docs/install.md; run tools/make_installs.py."""
+    script = runpy.run_path(str(ROOT / "tools" / "make_installs.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page_with_table"]()
+
+
 def test_the_comparison_of_engines_page_is_the_newest_rows():
     """Plans for dynamic context parallelism; run tools/make_engines.py."""
     script = runpy.run_path(str(ROOT / "tools" / "make_engines.py"))

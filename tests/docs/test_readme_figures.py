@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("C++20", "Python 3.11", "FSDP2", "in 2026", "FLOPs of one 7B model", "aarch64", "Apache-2.0")
-_WORDS = r"(?i:\btwice\b|\b(?:an?|half|two|three|four|five|ten) (?:seconds?|minutes?|hours?|times|thirds?|quarters?|half)\b)"
+_WORDS = (
+    r"(?i:\btwice\b|\b(?:an?|half|two|three|four|five|ten) (?:seconds?|minutes?|hours?|times|thirds?|quarters?|half)\b)"
+)
 
 
 def guide_factor(readme: str) -> str:
@@ -23,16 +25,8 @@ def guide_factor(readme: str) -> str:
     return factor
 
 
-def minutes_of_demo(readme: str) -> str:
-    """The newest row of `make demo`, to the minute."""
-    with (ROOT / "benchmarks" / "results" / "results.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if (row["benchmark"], row["case"]) == ("make", "demo")]
-    return str(round(float(rows[-1]["value"]) / 60))
-
-
 CLAIMS = {
     r"over four batches `auto` is ([\d.]+) times as fast as tuned `best_fit` \(\[guide\]\(docs/guide.md": guide_factor,
-    r"about (\d+) minutes after the installation": minutes_of_demo,
 }
 """A sentence with its figure, and who knows the figure."""
 
