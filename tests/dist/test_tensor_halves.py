@@ -10,6 +10,7 @@ from evenload.errors import InvalidPlanError
 from evenload.stepplan.validate import validate_plan
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.plan import seal
 from halved_plans import halved_and_valid
 from plan_building import pack_plan, step_plan, word_schedule
@@ -25,7 +26,7 @@ LAYERS = 4
 def halved_plans(tp, pp, dp, virtual, count):
     """Cuts, policies and schedules by turns, whole documents in every third; halves even and uneven."""
     schedules = SCHEDULES if virtual == 1 else ("list_split",)
-    policies = ("kept", "recompute", "offload", "replay", "mixed")
+    policies = ("mixed", "recompute", "offload", "replay", "kept")
     return [
         halved_and_valid(
             varied_plan(
@@ -69,20 +70,46 @@ def test_every_action_makes_the_transfers_it_is_charged(gloo_pool):
         assert counts == pytest.approx(charged)
 
 
+@pytest.mark.parametrize("first_rows", [0, 4, 12, 20])
+def test_half_of_a_pack_has_recomputed_rows_and_the_other_makes_the_transfers_of_none(gloo_pool, first_rows):
+    """12 of 24 rows: the cut is in them, behind them, and in the others."""
+    forward, backward = (TENSOR_RINGS[direction] for direction in ("forward", "backward"))
+    charged = {"F": forward, "B": backward + 0.5, "I": backward + 0.5, "W": WEIGHT_RINGS}
+    for counts in gloo_pool.run(2, hidden_transfers_by_action, 3, first_rows, 12):
+        assert counts == pytest.approx(charged)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_packs_of_mixed_policies_in_halves_equal_plain_training(gloo_pool, kind, share):
+    """Gemma 2's down projections are made again too, with a turn of their own in each half."""
+    sizes = {"num_layers": LAYERS, "pp": 1, "dp": 1, "tp": 2, "policies": "mixed", "num_documents": 6}
+    plans = [
+        halved_and_valid(varied_plan(seed, whole=whole, **sizes), share) for seed, whole in ((58, True), (35, False))
+    ]
+    for plan in plans:
+        assert any(_is_mixed(pack, packs) for packs in plan.pack_plans for pack in packs.backward)
+    assert_plans_equal_plain(gloo_pool, plans, kind=kind)
+
+
+def _is_mixed(pack: MicroPack, packs: PackPlan) -> bool:
+    """Whether its halves recompute different documents, or one of them none."""
+    policies = {packs.policies.get(piece.doc_id, "replay") for piece in pack.slices}
+    return pack.first_rows > 0 and len(policies) > 1 and "recompute" in policies
+
+
 @pytest.mark.parametrize(
-    ("first_rows", "policies", "sizes", "message"),
+    ("first_rows", "sizes", "message"),
     [
-        (5, {}, {"tp": 2}, "forward pack 0 has 5 of 5 rows in its first half"),
-        (-1, {}, {"tp": 2}, "forward pack 0 has -1 of 5 rows in its first half"),
-        (2, {}, {}, "which hide tensor-parallel transfers, and tp is 1"),
-        (2, {}, {"tp": 2, "cp": 2}, "has two halves, and a group shares it"),
-        (2, {1: "recompute"}, {"tp": 2}, "must not differ in what is recomputed"),
-        (2, {0: "offload", 1: "recompute"}, {"tp": 2}, "must not differ in what is recomputed"),
+        (5, {"tp": 2}, "forward pack 0 has 5 of 5 rows in its first half"),
+        (-1, {"tp": 2}, "forward pack 0 has -1 of 5 rows in its first half"),
+        (2, {}, "which hide tensor-parallel transfers, and tp is 1"),
+        (2, {"tp": 2, "cp": 2}, "has two halves, and a group shares it"),
     ],
 )
-def test_what_cannot_be_halved_is_refused(first_rows, policies, sizes, message):
+def test_what_cannot_be_halved_is_refused(first_rows, sizes, message):
     layout, pieces = even_layout(LAYERS, **sizes), [[(0, 0, 3), (1, 0, 2)]]
-    packs = msgspec.structs.replace(pack_plan(0, pieces, pieces), policies=policies)
+    packs = pack_plan(0, pieces, pieces)
     forward = (msgspec.structs.replace(packs.forward[0], first_rows=first_rows),)
     plan = step_plan(layout, {0: 3, 1: 2}, [packs], [word_schedule(packs, 1, [1], [0])])
     packs = msgspec.structs.replace(packs, forward=forward)

@@ -3,7 +3,7 @@
 import msgspec
 
 from evenload.stepplan.validate import validate_plan
-from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.micropack import MicroPack
 from evenload.types.plan import StepPlan, seal
 
 
@@ -18,8 +18,8 @@ def halved_plan(plan: StepPlan, share: float = 0.5) -> StepPlan:
             pack_plans=tuple(
                 msgspec.structs.replace(
                     packs,
-                    forward=tuple(_halved(pack, packs, share) for pack in packs.forward),
-                    backward=tuple(_halved(pack, packs, share) for pack in packs.backward),
+                    forward=tuple(_halved(pack, share) for pack in packs.forward),
+                    backward=tuple(_halved(pack, share) for pack in packs.backward),
                 )
                 for packs in plan.pack_plans
             ),
@@ -40,11 +40,10 @@ def halved_and_valid(plan: StepPlan, share: float = 0.5) -> StepPlan:
     return halved
 
 
-def _halved(pack: MicroPack, packs: PackPlan, share: float) -> MicroPack:
+def _halved(pack: MicroPack, share: float) -> MicroPack:
     rows = pack.pad_to * len(pack.slices) if pack.pad_to else pack.num_tokens
     first = max(1, round(share * rows))
-    policies = {packs.policies.get(piece.doc_id, "replay") for piece in pack.slices}
     is_shared = any(piece.cp > 1 for piece in pack.slices)
-    if first >= rows or is_shared or (len(policies) > 1 and "recompute" in policies):
+    if first >= rows or is_shared:
         return pack
     return msgspec.structs.replace(pack, first_rows=first)

@@ -11,15 +11,16 @@ from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.layout import even_layout
+from evenload.types.micropack import ActivationPolicy
 from evenload.types.token_range import Range
 from gloo_pool import TIMEOUT_S
 
 TOKENS = 24
 
 
-def hidden_transfers_by_action(num_layers: int, first_rows: int = 0) -> dict[str, float]:
+def hidden_transfers_by_action(num_layers: int, first_rows: int = 0, recomputed: int = 0) -> dict[str, float]:
     """F, B, I, W -> transfers a layer, in units of all rows' hidden states; of a pack in halves where it has first
-    rows."""
+    rows, and with a first document of so many recomputed tokens."""
     mesh = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S).start
     rank = RankUnderTest(mesh, "llama", {}, torch.float64)
     (stage,) = rank.stages.values()
@@ -42,7 +43,9 @@ def hidden_transfers_by_action(num_layers: int, first_rows: int = 0) -> dict[str
 
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     group.all_gather_later = all_gather_later  # type: ignore[method-assign]
-    ranges, found = (Range(0, 0, TOKENS),), {}
+    lengths = {0: recomputed, 1: TOKENS - recomputed} if recomputed else {0: TOKENS}
+    policies: dict[int, ActivationPolicy] = {0: "recompute"} if recomputed else {}
+    ranges, found = tuple(Range(doc_id, 0, tokens) for doc_id, tokens in lengths.items()), {}
     positions = torch.arange(TOKENS)
     ids, targets = torch.zeros_like(positions), torch.zeros_like(positions)
     pack = PackTokens(ranges, ids, targets, positions, first_rows=first_rows)
@@ -53,8 +56,8 @@ def hidden_transfers_by_action(num_layers: int, first_rows: int = 0) -> dict[str
         found[name] = counted[0] / num_layers
 
     for split in (False, True):
-        stage.begin_step({0: TOKENS})
-        store = ActivationStore({0: TOKENS}, [ranges], shard=stage.row_shard)
+        stage.begin_step(lengths)
+        store = ActivationStore(lengths, [ranges], policies=policies, shard=stage.row_shard)
         products = WeightProducts(store.held) if split else None
         hidden, grad = (torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=torch.float64) for _ in range(2))
         count("F", lambda h=hidden, s=store: stage.forward_layers(pack, h, s))

@@ -53,9 +53,7 @@ def beside_halves(mesh: Mesh) -> BesideHalves | None:
         all_gather_single(everyone, own, group=group)
 
     stretch, slowdown = beside_rates(group, transfer, partial(_Transfers, mesh.device))
-    return BesideHalves(
-        stretch=stretch, slowdown=slowdown, turns_s=_turns_seconds(mesh.device), host_turns_s=0.0
-    )
+    return BesideHalves(stretch=stretch, slowdown=slowdown, turns_s=_turns_seconds(mesh.device), host_turns_s=0.0)
 
 
 def measured_halves(meshes: Meshes) -> BesideHalves | None:

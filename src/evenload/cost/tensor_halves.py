@@ -2,16 +2,17 @@
 beside the other's compute (`runtime/comm/turns.py`).
 
     costs    the constants of one more pack on every layer: launches, small matrix products, latency of as many
-             transfers again; a piece more where a slice is cut; turns, which on a device of its own only its host takes:
+             transfers again; a piece more where a slice is cut; turns, which on a device of its own its host takes:
              they last while the device computes what is queued, and count where the host is behind
     saves    of a half's transfers what the other half's compute is long enough for, but for the first and the last of a
              stage, beside which nothing runs; less what they take from compute (`CostCoefficients.tensor_beside`)
 
 Halves are even in rows, because transfers are, and fall between slices where that is near enough; else a slice is cut
-at a whole number of attention's tiles. Which packs are halved follows from these seconds alone. Packs that a group
-shares are not, nor such as have some documents that are recomputed and some that are not: their halves would make
-different transfers. A pack with offloaded documents lasts at least as long as its copies, in halves too. Not priced:
-backwards find the activations of halves in two pieces where they are cut elsewhere, and copy them together.
+at a whole number of attention's tiles. Which packs are halved follows from these seconds alone; packs that a group
+shares are not. Where documents of a pack are recomputed, both halves make the transfers of that, of no rows where there
+are none: their latency comes twice. A pack with offloaded documents lasts at least as long as its copies. Not priced:
+what hides of the transfers of recomputing; backwards find the activations of halves in two pieces where they are cut
+elsewhere, and copy them together.
 
 O(slices + packs · stages) numpy, three times the price of the packs; for chosen candidates (`plan.sharing.as_run`).
 """
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.activation import RECOMPUTE
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.group_comm import TENSOR_RINGS, tensor_ring_seconds
+from evenload.cost.group_comm import TENSOR_RINGS, recompute_seconds, tensor_ring_seconds
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.slice_features import weighted
 from evenload.types.columns import SliceColumns
@@ -118,7 +119,7 @@ def halved_packs(
     if not m or (not pays(costs) if first_rows is None else not first_rows.any()):
         return nothing
     wanted = _middles(columns, costs.coefficients.attention_tile, costs.model.causal)
-    is_wanted = _may_be_halved(columns, policy) & (wanted > 0) if first_rows is None else first_rows > 0
+    is_wanted = _may_be_halved(columns) & (wanted > 0) if first_rows is None else first_rows > 0
     chosen = np.flatnonzero(is_wanted)
     if not len(chosen):
         return nothing
@@ -149,12 +150,13 @@ def _halves_seconds(
     assert beside is not None, "the price of halves is not known"
     whole = costs.features.of_packs(packs)
     # Halves of pack i are packs 2i and 2i + 1.
-    halves = costs.features.of_packs(_in_halves(packs, first_rows)).reshape(len(first_rows), 2, -1)
+    parts = _in_halves(packs, first_rows)
+    halves = costs.features.of_packs(parts).reshape(len(first_rows), 2, -1)
     delta = halves.sum(axis=1) - whole
     matrix = _without_ends(costs, direction)
     more_s = weighted(delta, matrix) + beside.turns_s * layers
     if direction == "backward" and policy is not None:
-        more_s += np.outer(_has_policy(packs, policy, RECOMPUTE) > 0, costs.linear_again_s[1])
+        more_s += _recomputing_again(costs, parts, policy)
     token_s, latency_s = tensor_ring_seconds(costs.model, coefficients, layout.tp, TENSOR_RINGS[direction])
     half_s = layers * (halves[:, :, :1] * token_s + latency_s)
     in_pack = _share_in_packs(coefficients)
@@ -200,19 +202,24 @@ def _share_in_packs(coefficients: CostCoefficients) -> float:
     return 1.0 if coefficients.source == "calibrated" else coefficients.tensor_exposed_share
 
 
-def _may_be_halved(columns: SliceColumns, policy: NDArray[np.int8] | None) -> NDArray[np.bool_]:
+def _may_be_halved(columns: SliceColumns) -> NDArray[np.bool_]:
     """bool[num_packs]."""
-    pack, m = columns.pack_of_slice(), columns.num_packs
-    free = np.bincount(pack, weights=columns.cp > 1, minlength=m) == 0
-    if policy is None:
-        return free
-    again, slices = _has_policy(columns, policy, RECOMPUTE), np.diff(columns.pack_offset)
-    return free & ((again == 0) | (again == slices))
+    return np.bincount(columns.pack_of_slice(), weights=columns.cp > 1, minlength=columns.num_packs) == 0
 
 
-def _has_policy(columns: SliceColumns, policy: NDArray[np.int8], code: int) -> NDArray[np.int64]:
-    """Slices of every pack whose documents have it; int64[num_packs]."""
-    return np.bincount(columns.pack_of_slice()[policy[columns.doc] == code], minlength=columns.num_packs)
+def _recomputing_again(costs: PackCosts, halves: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
+    """What recomputing takes in halves beyond the whole pack, where some document is recomputed: its constants where
+    both halves have such rows, else the latency of transfers of no rows; float64[num_packs, P].
+
+    Args:
+        halves: packs 2i and 2i + 1 are those of pack i.
+    """
+    is_again = policy[halves.doc] == RECOMPUTE
+    again = np.bincount(halves.pack_of_slice()[is_again], minlength=halves.num_packs).reshape(-1, 2) > 0
+    _, latency_s = recompute_seconds(costs.model, costs.coefficients, costs.layout.tp)
+    layers = costs.layers() - np.array(costs.layout.recomputed_counts, np.int64)
+    both_s = np.outer(again.all(axis=1), costs.linear_again_s[1])
+    return both_s + np.outer(again.any(axis=1) & ~again.all(axis=1), latency_s * layers)
 
 
 def _middles(columns: SliceColumns, tile: int, causal: bool) -> NDArray[np.int64]:

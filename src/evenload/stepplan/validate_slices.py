@@ -104,19 +104,16 @@ def _pack_offences(table: _Table, max_pack_tokens: int | None) -> Iterator[str]:
 
 def _half_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
     for one in table.packs:
-        pack, policies = one.pack, plan.pack_plans[one.dp_rank].policies
+        pack = one.pack
         if not pack.first_rows:
             continue
         rows = pack.pad_to * len(pack.slices) if pack.pad_to else pack.num_tokens
-        kept = {policies.get(piece.doc_id, "replay") for piece in pack.slices}
         if not 0 < pack.first_rows < rows:
             yield f"{one} has {pack.first_rows} of {rows} rows in its first half"
         if plan.layout.tp == 1:
             yield f"{one} has two halves, which hide tensor-parallel transfers, and tp is 1"
         if plan.layout.cp > 1 or any(piece.cp > 1 for piece in pack.slices):
             yield f"{one} has two halves, and a group shares it"
-        if len(kept) > 1 and "recompute" in kept:
-            yield f"{one} has two halves, which must not differ in what is recomputed"
 
 
 def _order_offences(table: _Table) -> Iterator[str]:

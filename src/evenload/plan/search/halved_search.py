@@ -9,9 +9,6 @@ halves may pay at all.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from evenload.cost.activation import RECOMPUTE
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.cost.tensor_halves import as_if_halved, pays
 from evenload.plan.problem.candidate import Candidate, candidate
@@ -44,11 +41,7 @@ def searched_as_if_halved(
 
 
 def _may_be_halved(problem: StepProblem) -> bool:
-    """Whether packs that hold any documents may be halved: none are recomputed, or all."""
-    if problem.speeds is not None or not pays(problem.costs):
-        return False
-    again = 0 if problem.policy is None else np.count_nonzero(problem.policy == RECOMPUTE)
-    return again in (0, len(problem.num_tokens))
+    return problem.speeds is None and pays(problem.costs)
 
 
 def _in_one_go(problem: StepProblem, choice: ReplicaChoice) -> Candidate:

@@ -371,7 +371,7 @@ class PipelineStage:
         state.mode, state.ranges, state.store, state.products = mode, pack.ranges, store, products
         state.shared, state.balance = pack.shared, self._balance
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
-        state.divide_rows(self.device)
+        state.divide_rows(self.device, pack.slices or pack.ranges)
         exchange = self._exchange(pack, f"hidden states of a {'forward' if mode == 'record' else 'backward'} pack")
         state.tensor_rows = None if exchange is None else TensorRows(exchange, pack.ranges)
         try:

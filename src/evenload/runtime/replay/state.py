@@ -71,8 +71,8 @@ class ReplayState:
     Args:
         mode: "record" in forward packs, "replay" in backward packs.
         ranges: of the running pack, in row order; attention: of the rows that no other rank has.
-        remade: int64[n], rows of the running backward pack whose products are made again; None = no rows. `kept` are
-            the other rows, of `kept_ranges`.
+        remade: int64[n], rows of the running backward pack whose products are made again; None = no rows of it, nor of
+            the pack of which it is a half. `kept` are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         balance: the load-balancing loss of routers; None = none is trained.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
@@ -111,12 +111,18 @@ class ReplayState:
         assert self.store is not None
         return self.remade is not None or self.store.recomputes(site)
 
-    def divide_rows(self, device: torch.device) -> None:
-        """Find the rows of the running pack whose products are not stored."""
+    def divide_rows(self, device: torch.device, whole: tuple[Range, ...]) -> None:
+        """Find the rows of the running pack whose products are not stored.
+
+        Args:
+            whole: ranges of the pack of which this is a half, or its own. Halves make the same transfers: where one
+                makes products again, the other makes them of no rows.
+        """
         assert self.store is not None
         self.remade, self.kept, self.kept_ranges = None, None, ()
-        if self.mode == "record" or not (is_remade := _is_remade(self.store, self.ranges)).any():
+        if self.mode == "record" or not _is_remade(self.store, whole).any():
             return
+        is_remade = _is_remade(self.store, self.ranges)
         self.remade = to_device(torch.from_numpy(np.flatnonzero(is_remade)), device)
         if not is_remade.all():
             self.kept = to_device(torch.from_numpy(np.flatnonzero(~is_remade)), device)
@@ -126,7 +132,7 @@ class ReplayState:
         """The product [T, out] of `input` [T, in] at a site of the backward pack; `make` gives it of any rows."""
         assert self.store is not None
         recomputes = self.store.recomputes(site)
-        if self.remade is None and not recomputes:
+        if not recomputes and (self.remade is None or not len(self.remade)):
             return self.store.read(site, self.ranges)
         with torch.no_grad():
             if recomputes or self.kept is None:

@@ -140,8 +140,6 @@ class RowLinear(ReplayLinear):
         return self._pack.rows.num_own
 
     def product(self, rows: Tensor) -> Tensor:
-        if self.replay.turns is not None and not self.is_behind_attention:
-            self.replay.turns.next()
         return self._sum_product(rows, self._pack.rows)
 
     @torch.no_grad()
@@ -182,6 +180,8 @@ class RowLinear(ReplayLinear):
         return known_output(output, backward, input)
 
     def _sum_product(self, rows: Tensor, exchange: RowExchange) -> Tensor:
+        if self.replay.turns is not None and not self.is_behind_attention:
+            self.replay.turns.next()
         output = exchange.sum_scatter(nn.functional.linear(rows, self.weight))
         # Once a row, behind the sum.
         return output if self.bias is None else output + self.bias
