@@ -52,6 +52,21 @@ class TrainedStep(NamedTuple):
     is_skipped: bool
 
 
+class StepStart(NamedTuple):
+    """A rank's clock at the start of a step: when it came to the barrier, and behind it, which is the step's zero."""
+
+    came_s: float
+    zero_s: float
+
+
+class RankNews(NamedTuple):
+    """What a rank brings to a step for all to hear; fields as of `RankEnd`."""
+
+    data_wait_s: float
+    stop_signal: int
+    wants_pause: bool
+
+
 class StepTrainer:
     """Of one rank of a run.
 
@@ -128,7 +143,7 @@ class StepTrainer:
             warning = self.non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
         self._survivors.write(plan.step + 1, state.held.buffers, state.optimizer, mesh)
         warning = warning if plan.num_label_tokens else no_label_warning(plan)
-        own = self._rank_end(found, (came_s, zero_s), (data_wait_s, stop_signal, wants_pause))
+        own = self._rank_end(found, StepStart(came_s, zero_s), RankNews(data_wait_s, stop_signal, wants_pause))
         end, measured = self._tell(own, found, zero_s)
         if measured is None:
             return TrainedStep(None, end, not found.is_finite)
@@ -151,26 +166,21 @@ class StepTrainer:
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
         return TrainedStep(report, end, not found.is_finite)
 
-    def _rank_end(self, found: StepGradients, start_s: tuple[float, float], asked: tuple[float, int, bool]) -> RankEnd:
-        """What this rank says at the end of a step.
-
-        Args:
-            start_s: its clock before and behind the barrier at the step's start.
-            asked: `data_wait_s`, `stop_signal` and `wants_pause` of `run`.
-        """
+    def _rank_end(self, found: StepGradients, start: StepStart, news: RankNews) -> RankEnd:
+        """What this rank says at the end of a step."""
         device = self._mesh.device
         return RankEnd(
-            step_time_s=seconds_now(device) - start_s[1],
-            barrier_s=start_s[1] - start_s[0],
+            step_time_s=seconds_now(device) - start.zero_s,
+            barrier_s=start.zero_s - start.came_s,
             # On a CPU the store's own count, without temporary buffers.
             peak_bytes=measured_peak_bytes(device) or self._state.static_bytes() + found.run.peak_bytes,
-            data_wait_s=asked[0],
-            stop_signal=asked[1],
+            data_wait_s=news.data_wait_s,
+            stop_signal=news.stop_signal,
             # Rank 0 looks at its clock; the others do as it says.
             is_time_to_save=self._mesh.rank == 0 and self._saves.is_time(),
             process_bytes=peak_process_bytes(device) or 0,
             fixed_bytes=self._process.fixed_bytes or 0,
-            wants_pause=asked[2],
+            wants_pause=news.wants_pause,
         )
 
     def _room_bytes(self, plan: StepPlan) -> int:
