@@ -32,7 +32,29 @@ _AT_LEAST_1 = (
 )  # fmt: skip
 
 
-class MixturePart(Frozen):
+class RecordSettings(Frozen):
+    """How records are read, where some of the data is read otherwise than `DataConfig` says: unset = as there.
+
+    Args:
+        format, record, include: as in `DataConfig`.
+        text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
+        labels_column, document_end_id, loss_on: likewise.
+    """
+
+    format: Format | None = None
+    record: RecordKind | None = None
+    include: tuple[str, ...] | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    tokens_column: str | None = None
+    labels_column: str | None = None
+    document_end_id: int | None = None
+    loss_on: LossOn | None = None
+
+
+class MixturePart(RecordSettings):
     """One of several data sets that are read side by side.
 
     Args:
@@ -46,17 +68,6 @@ class MixturePart(Frozen):
     name: str
     weight: float
     sources: tuple[str, ...]
-    format: Format | None = None
-    record: RecordKind | None = None
-    include: tuple[str, ...] | None = None
-    text_column: str | None = None
-    messages_column: str | None = None
-    prompt_column: str | None = None
-    completion_column: str | None = None
-    tokens_column: str | None = None
-    labels_column: str | None = None
-    document_end_id: int | None = None
-    loss_on: LossOn | None = None
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -130,8 +130,10 @@ def require_known(
 
 
 def settings_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Keys of a table and their types; those of `plan.options` include a table for every strategy with own options."""
+    """Keys of a table and their types, its own first and those it inherits behind them; those of `plan.options` include
+    a table for every strategy with own options."""
     hints = get_type_hints(kind)
+    hints = {name: hints[name] for name in (*kind.__annotations__, *hints)}
     if kind is PlanOptions:
         del hints["strategies"]
         hints |= option_tables()

@@ -8,15 +8,14 @@ import hashlib
 
 import msgspec
 
-from evenload.data.config import DataConfig, Format, LossOn, MixturePart, RecordKind
+from evenload.data.config import DataConfig, MixturePart, RecordSettings
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen
 
 _OWN = ("every_steps", "at_end", "of_average", "batches", "share")
 _OF_SHARE = (*_OWN, "batch_documents", "batch_tokens")
 
 
-class ValidationConfig(Frozen):
+class ValidationConfig(RecordSettings):
     """Losses of other data while the model trains, by forwards alone. What is not set is as in `[data]`; all documents
     of the sources are read once, in the same order every time, and no token is left out but by `data.overlong`.
 
@@ -44,17 +43,6 @@ class ValidationConfig(Frozen):
     mixture: tuple[MixturePart, ...] = ()
     batch_documents: int | None = None
     batch_tokens: int | None = None
-    format: Format | None = None
-    record: RecordKind | None = None
-    include: tuple[str, ...] | None = None
-    text_column: str | None = None
-    messages_column: str | None = None
-    prompt_column: str | None = None
-    completion_column: str | None = None
-    tokens_column: str | None = None
-    labels_column: str | None = None
-    document_end_id: int | None = None
-    loss_on: LossOn | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
