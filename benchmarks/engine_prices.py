@@ -23,6 +23,7 @@ from evenload.engines.catalog import ENGINES
 from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.evaluate import evaluate_engine
 from evenload.engines.projection import StepShape
+from evenload.engines.refusals import require_heads
 from evenload.explore.evaluate import planned_steps
 from evenload.explore.sampled_batches import BatchRule, SampledBatch
 from evenload.hub.model_files import model_from
@@ -61,6 +62,7 @@ def engine_seconds(engine: str, batches: Sequence[SampledBatch], sizes: dict[str
     coefficients = analytic_coefficients(model, cluster_from(CLUSTER), layout)
     options = PlanOptions(max_pack_tokens=CONTEXT)
     shape = StepShape(pack_tokens=CONTEXT if profile.pads_in(layout) else None)
+    require_heads(profile, model, layout)
     planner = EnginePlanner(profile, model, coefficients, layout, options, shape)
     found = {result.name: result for result in evaluate_engine(planner, batches, STRATEGIES).results}
     why = [result.why for result in found.values() if result.mean_step_time_s is None]

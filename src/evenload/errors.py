@@ -15,6 +15,11 @@ class ConfigError(EvenloadError, ValueError):
     """A setting, a layout or a combination of features that cannot work."""
 
 
+def unreadable(what: str, error: OSError) -> ConfigError:
+    """Of a file that a user names: `what` says which."""
+    return ConfigError(f"{what} cannot be read: {error.strerror or error}")
+
+
 class MissingPackageError(EvenloadError, ImportError):
     """Packages of an optional part of Evenload are not installed."""
 

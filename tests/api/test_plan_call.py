@@ -128,7 +128,7 @@ def test_a_notebook_shows_a_table_and_says_what_does_not_fit():
     page = Cells(found._repr_html_())
     assert page.open == []
     assert "▶ balanced" in page.texts
-    assert repr(found) == "Comparison(1 strategies, best='balanced', factor=None)"
+    assert repr(found) == "Comparison(1 strategy, best='balanced', factor=None)"
 
 
 def test_every_option_of_the_command_is_a_setting():

@@ -356,6 +356,6 @@ def test_worst_finds_the_batch_that_does_not_fit_where_a_sampled_one_does(table,
     assert (found["strategy"], found["searched"], found["documents"], found["fits"]) == ("best_fit", 6, 40, True)
     capsys.readouterr()
     assert run_plan(*inputs(table, "--strategy", "wlb,best_fit", "--worst", "1", "--context", "8k")) == 0
-    wlb, best_fit = (line for line in capsys.readouterr().out.splitlines() if "the worst of 1 global batches" in line)
+    wlb, best_fit = (line for line in capsys.readouterr().out.splitlines() if "the worst of 1 global batch " in line)
     assert wlb.endswith("Documents that wlb has put off in earlier steps may come on top; they are not counted")
     assert "put off" not in best_fit

@@ -125,7 +125,7 @@ def test_explicit_options_win_over_the_configuration(project, capsys) -> None:
     assert (found["layout"]["dp"], found["layout"]["pp"]) == (4, 1)
     assert (found["documents"], found["tokens"], found["context"], found["overlong"]) == (None, 1024, 2048, "drop")
     assert (found["policy"], found["unit"]) == ("recompute", "bytes")
-    assert "(1 documents, median 9" in capsys.readouterr().out
+    assert "(1 document, median 9" in capsys.readouterr().out
 
 
 def test_documents_without_a_tokeniser_are_bytes_everywhere(project, capsys) -> None:
@@ -174,7 +174,7 @@ def test_corrupt_records_and_record_kinds_are_asked_for(tmp_path, capsys) -> Non
     assert run("lengths", source, "--record", "prompt_completion") == 2
     assert "a.jsonl:2" in capsys.readouterr().err
     assert run("lengths", source, "--record", "prompt_completion", "--on-corrupt", "skip") == 0
-    assert "1 documents, 4 bytes" in capsys.readouterr().out
+    assert "1 document, 4 bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

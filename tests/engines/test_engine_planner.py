@@ -129,14 +129,14 @@ def test_what_is_remembered_is_what_would_be_planned_again(batches, engine, wind
 
 def test_an_evaluation_plans_no_step_twice_by_one_strategy(monkeypatch):
     asked = []
-    propose = StepPlanner.propose
+    propose = StepPlanner._propose
 
-    def counted(self, step, documents, strategy, *rest, **options):
+    def counted(self, one):
         if self.options.micro_batches is None:
-            asked.append((step, strategy))
-        return propose(self, step, documents, strategy, *rest, **options)
+            asked.append((one.step, one.strategy))
+        return propose(self, one)
 
-    monkeypatch.setattr(StepPlanner, "propose", counted)
+    monkeypatch.setattr(StepPlanner, "_propose", counted)
     batches = [
         SampledBatch((Document(doc_id=step, num_tokens=9 + step, num_label_tokens=8 + step),), (), 0)
         for step in range(3)

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from evenload.errors import ConfigError
 from evenload.integrations.engines.fsdp2_loop import Fsdp2Loop
 from evenload.integrations.engines.pack_loss import hf_pack_loss
 from evenload.integrations.engines.ulysses import sequence_share, share_loss
+from evenload.integrations.model_balance import balance_for_model
 from packed_cases import (
     all_documents,
     batch_fingerprint,
@@ -46,6 +48,9 @@ CASES: dict[str, tuple[EngineCase, int]] = {
     "two groups, ZeRO-3": (shared_case(3), 4),
     "four ranks, two key heads": (shared_case(1, {"sequence_ranks": 4}), 4),
 }
+
+
+THREE_RANKS = {"rank": 0, "world_size": 3, "sequence_ranks": 3, "max_tokens": 66}
 
 
 @with_deepspeed
@@ -144,14 +149,27 @@ def test_a_loader_reads_once_for_all_ranks_of_all_groups(gloo_pool, tmp_path):
         ({"max_tokens": 65}, "sequence_ranks 2: a full pack padded to a multiple.*such as 66"),
         ({"sequence_ranks": 0}, "sequence_ranks is 0, must be at least 1"),
         ({"rank": 0, "world_size": 3}, "sequence_ranks is 2, which does not divide 3 ranks"),
-        ({}, "sequence_ranks is 2, which does not divide 1 ranks"),
-        ({"rank": 0, "world_size": 3, "sequence_ranks": 3, "max_tokens": 66}, "shares heads among 3 ranks"),
+        ({}, "sequence_ranks is 2, which does not divide 1 rank;"),
+        (THREE_RANKS | {"model": "llama-7b"}, "shares heads among 3 ranks, and llama-7b has 32 query heads"),
     ],
 )
 def test_loaders_that_cannot_be_shared_are_refused(tmp_path, changes, message):
     write_texts(tmp_path)
     with pytest.raises(ConfigError, match=message):
         loader_of(tmp_path, **({"engine": "deepspeed", "sequence_ranks": 2} | changes))
+
+
+@pytest.mark.parametrize(("heads", "is_refused"), [(4, True), (3, False)])
+def test_heads_are_asked_for_when_the_model_is_known(tmp_path, heads, is_refused):
+    """Not those of the model that is assumed for balance, which no group of three could share."""
+    write_texts(tmp_path)
+    loader = loader_of(tmp_path, engine="deepspeed", **THREE_RANKS)
+    assert loader.model_is_assumed
+    model = tiny_model(num_attention_heads=heads, num_key_value_heads=heads, head_dim=8)
+    with pytest.raises(ConfigError, match="shares heads among 3 ranks") if is_refused else nullcontext():
+        balance_for_model(loader, model)
+    assert loader.model_is_assumed == is_refused
+    assert next(iter(loader))["input_ids"].shape[1] % 3 == 0
 
 
 def test_a_loop_without_sequence_groups_refuses_a_loader_of_them(tmp_path):

@@ -61,7 +61,7 @@ def test_a_state_inside_a_step_needs_equally_many_ranks_and_the_same_plan(tmp_pa
     next(iter(loader))
     state = loader.state_dict()
     assert state["given"] == 1
-    with pytest.raises(ConfigError, match="saved inside a step, after 1 micro-batches, with 1 ranks; now there are 2"):
+    with pytest.raises(ConfigError, match="saved inside a step, after 1 micro-batch, with 1 rank; now there are 2"):
         loader_of(tmp_path, rank=0, world_size=2).load_state_dict(state)
     other = loader_of(tmp_path, strategy="padded")
     other.load_state_dict(state)

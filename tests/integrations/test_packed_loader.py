@@ -79,9 +79,7 @@ def test_a_batch_beyond_the_micro_batches_names_cap_tokens_and_fix(tmp_path):
     loader = loader_of(tmp_path, micro_batches=1, batch_documents=30)
     with pytest.raises(ConfigError, match=r"needs \d+ packs of at most max_tokens = 64, micro_batches is 1.*Lower"):
         next(iter(loader))
-    with pytest.raises(
-        ConfigError, match="batch_tokens is 500, but 1 ranks x 2 micro_batches x 64 max_tokens hold 128"
-    ):
+    with pytest.raises(ConfigError, match="batch_tokens is 500, but 1 rank x 2 micro_batches x 64 max_tokens hold 128"):
         loader_of(tmp_path, micro_batches=2, batch_tokens=500)
 
 

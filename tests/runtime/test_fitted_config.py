@@ -85,7 +85,7 @@ def test_a_rank_that_is_left_alone_gives_its_work_to_nobody():
 
 
 def test_what_shares_matrices_or_documents_is_not_divided():
-    with pytest.raises(ConfigError, match=r"1 ranks are left, but parallel\.cp x parallel\.tp is 2"):
+    with pytest.raises(ConfigError, match=r"1 rank left, but parallel\.cp x parallel\.tp is 2"):
         fitted_config(config_of(tp=2, dp=2), NUM_LAYERS, 1)
 
 

@@ -35,7 +35,7 @@ def test_it_fits_uses_most_ranks_and_keeps_what_is_shared(pp, dp, cp, lost, laye
     before = ParallelConfig(pp=pp, dp=dp, cp=cp)
     ranks = max(1, pp * dp * cp - lost)
     if ranks < cp:
-        with pytest.raises(ConfigError, match=r"1 ranks are left, but parallel\.cp x parallel\.tp is 2"):
+        with pytest.raises(ConfigError, match=r"1 rank left, but parallel\.cp x parallel\.tp is 2"):
             shrunk_parallel(before, layers, ranks)
         return
     found = shrunk_parallel(before, layers, ranks)
@@ -57,5 +57,5 @@ def test_where_no_run_starts_nobody_goes_on_and_the_reason_is_said():
     before = ParallelConfig(pp=4)
     found = shrunk_parallel(before, 8, 3, lambda one: "too deep" if one.pp > 1 else "")
     assert (found.pp, found.dp) == (1, 3)
-    with pytest.raises(ConfigError, match=r"3 ranks are left, and no run starts in a layout of so many: no, not pp=3;"):
+    with pytest.raises(ConfigError, match=r"3 ranks left, and no run starts in a layout of so many: no, not pp=3;"):
         shrunk_parallel(before, 8, 3, lambda one: f"no, not pp={one.pp}")

@@ -22,6 +22,7 @@ from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.columns import is_feasible, shown_columns
 from evenload.report.comparison_html import strategies_table
 from evenload.report.html import write_report
+from evenload.types.counted import counted
 from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
 
@@ -157,7 +158,7 @@ class Comparison:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def __repr__(self) -> str:
-        return f"Comparison({len(self.strategies)} strategies, best={self.best!r}, factor={self.factor})"
+        return f"Comparison({counted(len(self.strategies), 'strategy')}, best={self.best!r}, factor={self.factor})"
 
     def _repr_html_(self) -> str:
         """A table for notebooks: strategies that fit, the best one marked, then why the others do not."""

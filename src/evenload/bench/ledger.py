@@ -20,7 +20,7 @@ from evenload.bench.quiet_rounds import most_spread
 from evenload.bench.recorded import BenchInputs
 from evenload.bench.runs import BatchRun, BenchResult
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, unreadable
 from evenload.types.base import Frozen
 
 FACTS = ("model", "parameters", "layout", "device", "costs", "versions")
@@ -199,7 +199,7 @@ def read_inputs(path: Path, name: str) -> tuple[BenchInputs, CostCoefficients]:
     try:
         return msgspec.json.decode(file.read_bytes(), type=BenchInputs), read_coefficients(_beside(path, "costs", name))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise unreadable(str(file), error) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{file} is not valid: {error}; measure the case again") from error
 

@@ -30,6 +30,7 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.types.counted import counted
 from evenload.types.plan import StepPlan
 
 _FLOAT64_TOLERANCE = 1e-10
@@ -99,7 +100,8 @@ def check_invariance(
             )
     found = (
         f"{', '.join(title for title, _ in plans)} in {config.model.dtype} on {mesh.layout.describe()}, "
-        f"{len(tokens)} documents, {sum(map(len, tokens.values())):,} tokens: loss within {worst_loss:.1e} (allowed "
+        f"{counted(len(tokens), 'document')}, {sum(map(len, tokens.values())):,} tokens: loss within "
+        f"{worst_loss:.1e} (allowed "
         f"{limits[0]:.1e}), gradient within {worst_gradient:.1e} (allowed {limits[1]:.1e}) of plain float64"
     )
     if left_out:

@@ -20,6 +20,7 @@ from evenload.check.verdict import Verdict, failed, passed, skipped
 from evenload.data.encoding.document_encoder import IGNORE_INDEX
 from evenload.data.encoding.token_table import TokenTable
 from evenload.runtime.comm.mesh import Mesh
+from evenload.types.counted import counted
 from evenload.types.plan import StepPlan
 
 _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-2
@@ -35,7 +36,7 @@ def check_isolation(
     """Run the probe on every replica at once, on the first plan that puts several documents into a pack. Collective."""
     plan = next((plan for plan in plans if _num_shared_packs(plan)), None)
     if plan is None:
-        found = f"{len(tokens)} documents under {len(plans)} plans"
+        found = f"{counted(len(tokens), 'document')} under {counted(len(plans), 'plan')}"
         return skipped("isolation", found, "no pack holds two documents, so none can reach another")
     order, shared_packs = _order_in_packs(plan), _num_shared_packs(plan)
     before = runner.run(plan, tokens).seen
@@ -58,7 +59,7 @@ def check_isolation(
     allowed = 0.0 if mesh.device.type == "cpu" else min(_NOISE_FACTOR * noise, _MOST_NOISE)
     near = "to the bit" if leak == 0 else f"to {leak:.1e} of the largest value, allowed {allowed:.1e}"
     found = (
-        f"{len(order)} documents in {shared_packs} shared packs of {plan.strategy}: outputs and gradients "
+        f"{counted(len(order), 'document')} in {shared_packs} shared packs of {plan.strategy}: outputs and gradients "
         f"unchanged {near} while every other document changes"
     )
     if not max(leak, noise if mesh.device.type == "cpu" else 0.0) <= allowed:

@@ -18,6 +18,7 @@ from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.trainer import Trainer
+from evenload.types.counted import counted
 
 _COMPARED = ("loss", "grad_norm", "tokens", "documents")
 
@@ -35,7 +36,7 @@ def check_resume(config: TrainConfig, coefficients: CostCoefficients, memory_cap
         raise ConfigError(f"{directory} holds no checkpoint, although one was saved; is train.output_dir shared?")
     first = again.steps_done
     resumed = _rows(again, coefficients, memory_cap_bytes)
-    same = f"{STEPS - first} steps after a restart from step {first}"
+    same = f"{counted(STEPS - first, 'step')} after a restart from step {first}"
     found_differences = [
         f"step {step}: {key} {ours} instead of {theirs}"
         for step, (row, expected) in enumerate(zip(resumed, whole[first:], strict=True), start=first)

@@ -14,6 +14,7 @@ from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.weight_files import INDEX_FILE, stored_weights
 from evenload.types.architectures.architecture import ModuleNames
+from evenload.types.counted import counted
 
 # A forward and backward of so many FLOPs takes about a second on two CPU cores.
 _STEP_FLOPS = 4e10
@@ -49,7 +50,7 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         parallel = msgspec.structs.replace(parallel, dp=_REPLICAS)
     documents = min(data.batch_documents or _DOCUMENTS, _DOCUMENTS)
     if documents != data.batch_documents:
-        notes.append(f"{documents} documents a step")
+        notes.append(f"{counted(documents, 'document')} a step")
     smaller_data = msgspec.structs.replace(
         data,
         batch_documents=documents,

@@ -17,6 +17,7 @@ from evenload.plan.deferral.delay import DelayState
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.stepplan.validate import validate_plan
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.scaled_units import format_bytes
@@ -108,7 +109,8 @@ def check_ledger(survey: Survey) -> Verdict:
     # Without what stayed at zero.
     told = (" ".join(line.split()) for line in survey.ledger_lines)
     lines = "; ".join(line for line in told if " 0 documents 0 tokens" not in line)
-    found = f"{extent}, {survey.steps} steps of {survey.documents:,} documents, {survey.tokens:,} tokens: {lines}"
+    steps, documents = counted(survey.steps, "step"), counted(survey.documents, "document")
+    found = f"{extent}, {steps} of {documents}, {survey.tokens:,} tokens: {lines}"
     if survey.ledger_error:
         return failed("ledger", found, survey.ledger_error)
     if not survey.steps:

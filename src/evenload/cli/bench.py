@@ -11,6 +11,7 @@ from evenload.bench.ledger import append_result, require_ledger
 from evenload.bench.runs import BenchResult, StrategyRuns, ranked_pairs
 from evenload.cli.output_file import calibration_cache, require_writable, write_output
 from evenload.explore.prediction_interval import prediction_interval
+from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def bench_command(
         write_output(json_path, msgspec.json.format(content, indent=2) + b"\n")
     show_result(result, time.perf_counter() - started_s)
     if ledger is not None:
-        typer.echo(f"{append_result(ledger, result, case or config.stem)} rows appended to {ledger}")
+        typer.echo(f"{counted(append_result(ledger, result, case or config.stem), 'row')} appended to {ledger}")
 
 
 # Named here, so that the launcher itself need not import what its children have imported.
@@ -153,8 +154,9 @@ def _lines(result: BenchResult, fastest: StrategyRuns) -> list[str]:
     first, runs = result.runs[0], result.runs
     batches = first.batches
     lines = [
-        f"means of {len(batches)} global batches ({sum(run.documents for run in batches):,} documents, "
-        f"{sum(run.tokens for run in batches):,} tokens), medians of {len(batches[0].measured_s)} rounds"
+        f"means of {counted(len(batches), 'global batch')} "
+        f"({counted(sum(run.documents for run in batches), 'document')}, "
+        f"{sum(run.tokens for run in batches):,} tokens), medians of {counted(len(batches[0].measured_s), 'round')}"
     ]
     for other in runs:
         if other is not fastest:

@@ -13,6 +13,7 @@ from evenload.integrations.wandb_log import WandbLog
 from evenload.runtime.config.log_config import LogConfig, Tracker, require_trackers
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
+from evenload.types.counted import counted
 from evenload.types.validation import Validation
 
 _TRACKERS: dict[Tracker, Callable[[], Callback]] = {"wandb": WandbLog, "tensorboard": TensorBoardLog}
@@ -101,6 +102,7 @@ class CallbackCalls:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise CallbackError(
                 f"callback {type(one).__name__}.{name} raised {type(error).__name__}: {error} ({last.filename}, line "
-                f"{last.lineno}), after {self._trainer.steps_done} steps; training stops, and goes on from the last "
+                f"{last.lineno}), after {counted(self._trainer.steps_done, 'step')}; training stops, and goes on "
+                f"from the last "
                 "checkpoint once that is mended"
             ) from error

@@ -34,6 +34,7 @@ from evenload.runtime.config.fitted_config import fitted_config
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
+from evenload.types.counted import counted
 
 _MARGIN_S = 15.0
 """After `train.timeout_s`, for an error that names who is lost: it says more than a silent store."""
@@ -52,7 +53,7 @@ def run_elastic_worker(task: RunTask) -> int:
     full = layout_of(config, num_layers)
     if world_size > full.world_size:
         raise ConfigError(
-            f"torchrun has started {world_size} ranks, layout {full.describe()} has {full.world_size}; "
+            f"torchrun has started {counted(world_size, 'rank')}, layout {full.describe()} has {full.world_size}; "
             "lower --nnodes or --nproc-per-node, or raise parallel.dp / cp / pp / tp"
         )
     now = fitted_config(config, num_layers, world_size)

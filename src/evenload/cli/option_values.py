@@ -4,6 +4,7 @@ import re
 from fractions import Fraction
 
 from evenload.errors import ConfigError
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_text import read_layout_text
 
@@ -31,8 +32,12 @@ def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout
     rest = written.ranks_per_replica
     if written.devices is not None:
         if rest != num_devices:
-            raise ConfigError(f"layout '{text}' takes {rest} devices, there are {num_devices}; it has no replicas")
+            raise ConfigError(
+                f"layout '{text}' takes {counted(rest, 'device')}, there are {num_devices}; it has no replicas"
+            )
         return written.layout(num_layers)
     if num_devices % rest:
-        raise ConfigError(f"layout '{text}' takes {rest} devices a replica, which does not divide {num_devices}")
+        raise ConfigError(
+            f"layout '{text}' takes {counted(rest, 'device')} a replica, which does not divide {num_devices}"
+        )
     return written.layout(num_layers, dp=num_devices // rest)

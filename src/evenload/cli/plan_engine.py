@@ -16,6 +16,7 @@ from evenload.engines.refusals import BEST, require_heads, require_strategy
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.report.units import format_seconds
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.length_unit import LengthUnit, in_unit
 
@@ -66,7 +67,7 @@ def engine_lines(found: EngineEvaluation, own: Evaluation, unit: LengthUnit) -> 
         line += f" (as {best.planned_by})" if best.planned_by else ""
         line += f", {format_seconds(best.mean_step_time_s or 0.0)} a step"
         if best.micro_batches_per_rank is not None:
-            line += f", {best.micro_batches_per_rank} micro-batches on every rank in every step"
+            line += f", {counted(best.micro_batches_per_rank, 'micro-batch')} on every rank in every step"
         ours = next((result for result in own.results if result.name == own.best), None)
         if ours is not None and ours.mean_step_time_s is not None:
             line += f"; Evenload's own runtime: {ours.name}, {format_seconds(ours.mean_step_time_s)}"

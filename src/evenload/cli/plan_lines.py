@@ -26,6 +26,7 @@ from evenload.report.units import (
     format_power_of_two,
     format_seconds,
 )
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.length_unit import LengthUnit, in_unit
 from evenload.types.scaled_units import format_bytes
@@ -71,16 +72,17 @@ def inputs_said(
 
 def first_line(said: dict[str, Any], table: LengthTable, layout: ParallelLayout, coefficients: CostCoefficients) -> str:
     """All inputs on one line, so that a copied output can be repeated."""
-    size = f"{said['tokens']:,} {table.unit}" if said["tokens"] else f"{said['documents']:,} documents"
+    size = f"{said['tokens']:,} {table.unit}" if said["tokens"] else counted(said["documents"], "document")
     unused = said["devices"] - layout.world_size
     devices = f" ({unused} of {said['devices']} devices unused)" if unused else ""
-    lengths, counted = table.lengths, f"; tokeniser {table.tokenizer}" if table.tokenizer else ""
+    lengths, tokenizer = table.lengths, f"; tokeniser {table.tokenizer}" if table.tokenizer else ""
     return (
-        f"evenload {version('evenload')} plan: {said['lengths']} ({len(lengths):,} documents, median "
-        f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{counted}), "
+        f"evenload {version('evenload')} plan: {said['lengths']} ({counted(len(lengths), 'document')}, median "
+        f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{tokenizer}), "
         f"model {said['model']} ({said['model_size']}), cluster {said['cluster']}, "
         f"layout {layout.describe()}{devices}, {size} a step, "
-        f"{said['steps']} steps, context {said['context']:,}, overlong {said['overlong']}, seed {said['seed']}, "
+        f"{counted(said['steps'], 'step')}, context {said['context']:,}, overlong {said['overlong']}, seed "
+        f"{said['seed']}, "
         f"{coefficients.source} costs"
     )
 
@@ -183,7 +185,8 @@ def worst_line(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -> st
             f". Documents that {worst.strategy} has put off in earlier steps may come on top; they are not counted"
         )
     return in_unit(
-        f"{worst.strategy}: the worst of {worst.searched} global batches searched ({worst.drawn}: {worst.documents:,} "
+        f"{worst.strategy}: the worst of {counted(worst.searched, 'global batch')} searched ({worst.drawn}: "
+        f"{worst.documents:,} "
         f"documents of {longest}{more} tokens, {worst.tokens:,} in all) takes {format_bytes(worst.peak_memory_bytes)} "
         f"of {format_bytes(memory_cap_bytes)} with {policies} and {verdict}",
         unit,

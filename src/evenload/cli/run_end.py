@@ -17,6 +17,7 @@ from evenload.runtime.model.export_files import tokenizer_note
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
+from evenload.types.counted import counted
 
 FINISHED_FILE = "finished.json"
 
@@ -31,7 +32,7 @@ class FinishedRun(Frozen):
 def show_stopped(console: Console, trainer: Trainer, command: str) -> None:
     name = signal_name(trainer.stop_signal)
     console.print(
-        f"stopped by {name} after {trainer.steps_done} steps; nothing is lost. Go on with:\n  {command}",
+        f"stopped by {name} after {counted(trainer.steps_done, 'step')}; nothing is lost. Go on with:\n  {command}",
         soft_wrap=True,
         markup=False,
     )
@@ -83,7 +84,7 @@ def _read_finished(directory: Path) -> FinishedRun | None:
 def _show_nothing_left(console: Console, trainer: Trainer, command: str, *, is_whole: bool) -> None:
     train, strategy = trainer.config.train, trainer.config.plan.strategy
     lines = [
-        f"nothing left to train: {train.output_dir} holds a finished run of {trainer.steps_done} steps"
+        f"nothing left to train: {train.output_dir} holds a finished run of {counted(trainer.steps_done, 'step')}"
         f"{f' under {trainer.saved_strategy}' if trainer.saved_strategy else ''}; raise train.steps or data.epochs to "
         "train longer"
     ]

@@ -49,6 +49,7 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.types.base import Frozen
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
@@ -226,7 +227,9 @@ def _facts(
     config: TrainConfig, model: ModelSpec, costs: CostCoefficients, tokenizer: str, last: StepReport
 ) -> tuple[tuple[str, str], ...]:
     data = config.data
-    batch = f"{data.batch_tokens:,} tokens" if data.batch_documents is None else f"{data.batch_documents:,} documents"
+    batch = (
+        f"{data.batch_tokens:,} tokens" if data.batch_documents is None else counted(data.batch_documents, "document")
+    )
     return (
         (
             "model",

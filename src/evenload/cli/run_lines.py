@@ -15,6 +15,7 @@ from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
 from evenload.report.units import format_seconds
+from evenload.types.counted import counted
 from evenload.types.data_sheets import data_sheet_flops_per_s
 from evenload.types.plan import StepPlan
 
@@ -117,15 +118,20 @@ def _over(copies: Collection[int]) -> str:
 
 
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
-    batch = f"{config.batch_documents} documents" if config.batch_tokens is None else f"{config.batch_tokens:,} tokens"
+    batch = (
+        f"{config.batch_tokens:,} tokens"
+        if config.batch_documents is None
+        else counted(config.batch_documents, "document")
+    )
     order = (
         "in the order of the files"
         if config.shuffle_window == 1
-        else f"shuffled over {config.shuffle_window:,} documents in {config.num_streams} streams, seed {config.seed}"
+        else f"shuffled over {counted(config.shuffle_window, 'document')} in {counted(config.num_streams, 'stream')}, "
+        f"seed {config.seed}"
     )
     readers = f"{config.workers} worker process{'es' if config.workers > 1 else ''}" if config.workers else "a thread"
     ahead = (
-        f"{config.prefetch_steps} steps ahead"
+        f"{counted(config.prefetch_steps, 'step')} ahead"
         if config.prefetch_steps
         else "when the step asks, so steps wait for data (data.prefetch_steps = 0)"
     )
@@ -135,11 +141,12 @@ def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
         "truncate": "longer ones lose their end (ledger: truncated)",
         "drop": "longer ones are left out (ledger: overlong)",
     }[config.overlong]
-    mixed = f"{len(config.mixture)} parts by weight, " if config.mixture else ""
+    mixed = f"{counted(len(config.mixture), 'part')} by weight, " if config.mixture else ""
     if config.held_out_share:
         order += f", {config.held_out_share:.3g} of the documents held out for validation"
     return (
-        f"data {mixed}{num_files:,} files of {num_bytes / 1e6:,.1f} MB, {order} | a step trains {batch}, whatever the "
+        f"data {mixed}{counted(num_files, 'file')} of {num_bytes / 1e6:,.1f} MB, {order} | a step trains {batch}, "
+        f"whatever the "
         f"strategy | documents of at most {config.max_document_tokens:,} tokens, {longer} | read by {readers} a rank, "
         f"{ahead}"
     )
@@ -147,7 +154,7 @@ def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
 
 def resumed_line(checkpoint: str, steps_done: int, saved_strategy: str, strategy: str) -> str:
     """Which run this start goes on with; a `saved_strategy` of "" is not known."""
-    text = f"resumed from {checkpoint} after {steps_done} steps"
+    text = f"resumed from {checkpoint} after {counted(steps_done, 'step')}"
     if saved_strategy in ("", strategy):
         return text
     return (
@@ -168,10 +175,12 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionIn
         policies.append(f"{'+'.join(map(str, again))} layers of the stages recomputed")
     computed = tokens + padding
     return (
-        f"first step {len(plan.documents):,} documents of {tokens:,} tokens in {len(packs)} forward and "
-        f"{sum(len(replica.backward) for replica in plan.pack_plans)} backward packs of at most {largest:,} tokens "
+        f"first step {counted(len(plan.documents), 'document')} of {tokens:,} tokens in {len(packs)} forward and "
+        f"{counted(sum(len(replica.backward) for replica in plan.pack_plans), 'backward pack')} of at most "
+        f"{largest:,} tokens "
         f"(limit {max_pack_tokens:,}) | {tokens / computed if computed else 1.0:.1%} of computed tokens are real | "
-        f"{len(cut)} documents cut, {len(shared)} shared by ranks, {len(plan.left_out)} left for later | activations "
+        f"{counted(len(cut), 'document')} cut, {len(shared)} shared by ranks, {len(plan.left_out)} left for later | "
+        f"activations "
         f"{', '.join(policies) or 'replay'} | predicted {format_seconds(plan.predicted.step_time_s)}; "
         f"{interval.describe()}"
     )

@@ -15,6 +15,7 @@ import msgspec
 from evenload.errors import DataError
 from evenload.report.metrics_file import read_metrics
 from evenload.types.base import Frozen
+from evenload.types.counted import counted
 
 STARTS_FILE = "starts.jsonl"
 
@@ -36,7 +37,7 @@ class StartRecord(Frozen):
     def line(self, before: "StartRecord | None", why: str) -> str:
         """What happened, for people, such as "ranks were lost: 4 ranks in layout dp=2 pp=2 before, 2 in layout pp=2
         now; training goes on from step 12; steps 12 to 14 are trained again"."""
-        was = f"{before.ranks} ranks in layout {before.layout} before, " if before is not None else ""
+        was = f"{counted(before.ranks, 'rank')} in layout {before.layout} before, " if before is not None else ""
         first, last = self.steps_done, self.steps_done + self.steps_repeated - 1
         again = (
             "no step is trained again"

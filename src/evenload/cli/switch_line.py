@@ -4,6 +4,7 @@ from evenload.report.units import format_seconds
 from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.stages.opened_twins import Twins
+from evenload.types.counted import counted
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.scaled_units import format_bytes
 
@@ -18,7 +19,7 @@ def groups_line(meshes: Meshes, *, are_declared: bool) -> str:
         return ""
     named = ", ".join(layout.describe() for layout in meshes.layouts)
     chosen = "" if are_declared else ", as plan.layouts names none (plan.options.flexpipe.most_layouts, most_groups)"
-    return f"layouts that the run may take: {named}{chosen} | {meshes.num_groups} process groups"
+    return f"layouts that the run may take: {named}{chosen} | {counted(meshes.num_groups, 'process group')}"
 
 
 def twins_line(twins: Twins | None, budget_bytes: int | None) -> str:

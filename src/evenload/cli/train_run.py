@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from evenload.cli.output_file import calibration_cache, require_writable_directory
 from evenload.errors import ConfigError
 from evenload.runtime.config.log_config import require_trackers
+from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _run_in_processes(
         layout = call_in_child(_checked_layout, settings)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(
-            f"--nproc is {nproc}, but layout {layout.describe()} needs {layout.world_size} processes; "
+            f"--nproc is {nproc}, but layout {layout.describe()} needs {counted(layout.world_size, 'process')}; "
             "change --nproc, or parallel.dp / parallel.pp"
         )
     task, grace_s = (settings, calibration_cache(), command, callbacks), settings.train.stop_grace_s

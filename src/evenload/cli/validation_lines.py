@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from evenload.report.units import format_count, format_plain, format_seconds
+from evenload.types.counted import counted
 from evenload.types.validation import LossOf, Validation
 
 
@@ -16,7 +17,7 @@ def validation_lines(validation: Validation, *, shows_left_out: bool) -> list[st
     name = "validation of the average" if validation.of_average else "validation"
     lines = [
         f"{name} after step {validation.step} | loss {format_plain(whole.loss, '.4f')} | perplexity "
-        f"{format_plain(whole.perplexity, '.4g')} | {whole.documents:,} documents, {whole.tokens:,} tokens in "
+        f"{format_plain(whole.perplexity, '.4g')} | {counted(whole.documents, 'document')}, {whole.tokens:,} tokens in "
         f"{format_seconds(validation.seconds)} ({format_count(whole.tokens / max(validation.seconds, 1e-9))} tokens/s)"
     ]
     if len(validation.by_length) > 1:
@@ -25,7 +26,7 @@ def validation_lines(validation: Validation, *, shows_left_out: bool) -> list[st
         lines.append(f"  loss by source: {_losses(validation.by_source)}")
     if shows_left_out:
         lines += [
-            f"  left out of the validation data: {documents:,} documents, {tokens:,} tokens ({reason})"
+            f"  left out of the validation data: {counted(documents, 'document')}, {tokens:,} tokens ({reason})"
             for reason, documents, tokens in validation.left_out
         ]
     return lines

@@ -23,6 +23,7 @@ from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, backward_linear_ratio
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
@@ -48,7 +49,7 @@ def analytic_coefficients(
     require_supported_layout(model, layout)
     if layout.world_size > cluster.num_devices:
         raise ConfigError(
-            f"layout {layout.describe()} needs {layout.world_size} devices, cluster {cluster.name} has "
+            f"layout {layout.describe()} needs {counted(layout.world_size, 'device')}, cluster {cluster.name} has "
             f"{cluster.num_devices}; lower dp or pp, or name a larger cluster"
         )
     device = cluster.device

@@ -32,7 +32,7 @@ import msgspec
 
 from evenload.cost.copy_spec import CopySpec
 from evenload.cost.profile_record import Profile, digest_of
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, unreadable
 from evenload.types.base import Frozen
 from evenload.types.cluster import LinkSpec, device_share, group_link
 from evenload.types.model import ModelSpec
@@ -374,7 +374,7 @@ def read_coefficients(path: str | Path) -> CostCoefficients:
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=CostCoefficients)
     except OSError as error:
-        raise ConfigError(f"cost file {path} cannot be read: {error.strerror or error}") from error
+        raise unreadable(f"cost file {path}", error) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"cost file {path} is not valid: {error}; make it again with evenload profile") from error
 

@@ -14,6 +14,7 @@ import msgspec
 
 from evenload.errors import DataError, InvalidPlanError
 from evenload.types.base import Frozen
+from evenload.types.counted import counted
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, LeftOut, StepPlan
 
@@ -74,9 +75,10 @@ class LedgerState(Frozen):
         rows += [(f"dropped ({reason})", self.dropped[reason]) for reason in sorted(self.dropped)]
         rows += [("deferred", self.deferred), ("waiting", self.in_flight + held)]
         width = max(len(name) for name, _ in rows)
-        lines = [
-            f"{name:<{width}}  {tally.documents:>12,} documents  {tally.tokens:>16,} tokens" for name, tally in rows
-        ]
+        lines = []
+        for name, tally in rows:
+            number, noun = counted(tally.documents, "document").split()
+            lines.append(f"{name:<{width}}  {number:>12} {noun:<9}  {tally.tokens:>16,} tokens")
         lines[1] += f"  ({self.masked:,} of them masked: no loss of their own)"
         return lines
 

@@ -20,18 +20,14 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.engines.price import EnginePrice, engine_price
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
-from evenload.engines.refusals import BEST, require_auto, require_heads, require_strategy, runnable
+from evenload.engines.refusals import BEST, require_auto, require_strategy, runnable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.plan.deferral.delay import DelayState
-from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.planner import AskedStep, Proposal, StepPlanner
 from evenload.plan.problem.options import CHOOSE, PlanOptions
 from evenload.plan.strategies.balanced import BALANCED
 from evenload.plan.strategies.registry import strategy_named
-from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
-from evenload.types.plan import LeftOut
-from evenload.types.rank_speeds import RankSpeeds
 
 ENGINES_AUTO = "every global batch by the strategy that is fastest by this engine's price, of those that it can run"
 """Description of `auto` under an engine; that of Evenload's own runtime searches for something else."""
@@ -48,7 +44,8 @@ class EnginePlanner(StepPlanner):
         shape: what the run fixes of micro-batches; None = nothing.
 
     Raises:
-        ConfigError: the engine does not have the layout, or not for the model's heads.
+        ConfigError: the engine does not have the layout. Whether it shares this model's heads (`require_heads`) is
+            asked by who knows that it is this model.
     """
 
     def __init__(
@@ -61,7 +58,6 @@ class EnginePlanner(StepPlanner):
         shape: StepShape | None = None,
     ) -> None:
         require_strategy(profile, BEST, options or PlanOptions(), layout)
-        require_heads(profile, model, layout)
         super().__init__(
             model, coefficients, layout, None, options_under(profile, options or PlanOptions()), host="unlimited"
         )
@@ -80,57 +76,37 @@ class EnginePlanner(StepPlanner):
         """What the plan takes on the engine; `shape` instead of the planner's own, where given."""
         return engine_price(proposal.plan, self.profile, self.costs, shape or self.shape, self.schedule)
 
-    def propose(
-        self,
-        step: int,
-        documents: tuple[Document, ...],
-        strategy: str,
-        left_out: tuple[LeftOut, ...] = (),
-        *,
-        state: DelayState | None = None,
-        is_last: bool = False,
-        speeds: RankSpeeds | None = None,
-    ) -> Proposal:
+    def _propose(self, asked: AskedStep) -> Proposal:
         """As `StepPlanner.propose`; the plan's own prediction stays that of Evenload's runtime.
 
         Raises:
             ConfigError: also for a strategy that the engine cannot run, and for speeds of ranks.
         """
-        if speeds is not None:
+        if asked.speeds is not None:
             raise ConfigError(f"engine {self.profile.name}: measured speeds of ranks come from 'evenload train' only")
-        require_strategy(self.profile, strategy, self.options, self.layout)
-        if strategy == BEST:
+        require_strategy(self.profile, asked.strategy, self.options, self.layout)
+        if asked.strategy == BEST:
             require_auto(self.profile, self.options)
-            return self._fastest(step, documents, left_out, state)
-        return self._proposed(self, step, documents, strategy, left_out, state, is_last)
+            return self._fastest(asked)
+        return self._proposed(self, asked)
 
-    def _proposed(
-        self,
-        planner: StepPlanner,
-        step: int,
-        documents: tuple[Document, ...],
-        strategy: str,
-        left_out: tuple[LeftOut, ...],
-        state: DelayState | None,
-        is_last: bool,
-    ) -> Proposal:
+    def _proposed(self, planner: StepPlanner, asked: AskedStep) -> Proposal:
         """By `planner`, this one or one of other options; as it was made before, where it was."""
 
         def make() -> Proposal:
-            return StepPlanner.propose(planner, step, documents, strategy, left_out, state=state, is_last=is_last)
+            return StepPlanner._propose(planner, asked)
 
         if self._made is None:
             return make()
         # A strategy that puts nothing off asks neither what waits nor what comes, so whoever asks gets the same.
-        asked = (state, is_last) if strategy_named(strategy).delays(planner.options) else state is None
-        key = planner.options.micro_batches, strategy, step, documents, left_out, asked
+        delays = strategy_named(asked.strategy).delays(planner.options)
+        of_state = (asked.state, asked.is_last) if delays else asked.state is None
+        key = planner.options.micro_batches, asked.strategy, asked.step, asked.documents, asked.left_out, of_state
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
-    def _fastest(
-        self, step: int, documents: tuple[Document, ...], left_out: tuple[LeftOut, ...], state: DelayState | None
-    ) -> Proposal:
+    def _fastest(self, asked: AskedStep) -> Proposal:
         """The fastest by the engine's price, the first of equals; nothing is put off to later steps."""
         found: list[tuple[float, Proposal]] = []
         failed: list[ConfigError | DataError | InfeasiblePlanError] = []
@@ -138,7 +114,7 @@ class EnginePlanner(StepPlanner):
 
         def try_one(planner: StepPlanner, name: str) -> Proposal | None:
             try:
-                proposal = self._proposed(planner, step, documents, name, left_out, state, True)
+                proposal = self._proposed(planner, asked._replace(strategy=name, is_last=True))
                 found.append((self.price(proposal).step_time_s, proposal))
             except (ConfigError, DataError, InfeasiblePlanError) as error:
                 failed.append(error)  # of one strategy: no limit where it needs one, too many micro-batches, no room
@@ -149,7 +125,7 @@ class EnginePlanner(StepPlanner):
             proposal = try_one(self, name)
             if name == BALANCED.name and proposal is not None:
                 count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
-        for planner in self._with_more_micro_batches(count, len(documents)):
+        for planner in self._with_more_micro_batches(count, len(asked.documents)):
             try_one(planner, BALANCED.name)
         if not found:
             raise failed[0]

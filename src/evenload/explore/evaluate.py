@@ -40,6 +40,7 @@ from evenload.plan.strategies.best_fit import BEST_FIT, BestFitOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.time_split import TimeSplit, mean_time_split
@@ -321,9 +322,9 @@ def _switch_note(proposals: Sequence[FlexProposal]) -> str:
     switches = sum(one.decision.action == "switch" and one.proposal.feasible for one in proposals)
     switch_s = sum(one.proposal.switch_s for one in proposals)
     saving = sum(one.decision.action == "save memory" for one in proposals)
-    times = "1 time" if switches == 1 else f"{switches} times"
-    return f"layout switched {times}, {switch_s:.3g} s of {len(proposals)} steps; steps by layout: {layouts}" + (
-        f"; {saving} steps kept it by recomputing or offloading" if saving else ""
+    steps = counted(len(proposals), "step")
+    return f"layout switched {counted(switches, 'time')}, {switch_s:.3g} s of {steps}; steps by layout: {layouts}" + (
+        f"; {counted(saving, 'step')} kept it by recomputing or offloading" if saving else ""
     )
 
 

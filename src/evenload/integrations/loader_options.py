@@ -22,6 +22,7 @@ from evenload.integrations.loader_peers import LoaderPlace
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.config.config_keys import plan_options
+from evenload.types.counted import counted
 from evenload.types.layout import even_layout
 
 
@@ -51,8 +52,8 @@ class LoaderOptions:
         format: names, shapes and label convention of the batches, see `batch_formats`; then as `resolve_format` has it.
             Default: the engine's, else "hf".
         model, costs: cost model for the balance, see `step_planner`; without a model `ASSUMED_MODEL`, and the loader
-            says so. With the caller's own model (not a built-in name), token ids beyond its vocabulary are corrupt
-            records.
+            says so, and ranks that share heads are checked when a loop brings the model. With the caller's own model
+            (not a built-in name), token ids beyond its vocabulary are corrupt records.
         plan_options: further options of planning, as `[plan.options]` of a training configuration has them:
             `{"window": 4}`, `{"wlb": {"release": "queues"}}`.
         accept_slices: the loop can run slices that attend to keys of earlier packs.
@@ -166,9 +167,9 @@ class LoaderOptions:
             room = self.micro_batches * place.world_size * self.max_tokens
             if config.batch_tokens > room:
                 raise ConfigError(
-                    f"batch_tokens is {config.batch_tokens}, but {place.world_size} ranks x {self.micro_batches} "
-                    f"micro_batches x {self.max_tokens} max_tokens hold {room}; lower batch_tokens (packs of whole "
-                    "documents are seldom full), or raise one of the others"
+                    f"batch_tokens is {config.batch_tokens}, but {counted(place.world_size, 'rank')} x "
+                    f"{self.micro_batches} micro_batches x {self.max_tokens} max_tokens hold {room}; lower "
+                    "batch_tokens (packs of whole documents are seldom full), or raise one of the others"
                 )
         if strategy_named(self.strategy).needs_solver and place.reads_alone and place.world_size > 1:
             raise ConfigError(

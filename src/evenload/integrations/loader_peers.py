@@ -23,6 +23,7 @@ import torch.distributed as dist
 from evenload.data.batch.peers import Alone, Peers
 from evenload.errors import ConfigError
 from evenload.runtime.comm.torch_peers import TorchPeers
+from evenload.types.counted import counted
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,7 +98,7 @@ def _groups(ranks: int, sequence_ranks: int) -> int:
     """Sequence groups of so many ranks."""
     if ranks % sequence_ranks:
         raise ConfigError(
-            f"sequence_ranks is {sequence_ranks}, which does not divide {ranks} ranks; every rank belongs to a group "
-            "of so many"
+            f"sequence_ranks is {sequence_ranks}, which does not divide {counted(ranks, 'rank')}; every rank "
+            "belongs to a group of so many"
         )
     return ranks // sequence_ranks

@@ -35,11 +35,12 @@ from evenload.integrations.loader_peers import find_place
 from evenload.integrations.loader_settings import LoaderSettings
 from evenload.integrations.packed_step import PackedStep, pack_step
 from evenload.integrations.start_lines import balance_line, first_step_line, start_lines
-from evenload.integrations.step_planner import ASSUMED_MODEL, known_vocabulary, make_planner
+from evenload.integrations.step_planner import known_vocabulary, make_planner
 from evenload.integrations.tokenizer_source import loader_tokenizer_fact, require_choice, tokenizer_settings
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.plan.strategies.registry import strategy_named
+from evenload.types.counted import counted
 
 STATE_VERSION = 1
 
@@ -119,7 +120,7 @@ class PackedLoader:
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
         planner = make_planner(
-            ASSUMED_MODEL if model is None else model,
+            model,
             options.costs,
             (place.world_size, options.sequence_ranks),
             planning,
@@ -242,8 +243,9 @@ class PackedLoader:
         given = int(state_dict["given"])
         if given and state_dict["world_size"] != self.world_size:
             raise ConfigError(
-                f"the state was saved inside a step, after {given} micro-batches, with {state_dict['world_size']} "
-                f"ranks; now there are {self.world_size}. Save between two steps to go on with another number"
+                f"the state was saved inside a step, after {counted(given, 'micro-batch')}, with "
+                f"{counted(state_dict['world_size'], 'rank')}; now there are {self.world_size}. Save between two steps "
+                "to go on with another number"
             )
         planner = PlannerState(delay=msgspec.json.decode(state_dict["planner"], type=DelayState))
         self._go_on(decode_state(state_dict["loader"].encode()), planner, int(state_dict["epoch"]))

@@ -11,6 +11,7 @@ from evenload.integrations.loader_options import LoaderOptions
 from evenload.integrations.loader_peers import LoaderPlace
 from evenload.integrations.packed_step import PackedStep
 from evenload.plan.strategies.registry import strategy_named
+from evenload.types.counted import counted
 
 
 def start_lines(
@@ -18,20 +19,22 @@ def start_lines(
 ) -> list[str]:
     """One line a subject, `balance_line` first; `tokenizer` = what is said about it."""
     planning, strategy = options.planning(), strategy_named(options.strategy)
-    batch = f"{config.batch_documents} documents" if config.batch_documents else f"up to {config.batch_tokens} tokens"
+    batch = (
+        counted(config.batch_documents, "document") if config.batch_documents else f"up to {config.batch_tokens} tokens"
+    )
     most = f"at most {options.max_tokens} tokens"
     packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
     if options.micro_batches is not None:
-        packs = f"exactly {options.micro_batches} packs a rank"
+        packs = f"exactly {counted(options.micro_batches, 'pack')} a rank"
     if options.fixed_shapes:
         packs += f", each padded to {options.max_tokens} tokens"
     elif options.row_multiple > 1:
         packs += f", each padded to a multiple of {options.row_multiple} tokens"
     if options.sequence_ranks > 1:
-        packs += f", each shared by {options.sequence_ranks} ranks"
+        packs += f", each shared by {counted(options.sequence_ranks, 'rank')}"
     reading = "alone" if place.reads_alone else f"together with {place.peers.size - 1} others"
-    workers = f"{config.workers} processes" if config.workers else "a thread"
-    order = f"shuffled within {config.shuffle_window} documents, seed {config.seed}"
+    workers = counted(config.workers, "process") if config.workers else "a thread"
+    order = f"shuffled within {counted(config.shuffle_window, 'document')}, seed {config.seed}"
     not_done = [
         "no document attends to another" + (", and none is cut" if options.keeps_whole else ""),
         "no attention mask is made",
@@ -54,8 +57,9 @@ def start_lines(
         f"tokenizer     {tokenizer}",
         f"boundaries    format {options.format}: {METADATA[options.batch_format]}",
         f"order         {order if config.shuffle_window > 1 else 'as in the files'}"
-        + (f", packed over {planning.window} batches" if packs_windows else ""),
-        f"reading       {reading}, {workers}, {config.prefetch_steps} steps ahead; longer documents: {config.overlong}",
+        + (f", packed over {counted(planning.window, 'batch')}" if packs_windows else ""),
+        f"reading       {reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "
+        f"{config.overlong}",
         f"not done      {'; '.join(not_done)}",
     ]
     if options.evaluation:
@@ -82,7 +86,7 @@ def first_step_line(step: PackedStep, options: LoaderOptions) -> str:
     mean_s = sum(times) / len(times)
     uneven = max(times) / mean_s if mean_s else 1.0
     return (
-        f"first step    {len(plan.documents)} documents, {tokens} tokens in {len(packs)} packs "
+        f"first step    {counted(len(plan.documents), 'document')}, {tokens} tokens in {counted(len(packs), 'pack')} "
         f"({tokens / (len(packs) * options.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not "
         f"padding, slowest rank {uneven:.3f} of the mean by prediction"
     )

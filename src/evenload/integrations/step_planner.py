@@ -15,6 +15,7 @@ from evenload.cost.coverage import completed_from_cluster, in_measured_precision
 from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
+from evenload.engines.refusals import require_heads
 from evenload.errors import ConfigError
 from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
@@ -42,16 +43,18 @@ def make_planner(
     Args:
         ranks: replicas, and ranks that share every pack of one.
         model: a built-in name, a `config.json` or its directory, a `ModelSpec`, or an object with a transformers
-            configuration.
+            configuration; None = nobody has named it: `ASSUMED_MODEL`, whose heads say nothing of whether ranks can
+            share those of the model.
         costs: measured coefficients (`cost.json`) instead of a data sheet's. Links that a file lacks are an H100
             node's: they count in predicted step times, not in the balance.
         engine, shape: that trains the steps, and what the loader fixes of them; None = a loop of which nothing is
             known.
 
     Raises:
-        ConfigError: not a model, or a cost file of another one.
+        ConfigError: not a model, or a cost file of another one; a model whose heads the engine cannot share among the
+            ranks of a group.
     """
-    spec = _model_spec(model)
+    spec = _model_spec(ASSUMED_MODEL if model is None else model)
     (dp, cp), world_size = ranks, math.prod(ranks)
     layout = even_layout(spec.num_layers, dp=dp, cp=cp)
     whole_nodes = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
@@ -65,6 +68,8 @@ def make_planner(
     if costs is None:
         costs = analytic_coefficients(spec, cluster, layout)
     if engine is not None:
+        if model is not None:
+            require_heads(engine, spec, layout)
         return EnginePlanner(engine, spec, costs, layout, options, shape)
     return StepPlanner(spec, costs, layout, None, options, host="unlimited")
 

@@ -7,6 +7,7 @@ once, for the chosen candidates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -98,6 +99,18 @@ class Proposal:
         return self.plan
 
 
+class AskedStep(NamedTuple):
+    """What `StepPlanner.propose` is asked for: its arguments."""
+
+    step: int
+    documents: tuple[Document, ...]
+    strategy: str
+    left_out: tuple[LeftOut, ...] = ()
+    state: DelayState | None = None
+    is_last: bool = False
+    speeds: RankSpeeds | None = None
+
+
 class StepPlanner:
     """Plans steps of one run.
 
@@ -173,6 +186,11 @@ class StepPlanner:
             ConfigError, DataError, InfeasiblePlanError: as `plan`; or a waiting document is not among the documents;
                 or the speeds are of another layout, or of no use to the strategy.
         """
+        return self._propose(AskedStep(step, documents, strategy, left_out, state, is_last, speeds))
+
+    def _propose(self, asked: AskedStep) -> Proposal:
+        """`propose`, which other planners do otherwise."""
+        step, documents, strategy, left_out, state, is_last, speeds = asked
         chosen = strategy_named(strategy)
         first = self._problem(step, documents, speeds)
         arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, is_last)
@@ -181,7 +199,7 @@ class StepPlanner:
         problems = [first if policy is None else replace(first, policy=policy) for policy in policies]
         others = tuple(STRATEGIES.values()) if chosen.tries_others else ()
         problem, answer, beyond_host = plan_within_host(
-            problems, lambda asked: chosen.plan_step(asked, arrivals, others), self._host_bytes, self.host
+            problems, lambda tried: chosen.plan_step(tried, arrivals, others), self._host_bytes, self.host
         )
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         choices = tuple(
@@ -192,7 +210,7 @@ class StepPlanner:
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
         found = self._proposal(plan, choices, after, beyond_host)
         if speeds is not None and not found.feasible:
-            equal = self.propose(step, documents, strategy, left_out, state=state, is_last=is_last)
+            equal = self._propose(asked._replace(speeds=None))
             return equal if equal.feasible else found
         return found
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.report.units import format_count, format_power_of_two, format_share
+from evenload.types.counted import counted
 from evenload.types.length_profile import HeaviestHalf, LengthProfile
 from evenload.types.length_unit import LengthUnit, in_unit
 
@@ -47,7 +48,7 @@ class LengthsTable:
 
 
 def _totals(profile: LengthProfile) -> Iterator[Text]:
-    yield Text(f"{profile.documents:,} documents, {profile.tokens:,} tokens", style="bold")
+    yield Text(f"{counted(profile.documents, 'document')}, {profile.tokens:,} tokens", style="bold")
     yield Text(
         f"length in tokens: min {profile.shortest:,}, median {profile.median:,}, mean {profile.mean:,.1f}, "
         f"p90 {profile.p90:,}, p99 {profile.p99:,}, max {profile.longest:,}"

@@ -12,6 +12,7 @@ from rich.text import Text
 from evenload.report.columns import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
 from evenload.report.metrics_file import MetricRow, MetricValue
 from evenload.report.units import format_count, format_plain, format_seconds
+from evenload.types.counted import counted
 from evenload.types.length_unit import LengthUnit
 
 # Left out first when the terminal is narrow. What is not here stays: the step time, the factor over best_fit, tokens/s.
@@ -130,7 +131,7 @@ def step_line(row: MetricRow) -> str:
     if wait_s and step_s and wait_s > _MUCH_WAITING * step_s:
         parts.append(f"waited {format_seconds(wait_s)} for data")
     if row["deferred_documents"]:
-        parts.append(f"{row['deferred_documents']} documents deferred")
+        parts.append(f"{counted(int(row['deferred_documents']), 'document')} deferred")
     return " | ".join(parts)
 
 

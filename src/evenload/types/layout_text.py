@@ -3,6 +3,7 @@ or with different numbers of devices, `pp=3,devices=1+2+1`."""
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.nearest_name import did_you_mean
 
@@ -50,7 +51,8 @@ class LayoutText(Frozen):
         if len(self.layers) != stages or sum(self.layers) != num_layers:
             raise ConfigError(
                 f"layout '{self.text}': layers={'+'.join(map(str, self.layers))} gives {sum(self.layers)} layers to "
-                f"{len(self.layers)} stages, the layout has {stages} stages and the model {num_layers} layers"
+                f"{counted(len(self.layers), 'stage')}, the layout has {counted(stages, 'stage')} and the model "
+                f"{num_layers} layers"
             )
         return split_layout(self.layers, devices=self.devices, **all_sizes)
 

@@ -42,6 +42,7 @@ from evenload.data.reading.part_files import open_part
 from evenload.data.reading.workers import ReadingJob
 from evenload.data.source.files import files_digest
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
+from evenload.types.counted import counted
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, StepPlan
 
@@ -129,7 +130,7 @@ class GlobalBatchLoader:
         if len(planned) != len(set(planned)) or set(planned) != set(known):
             lost, strange = sorted(set(known) - set(planned)), sorted(set(planned) - set(known))
             raise InvalidPlanError(
-                f"plan of step {plan.step} does not cover batch {batch.step}: {len(planned)} documents for "
+                f"plan of step {plan.step} does not cover batch {batch.step}: {counted(len(planned), 'document')} for "
                 f"{len(known)}, missing {lost[:5]}, unknown {strange[:5]}; "
                 "every document must be trained or left out once"
             )
@@ -227,7 +228,7 @@ class GlobalBatchLoader:
             files = sum(len(part.files) for part in self.parts)
             named = list(self.config.sources) or [part.name for part in self.config.mixture]
             raise DataError(
-                f"epoch {epoch} of {files} files in {named} has no document "
+                f"epoch {epoch} of {counted(files, 'file')} in {named} has no document "
                 f"to train ({'; '.join(account.lines(held))}); check data.sources, data.overlong and data.on_corrupt"
             )
         Ledger(account).check(held)

@@ -37,6 +37,7 @@ from evenload.integrations.engines.told_by_rank_zero import told_by_rank_zero
 from evenload.integrations.engines.ulysses import require_documents_apart, sequence_share, share_loss
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.packed_step import PackedStep, zero_weight_pack
+from evenload.types.counted import counted
 
 LOADER_STATE = "evenload_loader"
 """Key of the loader's state in a checkpoint's `client_state`."""
@@ -164,9 +165,9 @@ def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
         tag: None = that of the newest one.
     """
     folder, saved = told_by_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
-    if saved not in (None, ranks):
+    if saved is not None and saved != ranks:
         raise CheckpointError(
-            f"'{folder}' was saved by {saved} ranks, and there are {ranks}; make it universal: python -m "
+            f"'{folder}' was saved by {counted(saved, 'rank')}, and there are {ranks}; make it universal: python -m "
             f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
             f'{folder}-universal, and set "checkpoint": {{"load_universal": true}} in the engine\'s configuration'
         )

@@ -22,6 +22,7 @@ from evenload.plan.problem.candidate import candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.counted import counted
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 Shares = list[list[list[int]]]
@@ -95,7 +96,7 @@ def run_packs(problem: StepProblem, priced: PricedPacks, note: str = "") -> tupl
             actions[count] = rule.actions(tasks, problem.cap_bytes)
         documents = priced.documents[lo:hi]
         found = candidate(
-            f"{count} packs, {rule.name}",
+            f"{counted(count, 'pack')}, {rule.name}",
             columns,
             columns,
             tasks,

@@ -26,6 +26,7 @@ from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.types.columns import whole_document_columns
+from evenload.types.counted import counted
 
 ENOUGH_WORSE = 2
 """Larger numbers of micro-batches are not tried after so many in a row that were no better: fill and drain fall with
@@ -85,7 +86,7 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
             tight = best_fit_decreasing(num_tokens, options.max_pack_tokens)
             groups = min(groups, tight, key=len)
         columns = whole_document_columns(groups, num_tokens, problem.layout.cp)
-        label = f"{len(groups)} packs"
+        label = counted(len(groups), "pack")
         tasks = pipeline_tasks(problem.costs, columns, columns, num_tokens, policy, split=rule.splits_backward)
         tried = scheduled_candidate(label, columns, columns, tasks, rule, problem.cap_bytes, policy)
         worse = worse + 1 if found and min(found, key=Candidate.score).score() <= tried.score() else 0

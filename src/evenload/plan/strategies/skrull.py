@@ -32,6 +32,7 @@ from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.columns import whole_document_columns
+from evenload.types.counted import counted
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PackBytes, PipelineTasks
 
@@ -175,7 +176,7 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
         held=priced.held,
     )
     shared = int((priced.owner == SHARED).sum())
-    label = f"{len(groups)} micro-batches, {shared} of {len(documents)} documents shared"
+    label = f"{counted(len(groups), 'micro-batch')}, {shared} of {counted(len(documents), 'document')} shared"
     found = scheduled_candidate(label, columns, columns, tasks, ONE_F_ONE_B, problem.cap_bytes, policy)
     if cp > 1:
         owner = priced.owner.tolist()

@@ -46,6 +46,7 @@ from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.optimizer import AVERAGE, ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.types.base import Frozen
+from evenload.types.counted import counted
 from evenload.types.run_totals import RunTotals
 
 LOADER_FILE = "loader.json"
@@ -255,9 +256,9 @@ def _read_position(path: Path) -> RunPosition:
 def _require_same_steps(path: Path, steps_done: int, others: int, where: str) -> None:
     if steps_done != others:
         raise ConfigError(
-            f"checkpoint {path} was changed after it was saved: {PROGRESS_FILE} says that {steps_done} steps are done, "
-            f"{where} {'say' if where.endswith('s') else 'says'} {others}; restore it, or remove this checkpoint to go "
-            "on from the one before"
+            f"checkpoint {path} was changed after it was saved: {PROGRESS_FILE} tells of "
+            f"{counted(steps_done, 'step')}, {where} {'say' if where.endswith('s') else 'says'} {others}; "
+            "restore it, or remove this checkpoint to go on from the one before"
         )
 
 

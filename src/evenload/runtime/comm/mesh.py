@@ -23,6 +23,7 @@ from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups,
 from evenload.runtime.comm.group_pool import GroupPool
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.replica_block import ReplicaBlock
 from evenload.types.transfers import Channel, ChannelMode, channel_of
@@ -219,7 +220,7 @@ def create_meshes(
     start, world_size = layouts[0], dist.get_world_size()
     if world_size != start.world_size:
         raise ConfigError(
-            f"layout {start.describe()} needs {start.world_size} processes, {world_size} are running; "
+            f"layout {start.describe()} needs {counted(start.world_size, 'process')}, {world_size} are running; "
             f"start with --nproc {start.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
         )
     # Of tensors on the device; what only the host sees (control, planning, saving) goes through gloo in any case.
@@ -241,7 +242,9 @@ def create_meshes(
     meshes = []
     for layout in layouts:
         if layout.world_size > world_size:
-            raise ConfigError(f"layout {layout.describe()} has {layout.world_size} ranks, {world_size} are running")
+            raise ConfigError(
+                f"layout {layout.describe()} has {counted(layout.world_size, 'rank')}, {world_size} are running"
+            )
         pool.begin_layout()
         meshes.append(_mesh_of(layout.arrangement, shared, pool))
     shared.watch.name = meshes[0].place

@@ -6,6 +6,7 @@ from evenload.plan.reconfiguration.enumerated_layouts import enumerated_layouts
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.runtime.config.train_config import TrainConfig, layout_of
+from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_text import read_layout_text
 
@@ -24,7 +25,8 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
         layout = resolved_layout(text, start, num_layers, start.world_size)
         if layout.world_size > start.world_size:
             raise ConfigError(
-                f"plan.layouts: '{text}' needs {layout.world_size} processes, [parallel] ({start.describe()}) starts "
+                f"plan.layouts: '{text}' needs {counted(layout.world_size, 'process')}, [parallel] "
+                f"({start.describe()}) starts "
                 f"{start.world_size}; a run starts in its largest layout: make that [parallel]'s"
             )
         if layout in found[1:]:

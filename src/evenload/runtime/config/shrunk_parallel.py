@@ -11,6 +11,7 @@ import msgspec
 
 from evenload.errors import ConfigError
 from evenload.runtime.config.train_config import ParallelConfig
+from evenload.types.counted import counted
 
 
 def shrunk_parallel(
@@ -32,8 +33,8 @@ def shrunk_parallel(
         return parallel
     if num_ranks < inner:
         raise ConfigError(
-            f"{num_ranks} ranks are left, but parallel.cp x parallel.tp is {inner}: what they share is not divided "
-            "anew while a run goes on; start it again with smaller ones, from its last checkpoint"
+            f"{counted(num_ranks, 'rank')} left, but parallel.cp x parallel.tp is {inner}: what they share is not "
+            "divided anew while a run goes on; start it again with smaller ones, from its last checkpoint"
         )
     free = num_ranks // inner
     choices = sorted(
@@ -45,8 +46,8 @@ def shrunk_parallel(
         if not refusal(one):
             return one
     raise ConfigError(
-        f"{num_ranks} ranks are left, and no run starts in a layout of so many: {refusal(choices[0])}; start it again "
-        "with other settings, from its last checkpoint"
+        f"{counted(num_ranks, 'rank')} left, and no run starts in a layout of so many: {refusal(choices[0])}; start it "
+        "again with other settings, from its last checkpoint"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from evenload.data.config import DataConfig
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, unreadable
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.config.config_keys import apply_override, converted, plan_options, require_known, setting_paths
 from evenload.runtime.config.log_config import LogConfig
@@ -254,7 +254,7 @@ def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
+        raise unreadable(f"configuration {path}", error) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration {path} is no text in UTF-8 ({error.reason}); give a TOML file") from error
     except tomllib.TOMLDecodeError as error:

@@ -22,6 +22,7 @@ from evenload.runtime.config.validation_config import validation_digest
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.sampler import Sampler, require_whole_model
 from evenload.runtime.stages.validator import Validator
+from evenload.types.counted import counted
 from evenload.types.model import ModelSpec
 from evenload.types.sample import Sample
 from evenload.types.validation import Validation
@@ -102,7 +103,8 @@ class BetweenSteps:
         best = progress.best[0]
         return (
             "[validation], or what it takes over from [data], has changed, so losses of earlier passes cannot be "
-            f"compared with coming ones and are forgotten: the best was {best.loss:.4f} after {best.steps_done} steps. "
+            f"compared with coming ones and are forgotten: the best was {best.loss:.4f} after "
+            f"{counted(best.steps_done, 'step')}. "
             "Checkpoints that were kept for them are removed at the next save like any older one"
         )
 
