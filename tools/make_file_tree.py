@@ -22,6 +22,7 @@ OTHER = {
     "src/evenload/_native.pyi": "Types of the native core.",
     "src/evenload/py.typed": "Says that the package is typed (PEP 561).",
     "src/evenload/report/report.css": "Style of the pages, light and dark.",
+    "docs/site.css": "Width of the pages of the site.",
     "src/evenload/report/report.js": "Draws figures when they are scrolled near, and again when colours change.",
     "native/.clang-format": "Format of the C++ files.",
     "examples/lengths_to_packs.ipynb": "A notebook: lengths, a plan, packs, the same gradient.",

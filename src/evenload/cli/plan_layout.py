@@ -195,6 +195,11 @@ def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], asked:
             options=inputs.options,
             on_progress=on_progress,
         )
+    if not found.num_tried:
+        return (
+            f"in all {found.num_all} layouts of the cluster weights, gradients and optimizer alone are more than a "
+            "device holds; take more devices, or devices with more memory"
+        )
     tried = f"{found.num_tried} of the cluster's {found.num_all} layouts tried on the first batch"
     if not found.layouts:
         return f"no layout was found that fits ({tried}); --search-layout tries all of them"
