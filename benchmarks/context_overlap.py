@@ -14,9 +14,11 @@ measured here it would often choose one.
     loss          whether both train the same
 
 gloo moves bytes on the cores that compute, so with a thread a core what is hidden still has to be computed: there the
-time tells what is gained, and the hidden share alone says little.
+time tells what is gained, and the hidden share alone says little. Over a link with a speed of its own
+(`shaped_link.py`) both do.
 
     python benchmarks/context_overlap.py [--quick] [--append]
+    python benchmarks/shaped_link.py 2gbit benchmarks/context_overlap.py [--quick] [--append]
 """
 
 import math
@@ -30,6 +32,7 @@ from transformers import LlamaConfig
 from evenload.cost.coefficients import BesideCompute
 from interleaved_steps import bench_rank, spawn_ranks
 from results import Row, median_ratio, run_benchmark
+from shaped_link import link_name
 from token_runs import write_token_run
 
 LAYERS, RANKS = 4, 2
@@ -85,7 +88,9 @@ def measure(quick: bool) -> list[Row]:
             write_run(Path(directory), lengths)
             spawn_ranks(RANKS, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS, settings)
             found, beside, forward, parts = msgspec.json.decode(Path(directory, "found.json").read_bytes())
-        rows += rows_of(f"{name}, documents of {lengths} tokens, {LAYERS} layers, gloo", found, beside, forward, parts)
+        rows += rows_of(
+            f"{name}, documents of {lengths} tokens, {LAYERS} layers, {link_name()}", found, beside, forward, parts
+        )
     return rows
 
 

@@ -14,9 +14,11 @@ those that a run measures at its start, just before.
     loss          whether all train the same, to the bit
 
 gloo moves bytes on the cores that compute, so with a thread a core what is hidden still has to be computed: there the
-time tells what is gained, and the hidden share alone says little.
+time tells what is gained, and the hidden share alone says little. Over a link with a speed of its own
+(`shaped_link.py`) both do.
 
     python benchmarks/reduction.py [--quick] [--append]
+    python benchmarks/shaped_link.py 2gbit benchmarks/reduction.py [--quick] [--append]
 """
 
 import statistics
@@ -31,11 +33,12 @@ from evenload.feed.step_maker import PlannedStep
 from evenload.runtime.config.train_config import TrainConfig
 from interleaved_steps import bench_rank, spawn_ranks
 from results import Row, median_ratio, run_benchmark
+from shaped_link import link_name
 from token_runs import write_token_run
 
 DP, LAYERS = 2, 8
-LENGTHS = [256] * 4
-BATCHES = {"2 packs a replica": 1_024}
+LENGTHS = [512] * 4
+BATCHES = {"2 packs a replica": 2_048}
 ROUNDS, QUICK_ROUNDS = 24, 2
 KEYS = (
     "step_time_s", "predicted_step_time_s", "loss",
@@ -46,10 +49,10 @@ VARIANTS = {"after": (False, False), "sums": (True, False), "both": (True, True)
 """Whether sums and gathers may run beside packs."""
 
 
-def write_run(directory: Path, batch_tokens: int) -> Path:
+def write_run(directory: Path, batch_tokens: int, hidden_size: int = 256) -> Path:
     """The run's configuration."""
     model = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=LAYERS, num_attention_heads=8,
+        vocab_size=512, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=LAYERS, num_attention_heads=8,
         num_key_value_heads=8, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return write_token_run(directory, model, LENGTHS, f"batch_tokens = {batch_tokens}", steps=1, device="cpu")
@@ -88,7 +91,9 @@ def measure(quick: bool) -> list[Row]:
             write_run(Path(directory), batch_tokens)
             spawn_ranks(DP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
             found, beside = msgspec.json.decode(Path(directory, "found.json").read_bytes())
-        rows += rows_of(f"dp={DP}, {name} of 256 tokens, {LAYERS} layers, gloo, 1 thread a process", found, beside)
+        rows += rows_of(
+            f"dp={DP}, {name} of 512 tokens, {LAYERS} layers, {link_name()}, 1 thread a process", found, beside
+        )
     return rows
 
 

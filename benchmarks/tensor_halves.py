@@ -13,9 +13,11 @@ halve no pack where they say that it does not pay.
     loss          whether both train the same, to rounding
 
 gloo moves bytes on the cores that compute, so with a thread a core what is hidden still has to be computed: there the
-time tells what is gained, and the hidden share alone says little.
+time tells what is gained, and the hidden share alone says little. Over a link with a speed of its own
+(`shaped_link.py`) both do.
 
     python benchmarks/tensor_halves.py [--quick] [--append]
+    python benchmarks/shaped_link.py 4gbit benchmarks/tensor_halves.py [--quick] [--append]
 """
 
 import statistics
@@ -34,9 +36,12 @@ from evenload.types.plan import StepPlan
 from interleaved_steps import bench_rank, spawn_ranks
 from reduction import LAYERS, write_run
 from results import Row, median_ratio, run_benchmark
+from shaped_link import link_name
 from token_runs import halved_plan
 
 TP = 2
+HIDDEN_SIZE = 512
+"""Products grow with its square, and transfers with itself."""
 BATCH_TOKENS = 2_048
 ROUNDS, QUICK_ROUNDS = 24, 2
 KEYS = ("step_time_s", "tensor_s", "tensor_hidden_s", "loss", "predicted_step_time_s")
@@ -70,10 +75,10 @@ def predicted(plan: StepPlan, trainer: Trainer, costs: CostCoefficients) -> dict
 def measure(quick: bool) -> list[Row]:
     """All rows of the benchmark."""
     with tempfile.TemporaryDirectory() as directory:
-        write_run(Path(directory), BATCH_TOKENS)
+        write_run(Path(directory), BATCH_TOKENS, HIDDEN_SIZE)
         spawn_ranks(TP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
         found, told, beside = msgspec.json.decode(Path(directory, "found.json").read_bytes())
-    case = f"tp={TP}, {BATCH_TOKENS:,} tokens in documents of 256, {LAYERS} layers, gloo, 1 thread a process"
+    case = f"tp={TP}, {BATCH_TOKENS:,} tokens in documents of 512, {LAYERS} layers of {HIDDEN_SIZE} channels, {link_name()}, 1 thread a process"
     return rows_of(case, found, told, beside)
 
 
