@@ -52,8 +52,8 @@ VARIANTS = {"after": (False, False), "sums": (True, False), "both": (True, True)
 def write_run(directory: Path, batch_tokens: int, hidden_size: int = 256) -> Path:
     """The run's configuration."""
     model = LlamaConfig(
-        vocab_size=512, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=8, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        vocab_size=512, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=LAYERS,
+        num_attention_heads=8, num_key_value_heads=8, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return write_token_run(directory, model, LENGTHS, f"batch_tokens = {batch_tokens}", steps=1, device="cpu")
 

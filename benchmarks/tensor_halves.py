@@ -78,7 +78,8 @@ def measure(quick: bool) -> list[Row]:
         write_run(Path(directory), BATCH_TOKENS, HIDDEN_SIZE)
         spawn_ranks(TP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
         found, told, beside = msgspec.json.decode(Path(directory, "found.json").read_bytes())
-    case = f"tp={TP}, {BATCH_TOKENS:,} tokens in documents of 512, {LAYERS} layers of {HIDDEN_SIZE} channels, {link_name()}, 1 thread a process"
+    shape = f"{LAYERS} layers of {HIDDEN_SIZE} channels"
+    case = f"tp={TP}, {BATCH_TOKENS:,} tokens in documents of 512, {shape}, {link_name()}, 1 thread a process"
     return rows_of(case, found, told, beside)
 
 
