@@ -4,6 +4,8 @@ python tools/make_measured.py        part of `make docs`; a test fails when page
 """
 
 import csv
+import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,15 @@ BEGIN, END = "<!-- measured: make docs -->\n", "<!-- end of measured -->\n"
 IN_README = ("replay-time", "replay-memory", "own-time", "demo", "shared-outlier")
 """The lines that the README has, too."""
 MEASURED = "speed-up, measured"
+_SHAPED = "gloo over a link of "
+"""Of a case in which transfers have a link with a speed of its own (benchmarks/shaped_link.py)."""
+_OVERLAPS = (
+    ("reduction", "time, sums", "reduction ", "sums of gradients beside packs"),
+    ("reduction", "time, both", "gather ", "the same and gathers of weights, of these"),
+    ("context_overlap", "time", "", "keys and values in parts beside attention"),
+    ("tensor_halves", "time", "", "packs in halves that take turns"),
+)
+"""Benchmark, the metric of the step's time, how those of what is hidden begin, and what runs beside what."""
 
 
 class Rows(dict[tuple[str, str, str], dict[str, str]]):
@@ -52,6 +63,12 @@ class Figure(NamedTuple):
     benchmark: str
     keys: tuple[tuple[str, str, str], ...]
 
+    def command(self) -> str:
+        """What measures it again."""
+        links = {case.partition(_SHAPED)[2].partition(" ")[0] for _, case, _ in self.keys} - {""}
+        shaped = "".join(f"benchmarks/shaped_link.py {rate}gbit " for rate in links)
+        return f"python {shaped}benchmarks/{self.benchmark}.py --append"
+
     def rows_named(self) -> str:
         """Which rows of results.csv these are: benchmark, metrics, and the case or how many."""
         benchmark = self.keys[0][0]
@@ -71,7 +88,7 @@ def measured_table() -> str:
     lines = ["| what | figure | command | rows |", "|---|---|---|---|"]
     lines += [
         f'| <a id="{one.name}"></a>{one.what} | {one.figure} '
-        f"| [`python benchmarks/{one.benchmark}.py --append`](../benchmarks/{one.benchmark}.py) | {one.rows_named()} |"
+        f"| [`{one.command()}`](../benchmarks/{one.benchmark}.py) | {one.rows_named()} |"
         for one in shown
     ]
     return "\n".join([*lines, "", "Measured on " + "; ".join(machines) + ".", ""])
@@ -123,6 +140,7 @@ def figures(rows: Rows) -> list[Figure]:
         ("swinging-phases", "swinging",
          "phases of short and of long documents: time in every layout over `flexpipe`'s, measured (predicted)",
          lambda: _swinging(rows)),
+        *_overlaps(rows),
     ]  # fmt: skip
     found = []
     for name, benchmark, what, figure in lines:
@@ -130,6 +148,29 @@ def figures(rows: Rows) -> list[Figure]:
         text = figure()
         found.append(Figure(name, what, text, benchmark, tuple(sorted(rows.read))))
     return found
+
+
+def _overlaps(rows: Rows) -> list[tuple[str, str, str, Callable[[], str]]]:
+    """Of every kind of transfer that was measured over a link with a speed of its own."""
+    lines = []
+    for benchmark, time, prefix, what in _OVERLAPS:
+        for case in [case for b, case, metric in rows if (b, metric) == (benchmark, time) and _SHAPED in case]:
+            shape, link = case.partition(",")[0], case.partition(_SHAPED)[2].partition(",")[0]
+            name = re.sub(r"[^a-z0-9]+", "-", f"{benchmark} {prefix}{shape} {link}".lower())
+            told = (
+                f"{what} ({shape}, {link}): step time against nothing beside packs; hidden (predicted); hidden "
+                "seconds told over predicted"
+            )
+            lines.append((name, benchmark, told, functools.partial(_overlap, rows, benchmark, case, time, prefix)))
+    return lines
+
+
+def _overlap(rows: Rows, benchmark: str, case: str, time: str, prefix: str) -> str:
+    account = "account, hidden" if prefix else "account"
+    share, predicted, told = (
+        rows.value(benchmark, case, f"{prefix}{name}") for name in ("hidden", "hidden, predicted", account)
+    )
+    return f"{rows.value(benchmark, case, time):.2f}×; {share:.0%} ({predicted:.0%}); {told:.2f}×"
 
 
 def _extremes(rows: Rows, benchmark: str, metric: str) -> tuple[float, float]:
