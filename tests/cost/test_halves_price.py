@@ -193,15 +193,16 @@ def test_a_half_without_recomputed_documents_pays_the_latency_of_empty_transfers
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.4])
-@pytest.mark.parametrize("host_turns_s", [0.0, 1e4])
+@pytest.mark.parametrize("host_turns_s", [0.0, 0.3])
 def test_the_price_of_searches_is_that_of_packs_whose_halves_cut_no_document(stretch, host_turns_s) -> None:
-    """Where compute is long enough for all transfers, and no slice is cut, which would cost a slice more."""
+    """Where compute is long enough for all transfers, and no slice is cut, which would cost a slice more. Turns that
+    only a host takes are a margin on top."""
     beside = BesideHalves(stretch=stretch, slowdown=0.2, turns_s=0.1, host_turns_s=host_turns_s)
     priced = costs(beside, embedding_s_per_token=3.0, head_pack_s=7.0)
     packs = SliceColumns.from_ranges([[(0, 0, 200), (1, 0, 200)], [(2, 0, 500), (3, 0, 500)]])
     for direction in ("forward", "backward"):
         found = halved_packs(priced, packs, direction, first_rows=np.array([200, 500]))
-        in_halves_s = priced.pack_seconds(packs, direction) + found.more_s
+        in_halves_s = priced.pack_seconds(packs, direction) + found.more_s + LAYERS * host_turns_s
         assert as_if_halved(priced).pack_seconds(packs, direction) == pytest.approx(in_halves_s)
         assert priced.pack_seconds(packs, direction) != pytest.approx(in_halves_s)
 

@@ -79,7 +79,7 @@ def test_packs_that_a_group_shares_are_computed_in_one_go() -> None:
 
 
 def test_a_search_that_prices_halves_finds_larger_packs_and_a_shorter_step() -> None:
-    """Than the same search that prices packs in one go, both as they run; where turns keep the device, too."""
+    """Than the same search that prices packs in one go, both as they run, where turns keep the device too."""
     planner, _ = proposal("balanced", BesideHalves(turns_s=1.5e-4, host_turns_s=0.0), tp=8, pp=2)
     lengths = np.array(LENGTHS)
     problem = StepProblem(np.arange(len(lengths)), lengths, planner.costs, None, PlanOptions(max_pack_tokens=32_768))

@@ -78,7 +78,9 @@ def as_if_halved(costs: PackCosts) -> PackCosts:
     """What packs cost if all of them are computed in halves: twice the constants, and of tokens' transfers only what
     nothing hides. Linear in a pack's features, so a search prices thousands of packings by it as by the packs in one
     go; packs that are too small for halves, or may not have any, look dearer or cheaper than they are, until
-    `halved_packs` decides. Room is compared token by token, and slices that halves cut cost nothing.
+    `halved_packs` decides. Room is compared token by token, and slices that halves cut cost nothing; but turns keep the
+    device here, too, also where only its host takes them: without that margin against small packs searches find
+    steps that are shorter by this price and longer as they run.
     """
     coefficients, layers = costs.coefficients, costs.layers().astype(np.float64)
     beside = coefficients.tensor_beside
@@ -94,10 +96,11 @@ def as_if_halved(costs: PackCosts) -> PackCosts:
         room_s = np.maximum(0.0, of_layers[0] - in_pack * layers * token_s) / beside.computed_share
         halved = matrix.copy()
         halved[0] -= beside.gained_share * np.minimum(inner * layers * token_s, room_s)
-        halved[2] += of_layers[2] + beside.turns_s * layers - beside.gained_share * 2 * inner * layers * latency_s
+        turns_s = (beside.turns_s + beside.host_turns_s) * layers
+        halved[2] += of_layers[2] + turns_s - beside.gained_share * 2 * inner * layers * latency_s
         changed[direction] = np.maximum(halved, 0.0)
-        slice_s, pack_s = _host_seconds(costs, direction)
-        hosts[direction] = np.stack([slice_s, 2 * pack_s + beside.host_turns_s * layers])
+        slice_s, pack_s = costs.host_seconds[direction]
+        hosts[direction] = np.stack([slice_s, 2 * pack_s + np.where(pack_s > 0, beside.host_turns_s * layers, 0.0)])
     return costs.with_stage_seconds(changed, hosts)
 
 
