@@ -69,7 +69,7 @@ class AutoOptions(StrategyOptions, tag="auto"):
     """
 
     split_backward: bool = True
-    max_candidates: int = 64
+    max_candidates: int = 128
     time_budget_s: float | None = None
 
     def __post_init__(self) -> None:
