@@ -65,9 +65,9 @@ def test_what_does_not_belong_together_is_refused(gloo_pool, run_directory):
 
     assert error_of(lambda copy: None) == ""
     edited = error_of(edit("progress.json", steps_done=400))
-    assert "progress.json says that 400 steps are done, its name says 2" in edited
+    assert "progress.json tells of 400 steps, its name says 2" in edited
     renamed = error_of(edit("progress.json", steps_done=400), steps=400)
-    assert "progress.json says that 400 steps are done, its tensors say 2" in renamed
+    assert "progress.json tells of 400 steps, its tensors say 2" in renamed
     assert "loader.json is not the one that progress.json belongs to" in error_of(edit("loader.json", step=1))
     assert "asks for 'posix.mkdir'" in error_of(plant)
     assert not (run_directory / "ran").exists()
