@@ -10,9 +10,9 @@ with the expected range of n draws of a normal distribution in standard deviatio
 
 import functools
 import math
+from statistics import NormalDist
 
 import numpy as np
-from scipy.special import ndtr
 
 _REFERENCE_ROUNDS = 3
 QUIET_SPREAD = 0.15
@@ -33,5 +33,5 @@ def expected_range(draws: int) -> float:
     """Of so many draws of a normal distribution, slowest minus fastest in standard deviations: the integral of
     1 - P(all below x) - P(all above x) (Tippett 1925)."""
     x, step = np.linspace(-9.0, 9.0, 3601, retstep=True)
-    below = ndtr(x)
+    below = np.array([NormalDist().cdf(one) for one in x.tolist()])
     return float((1 - below**draws - (1 - below) ** draws).sum() * step)
