@@ -9,6 +9,8 @@ Every strategy gets its own best layout of tp x cp x pp x dp x virtual stages wi
 offloading activations (`plan.layout_search`). Three baselines, all `best_fit`, the paper's Megatron-LM with best-fit
 packing and 1F1B: tuned over all layouts; tuned over those with a pipeline of at least 4 stages; and the median of all
 its layouts that fit, which is what no tuning gets. SlimPack does not publish its baseline's layouts.
+`auto` simulates 768 candidates, as finalists of the layout search do (`plan.options.auto.max_candidates`; a run's
+default is 64, over all replicas of a step).
 
     python benchmarks/paper_slimpack.py [--quick] [--append] [--documents 1024] [--models ...] [--cells ...]
 """
@@ -28,12 +30,13 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.lengths import read_lengths
 from evenload.explore.default_layout import usable_bytes
-from evenload.explore.layout_search import LayoutResult, search_layouts
+from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, search_layouts
 from evenload.explore.sampled_batches import BatchRule, SampledBatch
 from evenload.explore.time_split import split_step_time
 from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.auto import AutoOptions
 from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
@@ -115,12 +118,15 @@ def found_in(
     strategy: str,
     options: PlanOptions,
 ) -> Found | None:
-    """The first layout planned again, for its losses."""
+    """The first layout planned again as the search's finalists were, for its losses."""
     if not results:
         return None
     layout = even_layout(model.num_layers, **results[0].layout)
     coefficients = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host=host_memory(cluster))
+    search = options.own(AutoOptions)
+    long = msgspec.structs.replace(search, max_candidates=max(search.max_candidates, FINAL_CANDIDATES))
+    room, host = usable_bytes(cluster), host_memory(cluster)
+    planner = StepPlanner(model, coefficients, layout, room, options.with_own(long), host=host)
     proposal = planner.propose(0, batch.documents, strategy)
     step_s = proposal.plan.predicted.step_time_s
     split = msgspec.structs.asdict(split_step_time(planner.costs, proposal.choices))
