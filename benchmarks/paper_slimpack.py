@@ -10,7 +10,7 @@ offloading activations (`plan.layout_search`). Three baselines, all `best_fit`, 
 packing and 1F1B: tuned over all layouts; tuned over those with a pipeline of at least 4 stages; and the median of all
 its layouts that fit, which is what no tuning gets. SlimPack does not publish its baseline's layouts.
 `auto` simulates 768 candidates, as finalists of the layout search do (`plan.options.auto.max_candidates`; a run's
-default is 64, over all replicas of a step).
+default is 128, over all replicas of a step).
 
     python benchmarks/paper_slimpack.py [--quick] [--append] [--documents 1024] [--models ...] [--cells ...]
 """
