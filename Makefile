@@ -13,7 +13,7 @@ endef
 define INSTALLS_DEV
 @echo "Installing Evenload and what its tests need into .venv: about 0.6 GB to download, 2.0 GB on"
 @echo "disk, 2 minutes on 2 cores beside the download. Where pip's index offers PyTorch with CUDA instead of for CPUs,"
-@echo "several GB more. (make test then takes about a quarter of an hour.)"
+@echo "several GB more. (make test then takes about twenty minutes.)"
 endef
 
 .PHONY: demo test test-engines test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
