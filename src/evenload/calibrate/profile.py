@@ -33,7 +33,7 @@ from evenload.calibrate.halves_timings import beside_halves
 from evenload.calibrate.kernel_timings import matmul_flops_per_s
 from evenload.calibrate.memory_counts import activation_bytes, held_and_counted
 from evenload.calibrate.part_timings import part_seconds
-from evenload.calibrate.partial_file import PartialProfile, Pass, read_partial, write_partial
+from evenload.calibrate.partial_file import TIMINGS, PartialProfile, Pass, read_partial, write_partial
 from evenload.calibrate.pass_results import DIRECTIONS, PassResults
 from evenload.calibrate.pass_work import PassWork
 from evenload.calibrate.repeats import num_outliers
@@ -90,7 +90,7 @@ class ProfileTask:
         """Everything that passes of one measurement share, as text."""
         return (
             f"{self.model.name} {self.dtype}, {self.layers} layers, {mesh.layout.describe()}, up to "
-            f"{self.longest:,} tokens, {self.device_name}, {stage.backend_name}, "
+            f"{self.longest:,} tokens, {self.device_name}, {stage.backend_name}, timings {TIMINGS}, "
             + ", ".join(f"{name} {number}" for name, number in self.versions.items())
         )
 
