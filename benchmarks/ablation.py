@@ -48,6 +48,7 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_host
+from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.replica_search import ReplicaSearch, score
@@ -57,7 +58,6 @@ from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.slimpack import search_with_merging
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
-from planner_score import worst_score
 from results import Row, append_rows
 
 HERE = Path(__file__).parent

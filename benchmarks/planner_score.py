@@ -25,6 +25,7 @@ from evenload.plan.problem.candidate import imbalance, scheduled_candidate
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_host
+from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
@@ -117,11 +118,6 @@ def whole_documents_within(
 
     _, answer, _ = plan_within_host(problems, fastest, host_bytes, host)
     return None if worst_score(answer.choices)[0] else answer.choices
-
-
-def worst_score(choices: Sequence[ReplicaChoice]) -> tuple[int, float]:
-    """Bytes beyond the memory of devices, and seconds of the slowest replica; smaller is better."""
-    return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
 
 
 def score_choices(

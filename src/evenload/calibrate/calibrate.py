@@ -132,7 +132,8 @@ def _measured(
     dist.barrier(group=mesh.control)
     waits = CoreWaits(demand)
     first, last = stages[min(stages)], stages[max(stages)]
-    packs, spread = _time_layers(wanted, mesh)
+    clock = pack_clock(wanted[0].stage, mesh)
+    packs, spread = _time_layers(wanted, clock, mesh)
     waited_share = waits.share()
     heads = head_work(last, model.vocab_size) if last.model.is_last else {}
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
@@ -144,7 +145,7 @@ def _measured(
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
-        weight_s=weight_seconds(wanted[0].stage, pack_clock(wanted[0].stage, mesh)),
+        weight_s=weight_seconds(wanted[0].stage, clock),
         links=quick_links(mesh),
         beside=beside_compute(mesh, "sums"),
         gather_beside=beside_compute(mesh, "gathers"),
@@ -173,11 +174,10 @@ def _rounds(
     return rounds
 
 
-def _time_layers(wanted: Sequence[TimedRound], mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
+def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
     """Median of each pack on one layer, and the spread of the repeats."""
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     rounds: list[TimedRound] = []
-    clock = pack_clock(wanted[0].stage, mesh)
     # The first pass tells which rounds the budget allows.
     for one in wanted:
         if len(rounds) >= _MIN_ROUNDS and _is_over(deadline_s, mesh):

@@ -13,7 +13,7 @@ import statistics
 import torch
 
 from evenload.calibrate.pack_clock import PackClock
-from evenload.calibrate.rounds import pack_tokens, whole
+from evenload.calibrate.rounds import num_tokens_of, pack_tokens, whole
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 
@@ -32,7 +32,7 @@ def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
 def time_weights(stage: PipelineStage, clock: PackClock) -> float:
     """Once, seconds of all layers. Adds to gradients. Collective over ranks that share matrices."""
     (ranges,) = packs = whole(*[_DOCUMENT_TOKENS] * (TOKENS // _DOCUMENT_TOKENS))
-    num_tokens = {one.doc_id: one.stop for one in ranges}
+    num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)
     store = ActivationStore(num_tokens, packs, shard=stage.row_shard)
     pack, rows = pack_tokens(ranges, stage), stage.num_rows(ranges)
