@@ -6,13 +6,21 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
-from evenload.explore.layout_search import FINAL_CANDIDATES, FINALISTS, layout_sizes, layouts_of, search_layouts
+from evenload.explore.layout_search import (
+    FINAL_CANDIDATES,
+    FINALISTS,
+    layout_sizes,
+    layouts_of,
+    search_layouts,
+    with_virtual_stages,
+)
 from evenload.explore.sampled_batches import BatchRule
 from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.types.cluster_catalog import cluster_from
+from evenload.types.layout import even_layout
 from evenload.types.scaled_units import format_bytes
 
 MODEL, CLUSTER = model_from("llama-7b"), cluster_from("h100x4")
@@ -45,7 +53,7 @@ def test_every_layout_uses_all_devices_and_none_is_twice() -> None:
 def test_fastest_first_and_the_first_is_what_planning_it_gives() -> None:
     results = search()
     finalists = results[:FINALISTS]
-    assert {result.layout["virtual"] for result in results if result.num_batches == 2} == {1, 2}
+    assert {result.layout["virtual"] for result in results if result.num_batches == 2} == {1, 2, 4, 8}
     times = [result.mean_step_time_s for result in finalists]
     assert all(result.feasible and result.num_batches == 2 for result in finalists)
     assert times == sorted(times, key=lambda time_s: time_s or 0.0)
@@ -88,3 +96,15 @@ def test_no_batches_is_refused() -> None:
         search_layouts(
             MODEL, CLUSTER, (), lambda layout: analytic_coefficients(MODEL, CLUSTER, layout), options=OPTIONS
         )
+
+
+@pytest.mark.parametrize(
+    ("model", "pp", "counts"),
+    [("llama-7b", 4, [2, 4, 8]), ("qwen2.5-7b", 4, [2, 7]), ("llama-150b", 8, [2, 3, 4, 6, 12]), ("llama-7b", 1, [])],
+)
+def test_more_stages_a_rank_are_two_and_those_that_hold_as_many_layers(model, pp, counts) -> None:
+    spec = model_from(model)
+    found = list(with_virtual_stages(spec, even_layout(spec.num_layers, dp=2, pp=pp)))
+    assert [layout.num_stages // pp for layout in found] == counts
+    assert all(layout.is_even for layout in found[1:])
+    assert {layout.world_size for layout in found} <= {2 * pp}

@@ -11,8 +11,8 @@ from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import StepProblem
-from evenload.plan.search.halved_search import searched_as_if_halved
-from evenload.plan.sharing.as_run import choices_as_run
+from evenload.plan.search.halved_search import in_one_go, searched_as_if_halved
+from evenload.plan.sharing.as_run import as_run
 from evenload.plan.strategies.auto import searched
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
@@ -83,10 +83,10 @@ def test_a_search_that_prices_halves_finds_larger_packs_and_a_shorter_step() -> 
     planner, _ = proposal("balanced", BesideHalves(turns_s=1.5e-4, host_turns_s=0.0), tp=8, pp=2)
     lengths = np.array(LENGTHS)
     problem = StepProblem(np.arange(len(lengths)), lengths, planner.costs, None, PlanOptions(max_pack_tokens=32_768))
-    in_one_go, in_halves = searched([problem], {}), searched_as_if_halved([problem], searched)
-    assert in_one_go is not None
-    assert in_halves is not None
-    one, other = (choices_as_run(problem, found[1])[0].candidate for found in (in_one_go, in_halves))
+    ((_, whole),) = searched([problem], {})
+    ((_, halved),) = searched_as_if_halved([problem], searched)
+    one = as_run(problem, whole.choices()[0].candidate, 0)
+    other = as_run(problem, in_one_go(problem, halved.choices()[0]), 0)
     assert other.forward.num_packs < one.forward.num_packs
     assert other.makespan_s < one.makespan_s
     assert other.forward.num_slices >= len(lengths)

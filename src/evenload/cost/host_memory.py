@@ -17,7 +17,7 @@ large model on few nodes has a larger copy: there `host_memory_bytes` is to be l
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,11 @@ class HostMemory:
 
     devices_per_node: int
     limit_bytes: int | None
+
+    @property
+    def of_device_bytes(self) -> int | None:
+        """What each device gets of it where all get as much; None = not limited."""
+        return None if self.limit_bytes is None else self.limit_bytes // self.devices_per_node
 
 
 Unlimited = Literal["unlimited"]
@@ -80,24 +85,45 @@ def peak_host_bytes(
         policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
         actions: the order in which ranks run the packs.
     """
-    peaks = np.zeros(actions.num_ranks, np.int64)
     if policy is None or not (policy == OFFLOAD).any():
+        return np.zeros(actions.num_ranks, np.int64)
+    return host_bytes_of_packs(model, layout, forward, backward, num_tokens, policy).peaks(actions)
+
+
+class PacksInHostMemory(NamedTuple):
+    """What the packs of one replica have offloaded: int64[num_packs, P], from a forward's start, and given back when a
+    backward ends, or its I where it is split."""
+
+    kept: NDArray[np.int64]
+    freed: NDArray[np.int64]
+
+    def peaks(self, actions: ActionColumns) -> NDArray[np.int64]:
+        """The most that every pipeline rank holds at any time where packs run in an order; int64[R]."""
+        kept, freed = np.zeros((2, len(actions.kind)), np.int64)
+        for kind, into, of_packs in (("F", kept, self.kept), ("B", freed, self.freed), ("I", freed, self.freed)):
+            at = np.flatnonzero(actions.kind == KINDS.index(kind))
+            into[at] = of_packs[actions.pack[at], actions.stage[at]]
+        peaks = np.zeros(actions.num_ranks, np.int64)
+        for rank in range(actions.num_ranks):
+            own = actions.of_rank(rank)
+            running = np.cumsum(kept[own] - freed[own]) + freed[own]
+            peaks[rank] = running.max(initial=0)
         return peaks
+
+
+def host_bytes_of_packs(
+    model: ModelSpec,
+    layout: ParallelLayout,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    num_tokens: NDArray[np.int64],
+    policy: NDArray[np.int8],
+) -> PacksInHostMemory:
+    """Arguments as `peak_host_bytes`."""
     counts = count_tokens(forward, backward, num_tokens, policy)
     rate = np.array(layout.stage_counts, np.int64) * activation_bytes_per_token(model, "replay", layout.tp)
-    kept, freed = np.zeros((2, len(actions.kind)), np.int64)
-    for kind, into, tokens in (
-        ("F", kept, counts.kept_chunks),
-        ("B", freed, counts.freed_chunks),
-        ("I", freed, counts.freed_chunks),
-    ):
-        at = np.flatnonzero(actions.kind == KINDS.index(kind))
-        into[at] = tokens[actions.pack[at], OFFLOAD] * rate[actions.stage[at]]
-    for rank in range(actions.num_ranks):
-        own = actions.of_rank(rank)
-        running = np.cumsum(kept[own] - freed[own]) + freed[own]
-        peaks[rank] = running.max(initial=0)
-    return peaks
+    kept, freed = (np.outer(tokens[:, OFFLOAD], rate) for tokens in (counts.kept_chunks, counts.freed_chunks))
+    return PacksInHostMemory(kept, freed)
 
 
 def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]], devices_per_node: int) -> int:

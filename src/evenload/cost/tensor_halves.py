@@ -273,5 +273,16 @@ def _in_halves(columns: SliceColumns, first_rows: NDArray[np.int64]) -> SliceCol
 
 def _chosen_packs(columns: SliceColumns, packs: NDArray[np.intp]) -> SliceColumns:
     """Some packs, in their order."""
-    parts = [columns.pack_range(int(pack), int(pack) + 1) for pack in packs]
-    return SliceColumns.concat(parts, [0] * len(parts))
+    if len(packs) == columns.num_packs:
+        return columns
+    count = np.diff(columns.pack_offset)[packs]
+    ends = np.cumsum(count)
+    chosen = np.arange(int(ends[-1])) + np.repeat(columns.pack_offset[packs] - (ends - count), count)
+    return SliceColumns(
+        doc=columns.doc[chosen],
+        start=columns.start[chosen],
+        stop=columns.stop[chosen],
+        pack_offset=np.concatenate([[0], ends]).astype(np.int64),
+        pad_to=columns.pad_to[packs],
+        cp=columns.cp[chosen],
+    )

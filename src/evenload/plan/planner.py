@@ -236,7 +236,10 @@ class StepPlanner:
         if self.memory_cap_bytes is not None:
             cap = np.full(self.layout.pipeline_ranks, self.memory_cap_bytes, dtype=np.int64)
         speed_costs = None if speeds is None else SpeedCosts(self.costs, speeds)
-        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, speeds=speed_costs)
+        host_bytes = self.host.of_device_bytes
+        return StepProblem(
+            doc_ids, num_tokens, self.costs, cap, self.options, speeds=speed_costs, host_device_bytes=host_bytes
+        )
 
     def _step_plan(
         self,

@@ -28,6 +28,7 @@ class StepProblem:
         policy: int8[n], activation policy of every document (`cost.activation.POLICIES`); None = all replay.
         speeds: costs by replica where ranks differ in speed; None = `costs` everywhere. `costs` and `document_s` stay
             those of the coefficients, so that what a step trains never depends on speeds.
+        host_device_bytes: of host memory, what each device may offload to; None = not limited.
     """
 
     doc_ids: NDArray[np.int64]
@@ -37,6 +38,7 @@ class StepProblem:
     options: PlanOptions
     policy: NDArray[np.int8] | None = None
     speeds: SpeedCosts | None = None
+    host_device_bytes: int | None = None
     document_s: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """`FoundStep`: what a search over all replicas of a step has found, trial by trial, and the candidates of its best."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from evenload.plan.packing.dp_merge import in_phases
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice
 from evenload.plan.search.replica_search import ReplicaSearch, idle_candidate
+from evenload.plan.search.trial_space import Trial
 from evenload.types.replica_block import ReplicaBlock
 
 
@@ -44,24 +46,40 @@ class FoundStep:
 
     def choices(self) -> tuple[ReplicaChoice, ...]:
         """Candidates of the best trials."""
+        shared = self.shared()
+        return tuple(self.choice(replica, shared) for replica in range(len(self.own)))
+
+    def shared(self) -> "SharedPacks":
+        """What groups of replicas share, by its best trials."""
         # Phases are joined column by column, so all are priced with I and W where any runs them.
         used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
         split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
-        shared = {block: _built(search, split) for block, search in self.blocks.items()}
-        choices = []
-        for replica, search in enumerate(self.own):
-            mine = self.blocks_of(replica)
-            parts = [(shared[block], self.blocks[block].documents) for block in mine]
-            if len(search.documents):
-                parts.append((_built(search, split), search.documents))
-            if not parts:
-                parts.append((idle_candidate(search.problem), search.documents))
-            if len(parts) == 1:
-                choices.append(ReplicaChoice(parts[0][1], parts[0][0]))
-                continue
-            candidates, documents = [part[0] for part in parts], [part[1] for part in parts]
-            choices.append(ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents)))
-        return tuple(choices)
+        built = {block: _built(search, search.ranking()[0], split) for block, search in self.blocks.items()}
+        return SharedPacks(built, split)
+
+    def choice(self, replica: int, shared: "SharedPacks", trial: Trial | None = None) -> ReplicaChoice:
+        """The candidate of one replica.
+
+        Args:
+            trial: of its own documents; None = the best.
+        """
+        search = self.own[replica]
+        parts = [(shared.of_block[block], self.blocks[block].documents) for block in self.blocks_of(replica)]
+        if len(search.documents):
+            parts.append((_built(search, trial or search.ranking()[0], shared.split), search.documents))
+        if not parts:
+            parts.append((idle_candidate(search.problem), search.documents))
+        if len(parts) == 1:
+            return ReplicaChoice(parts[0][1], parts[0][0])
+        candidates, documents = [part[0] for part in parts], [part[1] for part in parts]
+        return ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents))
+
+
+class SharedPacks(NamedTuple):
+    """Candidates of documents that groups of replicas share; `split`: all phases are priced with I and W."""
+
+    of_block: dict[ReplicaBlock, Candidate]
+    split: bool
 
 
 def starts_s(blocks: dict[ReplicaBlock, ReplicaSearch], replicas: int) -> NDArray[np.float64]:
@@ -77,7 +95,7 @@ def blocks_end_s(blocks: dict[ReplicaBlock, ReplicaSearch], replica: int) -> flo
     return sum(search.best().makespan_s for block, search in blocks.items() if replica in block.replicas)
 
 
-def _built(search: ReplicaSearch, split: bool) -> Candidate:
-    found = search.build(search.ranking()[0], split=split)
+def _built(search: ReplicaSearch, trial: Trial, split: bool) -> Candidate:
+    found = search.build(trial, split=split)
     assert found is not None, "only possible trials are ranked"
     return found

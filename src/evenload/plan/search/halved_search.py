@@ -13,38 +13,33 @@ from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.cost.tensor_halves import as_if_halved, pays
 from evenload.plan.problem.candidate import Candidate, candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.replica_search import KnownScores
 
-Found = tuple[StepProblem, tuple[ReplicaChoice, ...]]
+Steps = list[tuple[StepProblem, FoundStep]]
+"""What a search finds, by activation policies; the best first."""
 
 
 def searched_as_if_halved(
-    problems: Sequence[StepProblem], search: Callable[[Sequence[StepProblem], dict[int, KnownScores]], Found | None]
-) -> Found | None:
-    """What a search finds under that price, priced in one go.
-
-    Returns:
-        One of `problems` and its choices; None where no packs may be halved, or the search finds none, or ranks differ
-        in speed, whose costs are not those of the coefficients.
-    """
+    problems: Sequence[StepProblem], search: Callable[[Sequence[StepProblem], dict[int, KnownScores]], Steps]
+) -> Steps:
+    """What a search finds under that price, beside those of `problems` that it found it for. None where no packs may be
+    halved, or ranks differ in speed, whose costs are not those of the coefficients."""
     origins = [problem for problem in problems if _may_be_halved(problem)]
     if not origins:
-        return None
+        return []
     costs = as_if_halved(origins[0].costs)
     halved = [replace(problem, costs=costs) for problem in origins]
+    origin_of = {id(other): one for one, other in zip(origins, halved, strict=True)}
     found = search(halved, {id(problem): {} for problem in halved})
-    if found is None:
-        return None
-    problem, choices = found
-    origin = next(one for one, other in zip(origins, halved, strict=True) if other is problem)
-    return origin, tuple(replace(choice, candidate=_in_one_go(origin, choice)) for choice in choices)
+    return [(origin_of[id(problem)], step) for problem, step in found]
 
 
 def _may_be_halved(problem: StepProblem) -> bool:
     return problem.speeds is None and pays(problem.costs)
 
 
-def _in_one_go(problem: StepProblem, choice: ReplicaChoice) -> Candidate:
+def in_one_go(problem: StepProblem, choice: ReplicaChoice) -> Candidate:
     """The same order of the same packs under the problem's own costs."""
     found = choice.candidate
     num_tokens, split = problem.num_tokens[choice.documents], found.tasks.split is not None

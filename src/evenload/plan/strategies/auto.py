@@ -28,8 +28,10 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.search.chosen_as_run import chosen_as_run
 from evenload.plan.search.found_step import FoundStep
-from evenload.plan.search.halved_search import searched_as_if_halved
+from evenload.plan.search.halved_search import Steps, in_one_go, searched_as_if_halved
+from evenload.plan.search.host_order import host_excess_bytes, ordered_within_host
 from evenload.plan.search.policy_choice import work_s, worst_score
 from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.refine_step import RefineRules, refine
@@ -85,11 +87,12 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     plans: list[Planned] = []
     # By problem, because its policies are part of every score; `slimpack` rates nearly the same trials.
     known: dict[int, KnownScores] = {id(problem): {} for problem in problems}
-    for planned in (searched(problems, known), searched_as_if_halved(problems, searched)):
-        if planned is not None:
-            # As it runs, because that is what others are compared with.
-            problem, choices = planned
-            plans.append((problem, choices_as_run(problem, choices)))
+    # As they run, because that is what others are compared with; all policies that come close, because the search's
+    # price does not tell them apart.
+    for problem, found in searched(problems, known):
+        plans.append((problem, chosen_as_run(problem, found, lambda _, choice: choice.candidate)))
+    for problem, found in searched_as_if_halved(problems, searched):
+        plans.append((problem, chosen_as_run(problem, found, in_one_go)))
     plans.sort(key=lambda planned: step_score(planned[1]))
     failure: Exception | None = None
     if problems[0].costs.model.causal:
@@ -115,7 +118,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     if not plans:
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
-    as_run = [(problem, choices_as_run(problem, choices)) for problem, choices in plans]
+    as_run = _within_host([(problem, _as_run(problem, choices)) for problem, choices in plans])
     best = min(as_run, key=lambda planned: step_score(planned[1]))
     # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
     excess, limit_s = step_score(best[1])[0], _summed_s(*best)
@@ -123,17 +126,27 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
 
 
-def searched(problems: Sequence[StepProblem], known: dict[int, KnownScores]) -> Planned | None:
-    """What the search by time finds; None where no packs meet the limits."""
+def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
+    """Choices as they run, in an order that host memory holds where there is one."""
+    as_run = choices_as_run(problem, choices)
+    return tuple(ordered_within_host(problem, choice) or choice for choice in as_run)
+
+
+def _within_host(plans: list[Planned]) -> list[Planned]:
+    """Those that exceed host memory by the least, which are all that do not exceed it where there are any."""
+    excess = [max(host_excess_bytes(problem, choice) for choice in choices) for problem, choices in plans]
+    return [planned for planned, beyond in zip(plans, excess, strict=True) if beyond == min(excess)]
+
+
+def searched(problems: Sequence[StepProblem], known: dict[int, KnownScores]) -> Steps:
+    """What the search by time finds under each of the policies that come close, the best first; none where no packs
+    meet the limits."""
     steps = _close_to_best(
         search_policies(problems, lambda problem: replace(rules_of(problem), known=known.get(id(problem))))
     )
     for problem, found in steps:
         refine(found, refine_rules(problem))
-    if not steps:
-        return None
-    problem, found = min(steps, key=lambda step: step[1].worth())
-    return problem, found.choices()
+    return sorted(steps, key=lambda step: step[1].worth())
 
 
 def _close_to_best(steps: list[tuple[StepProblem, FoundStep]]) -> list[tuple[StepProblem, FoundStep]]:
