@@ -56,6 +56,16 @@ def test_random_cuts_under_mixed_policies_equal_plain_training(gloo_pool, pp, dp
         assert_bytes_match_the_memory_model(plan, LLAMA, measured)
 
 
+@pytest.mark.parametrize("channels", ["directed", "fifo"])
+def test_many_stages_a_rank_equal_plain_training(gloo_pool, channels):
+    """As many as the layout search tries: a stage of one layer, six on either rank, neighbours eleven times."""
+    plans = [
+        varied_plan(seed, num_layers=12, pp=2, virtual=6, policies="mixed", schedule=name, num_documents=12)
+        for seed, name in enumerate(("list", "list_split"))
+    ]
+    assert_plans_equal_plain(gloo_pool, plans, changes={"num_hidden_layers": 12}, channels=channels)
+
+
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "virtual", "counts"),
     sweep([(2, 2, 1, 1, (0, 1)), (1, 1, 2, 1, (3,)), (1, 1, 1, 2, (2, 0)), (2, 1, 1, 1, (1, 2))], 2),
