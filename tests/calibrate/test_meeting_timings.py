@@ -53,11 +53,16 @@ def test_meetings_take_what_shared_packs_take_beyond_their_price():
         for ranges in round_packs
     )
     rows = shared_documents([256, 128], 2)
-    others = {"links": {"context": LINK}, "copy_s_per_byte": 0.01}
     alone = RankMeasurement(
-        disturbance=Disturbance(0.0, 0.0), packs=packs, head=((1, 1.0), (2, 2.0)), peak_flops_per_s=1e9, optimizer_s=1e-9, weight_s=700.0,
-        **others,
-    )  # fmt: skip
+        disturbance=Disturbance(0.0, 0.0),
+        packs=packs,
+        head=((1, 1.0), (2, 2.0)),
+        peak_flops_per_s=1e9,
+        optimizer_s=1e-9,
+        weight_s=700.0,
+        links={"context": LINK},
+        copy_s_per_byte=0.01,
+    )
     layout = even_layout(1, cp=2)
     costs = coefficients_of([alone] * 2, model, "some CPU", layout)
     assert costs.forward.meeting_s is costs.backward.meeting_s is None, "nobody timed a shared pack"
