@@ -8,7 +8,6 @@ the shape: seconds are of one layer, and pairs of tokens are counted by window.
                 nothing about another tp. Measured on whole matrices (tp 1), any tp can be costed
     links       a link is known between as many devices as took part in the measurement, and not known where nothing
                 was sent over it
-
     others      coefficients that a later version measures and this file does not say: what is taken instead is told
 
 A run measures what its costs lack; a plan without devices takes links from its cluster and says so. Where a run may
