@@ -30,6 +30,7 @@ struct PassTable {
     double home_token_bytes = 0.0;  // ring: gradients' last hop, back to the rank that has the rows
     double home_hops = 0.0;
     double context_part_s = 0.0;  // of every part but the first in which keys and values travel
+    double meeting_s = 0.0;       // of every layer in which ranks meet for them
 };
 
 // Everything about model, device and layout that prices need; made once by cost/native_table.py.

@@ -85,7 +85,8 @@ ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, do
     const double home_s =
         (whole + cut) * pass.home_token_bytes / size / link.bandwidth_bytes_per_s + pass.home_hops * link.latency_s;
     const double latency_s = hops * link.latency_s;
-    return {moved / link.bandwidth_bytes_per_s + latency_s, latency_s, placed * table.copy_s_per_byte + home_s};
+    const double plain_s = placed * table.copy_s_per_byte + home_s + pass.meeting_s;
+    return {moved / link.bandwidth_bytes_per_s + latency_s, latency_s, plain_s};
 }
 
 // Attention of a pack with these features on a stage, without prefixes.

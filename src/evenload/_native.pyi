@@ -84,6 +84,7 @@ class PassTable:
         home_token_bytes: float = 0.0,
         home_hops: float = 0.0,
         context_part_s: float = 0.0,
+        meeting_s: float = 0.0,
     ) -> None: ...
 
 class CostTable:

@@ -3,7 +3,13 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import CostCoefficients, MeasuredOn
-from evenload.cost.coverage import completed_between_layouts, completed_from_cluster, missing_costs, require_covered
+from evenload.cost.coverage import (
+    completed_between_layouts,
+    completed_from_cluster,
+    missing_costs,
+    require_covered,
+    unmeasured_coefficients,
+)
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -151,3 +157,30 @@ def test_costs_without_links_or_of_fewer_processes_speak_for_no_other_layout() -
     assert completed_between_layouts(nothing, layout()) == (nothing, ())
     with pytest.raises(ConfigError, match=r"measured on layout pp=4 and do not speak for 8 processes"):
         completed_between_layouts(measured(pp=4), layout(dp=8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ({}, ()),
+        ({"tp": 2}, ()),
+        ({"cp": 2}, ("meeting_s",)),
+        ({"dp": 2}, ("meeting_s",)),
+        ({"pp": 2}, ("weight_share",)),
+        ({"pp": 2, "cp": 2}, ("weight_share", "meeting_s")),
+    ],
+    ids=str,
+)
+def test_a_file_of_an_older_version_says_what_it_lacks(sizes, names) -> None:
+    """Without a word half would be taken for one, and nothing for the other; on a GPU nobody times meetings."""
+    said = unmeasured_coefficients(measured(), layout(**sizes), on_cpu=True)
+    assert [sentence.partition(",")[0] for sentence in said] == list(names)
+    assert all("was not measured" in sentence for sentence in said)
+    told = unmeasured_coefficients(measured(), layout(**sizes), on_cpu=False)
+    assert [sentence.partition(",")[0] for sentence in told] == [name for name in names if name == "weight_share"]
+    passes = {
+        way: msgspec.structs.replace(measured().of_pass(way), meeting_s=0.0)  # type: ignore[arg-type]
+        for way in ("forward", "backward")
+    }
+    whole = measured(weight_share=0.5, **passes)
+    assert unmeasured_coefficients(whole, layout(**sizes), on_cpu=True) == ()

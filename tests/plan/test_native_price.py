@@ -79,7 +79,12 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
     # Of a host that is never late, one that is late for small packs, and one for all.
     host = {"host_slice_s": draw(st.sampled_from([0.0, 7.0])), "host_pack_s": draw(st.sampled_from([0.0, 50.0, 1e5]))}
     passes = {
-        name: msgspec.structs.replace(one, **host, context_part_s=draw(st.floats(0, 3)))
+        name: msgspec.structs.replace(
+            one,
+            **host,
+            context_part_s=draw(st.floats(0, 3)),
+            meeting_s=draw(st.sampled_from([None, 0.0, 0.3])),
+        )
         for name, one in (("forward", FORWARD), ("backward", BACKWARD))
     }
     beside = None
@@ -92,7 +97,7 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         context_exchange=exchange,
         context_beside=beside,
         context_hidden_share=draw(st.sampled_from([0.0, 0.8])),
-        weight_share=draw(st.sampled_from([0.0, 0.35, 0.5, 1.0])),
+        weight_share=draw(st.sampled_from([None, 0.0, 0.35, 0.5, 1.0])),
     )
     costs = PackCosts(model, coefficients, layout, slowness=slowness)
     forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))

@@ -10,6 +10,7 @@ import numpy as np
 from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.link_timings import TransferKind, median_link
+from evenload.calibrate.meeting_timings import SharedSample
 from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
 from evenload.calibrate.weight_timings import TOKENS
 from evenload.cost.coefficients import (
@@ -20,11 +21,13 @@ from evenload.cost.coefficients import (
     MeasuredPack,
     PassCoefficients,
 )
-from evenload.cost.group_comm import weight_gather_seconds
+from evenload.cost.group_comm import context_seconds, weight_gather_seconds
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class RankMeasurement:
     """What one rank found.
 
     Args:
-        packs: seconds of one layer.
+        packs: seconds of one layer; shared: of packs that ranks share, empty where none do.
         head: (rows, seconds); empty where the rank has no head.
         peak_flops_per_s: of matrix products.
         optimizer_s: of one parameter.
@@ -52,6 +55,7 @@ class RankMeasurement:
     optimizer_s: float
     copy_s_per_byte: float
     weight_s: float
+    shared: tuple[SharedSample, ...] = ()
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
@@ -113,17 +117,51 @@ def coefficients_of(
             packs=tuple(_yardstick_packs(ranks)),
         ),
     )
-    return msgspec.structs.replace(fitted, weight_share=_weight_share(ranks, fitted, tp))
+    return msgspec.structs.replace(
+        fitted,
+        weight_share=_weight_share(ranks, fitted, tp),
+        **{way: _with_meetings(ranks, fitted, way, tp) for way in DIRECTIONS},
+    )
 
 
-def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float:
+def _with_meetings(
+    ranks: Sequence[RankMeasurement], fitted: CostCoefficients, direction: Direction, tp: int
+) -> PassCoefficients:
+    """One direction with what a layer takes longer in which ranks meet (`meeting_timings`): the mean, over packs and
+    ranks, of what was measured beyond rows, transfers and copies as they are priced. Below 0 only noise is."""
+    of_pass = fitted.of_pass(direction)
+    missing_s = [
+        sample.seconds - _priced_seconds(sample, fitted, tp)
+        for rank in ranks
+        for sample in rank.shared
+        if sample.direction == direction
+    ]
+    return msgspec.structs.replace(of_pass, meeting_s=max(0.0, float(np.mean(missing_s)))) if missing_s else of_pass
+
+
+def _priced_seconds(sample: SharedSample, fitted: CostCoefficients, tp: int) -> float:
+    """Of a rank's rows of a shared pack on one layer, with its transfers and copies."""
+    assert fitted.measured_on is not None
+    of_pass = fitted.of_pass(sample.direction)
+    tokens, slices, packs, pairs, prefix = pack_features(sample.ranges, sample.windows, fitted.attention_tile)
+    divided_s = (
+        of_pass.linear_s_per_token * tokens + of_pass.attention_s_per_pair * pairs + of_pass.prefix_s_per_token * prefix
+    )
+    travelling = np.array([sample.ranks]), np.array([float(sample.tokens)]), np.zeros(1)
+    context = context_seconds(fitted.measured_on.model, fitted, tp, *travelling, sample.direction)
+    plain_s = of_pass.slice_s * slices + of_pass.pack_s * packs + float(context.plain_s[0])
+    return divided_s / tp + plain_s + float(context.transfer_s[0])
+
+
+def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float | None:
     """Of the linears' backward of the pack that was timed, what its weight gradients took, but for the transfers that
-    come on top under tp (`group_comm.weight_gather_seconds`). A median of ranks; below 0 or above 1 only noise is."""
+    come on top under tp (`group_comm.weight_gather_seconds`). A median of ranks; below 0 or above 1 only noise is.
+    None where the linears are free."""
     assert fitted.measured_on is not None
     gather_token_s, gather_pack_s = weight_gather_seconds(fitted.measured_on.model, fitted, tp)
     own_s = float(np.median([rank.weight_s for rank in ranks])) - TOKENS * gather_token_s - gather_pack_s
     linear_s = TOKENS * fitted.backward.linear_s_per_token / tp + fitted.backward.pack_s
-    return min(1.0, max(0.0, own_s / linear_s)) if linear_s > 0 else fitted.weight_share
+    return min(1.0, max(0.0, own_s / linear_s)) if linear_s > 0 else None
 
 
 def _median_beside(ranks: Sequence[BesideCompute | None]) -> BesideCompute | None:

@@ -17,9 +17,7 @@ from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.replay.context_attention import AttentionCall, GatherAttention
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.stepplan.rank_rows import DocumentRows, PackRows, SharedSlice
-from evenload.types.replica_block import ReplicaBlock
-from evenload.types.token_range import Range
+from evenload.stepplan.rank_rows import shared_documents
 
 _ROWS = 256
 _PARTS = 4
@@ -65,16 +63,11 @@ def part_seconds(stage: PipelineStage) -> tuple[float, float]:
 def _passes(stage: PipelineStage, layer: int, parts: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """A forward and a backward of attention in so many parts."""
     heads, kv_heads, dim = stage.model.attention_heads(layer)
-    half = _ROWS // 2
-    owners = ((0, half, 0), (half, 3 * half, 1), (3 * half, 4 * half, 0))
-    own = tuple(Range(0, start, stop) for start, stop, rank in owners if rank == 0)
-    ranges = (own, (Range(0, half, 3 * half),))
-    document = DocumentRows(0, 2 * _ROWS, is_cut=False, owners=owners, ranges=ranges)
-    rows = PackRows(ReplicaBlock(0, 1), (SharedSlice(document, 0, 2 * _ROWS, ranges),), ((), ()))
+    rows = shared_documents([2 * _ROWS], 2)
     attention = GatherAttention(rows, cast("ContextGroup", cast("Any", _Alone())), "calibration", stage.device, parts)
     like = torch.randn(_ROWS, heads, dim, device=stage.device, dtype=stage.dtype)
     keys = torch.randn(_ROWS, kv_heads, dim, device=stage.device, dtype=stage.dtype)
-    call = AttentionCall(stage.backend, ActivationStore({0: _ROWS}, [own]), layer, Scoring(dim**-0.5))
+    call = AttentionCall(stage.backend, ActivationStore({0: _ROWS}, [rows.ranges(0)]), layer, Scoring(dim**-0.5))
 
     @torch.no_grad()
     def forward() -> tuple[Tensor, Tensor]:

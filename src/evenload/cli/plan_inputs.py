@@ -17,7 +17,12 @@ from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, Plan
 from evenload.cli.this_machine import NAME, cost_file_of, this_machine
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import BESIDE, BesideCompute, BesideHalves, CostCoefficients, read_coefficients
-from evenload.cost.coverage import completed_from_cluster, in_measured_precision, require_measured_on
+from evenload.cost.coverage import (
+    completed_from_cluster,
+    in_measured_precision,
+    require_measured_on,
+    unmeasured_coefficients,
+)
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
@@ -97,6 +102,7 @@ class PlanCosts:
         described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
         if self.overlap_context and layout.cp > 1 and not self.measured.prices_context_parts:
             described.append(_UNMEASURED_PARTS)
+        described += unmeasured_coefficients(self.measured, layout, on_cpu=self._is_of_cpu)
         lacking = [name for name, is_wanted in self._overlaps.items() if is_wanted and not getattr(self.measured, name)]
         if lacking and layout.world_size > layout.pp:
             taken = "they hide nothing" if self._assumed(lacking[0]) is None else "data-sheet assumptions are taken"
@@ -113,9 +119,13 @@ class PlanCosts:
 
     def _assumed(self, name: str) -> BesideCompute | None:
         """What is taken where it was not measured: on a CPU, whose cores move the bytes, that nothing hides."""
-        if self.measured is not None and processor_of(self.measured.device) == "cpu":
+        if self._is_of_cpu:
             return None
         return BesideHalves() if name == "tensor_beside" else BesideCompute()
+
+    @property
+    def _is_of_cpu(self) -> bool:
+        return self.measured is not None and processor_of(self.measured.device) == "cpu"
 
     @property
     def _has_copies(self) -> bool:

@@ -100,6 +100,8 @@ class PassCoefficients(Frozen):
             0 where the device is the host, and where it was not measured apart.
         context_part_s: constant of every part but the first in which keys and values of a shared pack travel: its
             launches, and what attention of fewer heads loses; None = not known, and they travel in one part.
+        meeting_s: constant of a layer in which ranks that share a pack meet, beyond their rows and transfers: they wait
+            for each other (`cost.group_comm`); None = not known, and nothing is counted.
     """
 
     linear_s_per_token: float
@@ -110,6 +112,7 @@ class PassCoefficients(Frozen):
     host_slice_s: float = 0.0
     host_pack_s: float = 0.0
     context_part_s: float | None = None
+    meeting_s: float | None = None
 
 
 class BesideCompute(Frozen):
@@ -196,8 +199,9 @@ class CostCoefficients(Frozen):
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
         tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
-        weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Half by count
-            of products; less where elementwise work, which stays in I, is a part of these seconds.
+        weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Less than
+            half where elementwise work, which stays in I, is a part of these seconds; None = not measured, and half is
+            taken, which it is by count of products (`cost.split_backward`).
         context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
             V of others hide; below 1 because both slow each other down.
         context_beside: K and V of shared documents travel in parts while attention of the parts before is computed
@@ -241,7 +245,7 @@ class CostCoefficients(Frozen):
     host_link: LinkSpec | None = None
     tensor_exposed_share: float = 1.0
     weight_gather_exposed_share: float = 1.0
-    weight_share: float = 0.5
+    weight_share: float | None = None
     context_hidden_share: float = 0.8
     copy_s_per_byte: float = 0.0
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
@@ -274,10 +278,9 @@ class CostCoefficients(Frozen):
                 f"cost coefficients of {self.device}: nics_per_node is {self.nics_per_node}, must be >= 1 or absent"
             )
         for field in ("tensor_exposed_share", "weight_gather_exposed_share", "weight_share", "context_hidden_share"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ConfigError(
-                    f"cost coefficients of {self.device}: {field} is {getattr(self, field)}, must be in 0..1"
-                )
+            share = getattr(self, field)
+            if share is not None and not 0 <= share <= 1:
+                raise ConfigError(f"cost coefficients of {self.device}: {field} is {share}, must be in 0..1")
 
     def of_pass(self, direction: Literal["forward", "backward"]) -> PassCoefficients:
         """Of one direction."""

@@ -56,6 +56,7 @@ def native_table(
             _traffic(context_traffic(model, coefficients, layout.tp, direction, is_cut=True)),
             *map(float, ring_home(model, coefficients, layout.tp, direction)),
             context_part_s=coefficients.of_pass(direction).context_part_s or 0.0,
+            meeting_s=coefficients.of_pass(direction).meeting_s or 0.0,
         )
         for direction in ("forward", "backward")
     )

@@ -29,6 +29,9 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 
+_HALF = 0.5
+"""Of the products of linear layers' backward, those of weight gradients; taken where nobody measured their seconds."""
+
 
 def gather_seconds(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, backward: SliceColumns
@@ -41,7 +44,9 @@ def gather_seconds(
 
 def weight_share(model: ModelSpec, coefficients: CostCoefficients) -> float:
     """Of the backward of linear layers, what W may defer; nothing where the matrices are frozen (LoRA)."""
-    return 0.0 if model.adapter_parameters_per_layer else coefficients.weight_share
+    if model.adapter_parameters_per_layer:
+        return 0.0
+    return _HALF if coefficients.weight_share is None else coefficients.weight_share
 
 
 def weight_seconds(

@@ -167,6 +167,24 @@ def replica_rows(plan: StepPlan, dp_rank: int) -> ReplicaRows:
     return ReplicaRows(forward, backward, documents)
 
 
+def shared_documents(lengths: Sequence[int], ranks: int) -> PackRows:
+    """A pack of whole documents, each of which all ranks share per document, of no plan: for whoever times one.
+
+    Args:
+        lengths: tokens of every document, numbered from 0.
+    """
+    stop = np.array(lengths, np.int64)
+    found = ranges_by_owner(np.zeros_like(stop), stop, np.full(len(stop), -1), np.array([0, len(stop)]), ranks)
+    owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for doc_id, *owned in zip(
+        found.piece.tolist(), found.start.tolist(), found.stop.tolist(), found.rank.tolist(), strict=True
+    ):
+        owners[doc_id].append((owned[0], owned[1], owned[2]))
+    documents = {doc_id: _document_rows(doc_id, sorted(owned), ranks, is_cut=False) for doc_id, owned in owners.items()}
+    slices = [Range(doc_id, 0, tokens) for doc_id, tokens in enumerate(lengths)]
+    return _pack_rows(slices, documents, ReplicaBlock(0, 1), ranks)
+
+
 def _document_rows(doc_id: int, owners: list[tuple[int, int, int]], ranks: int, *, is_cut: bool) -> DocumentRows:
     ranges: list[list[Range]] = [[] for _ in range(ranks)]
     for start, stop, rank in owners:
