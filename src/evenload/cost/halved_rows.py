@@ -3,8 +3,7 @@
 A cut is near the middle of a pack's rows, because transfers are even in rows: between slices where that is near enough,
 else in a slice, at a whole number of attention's tiles, also of every chunk in which ranks share it. Positions are
 tokens of the whole pack, slice after slice, padding included: ranks that share a pack share either half evenly,
-whatever is cut where (`stepplan.rank_rows`).
-O(slices) numpy.
+whatever is cut where (`stepplan.rank_rows`). O(slices) numpy.
 """
 
 from typing import NamedTuple
