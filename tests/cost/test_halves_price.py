@@ -1,5 +1,7 @@
 """What packs in halves cost and save, against numbers made by hand; which packs are halved, and where."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -284,6 +286,19 @@ def test_shared_packs_stay_in_one_go_round_a_ring() -> None:
     merged = SliceColumns.from_ranges([[(0, 0, 400), (1, 0, 400)]], cp=2)
     assert not wanted_cuts(costs(context_exchange="ring"), merged).any()
     assert wanted_cuts(costs(), merged).tolist() == [400]
+
+
+def test_beside_a_pack_in_halves_a_pack_round_a_ring_costs_what_it_did() -> None:
+    """Also the prefix that travels with it."""
+    priced = costs(context_exchange="ring")
+    packs = [[(0, 0, 200)], [(0, 200, 400)], [(1, 0, 400)]]
+    columns = replace(SliceColumns.from_ranges(packs), cp=np.array([2, 2, 1]))
+    rows = wanted_cuts(priced, columns)
+    assert rows.tolist() == [0, 0, 200]
+    forward, _ = ranked_in_halves(priced, columns, columns, ["per_document"] * 2 + [""], (rows, rows))
+    found = halved_packs(priced, columns, "forward", None, rows, forward)
+    assert found.more_s[:2] == pytest.approx(0)
+    assert found.more_s[2] < 0
 
 
 def test_cuts_of_shared_packs_are_at_whole_tiles_of_every_chunk() -> None:

@@ -20,12 +20,10 @@ last ones in backward; rows come from `stepplan.rank_rows`. Price: (cp - 1) · r
 elements received a layer and transfer, a copy of the gathered rows, and the launches of every part.
 """
 
-import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,10 +38,10 @@ from evenload.attention.range_attention import (
     rows_of_all,
     work_dtype,
 )
-from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.between_halves import BetweenHalves
+from evenload.runtime.replay.head_parts import HeadPart, head_parts
 from evenload.runtime.replay.store import ActivationStore
 from evenload.stepplan.rank_rows import PackRows, SharedSlice
 from evenload.types.token_range import Range
@@ -166,30 +164,6 @@ class _Exchange:
         if rows.shape[0] == self.padded:
             return rows
         return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
-
-
-class HeadPart(NamedTuple):
-    """Key heads that travel together, and the query heads that read them."""
-
-    keys: slice
-    queries: slice
-
-
-def head_parts(num_heads: int, kv_heads: int, parts: int) -> tuple[HeadPart, ...]:
-    """Parts of about equal size, smaller ones first, for nothing hides the first transfer.
-
-    Raises:
-        InvalidPlanError: there are fewer key heads than parts.
-    """
-    if parts > kv_heads:
-        raise InvalidPlanError(
-            f"keys and values are planned to travel in {parts} parts, but this rank has {kv_heads} key heads; plan for "
-            "the layout and the model that run"
-        )
-    edges, repeat = [kv_heads * index // parts for index in range(parts + 1)], num_heads // kv_heads
-    return tuple(
-        HeadPart(slice(low, high), slice(low * repeat, high * repeat)) for low, high in itertools.pairwise(edges)
-    )
 
 
 class GatherAttention(PackAttention):
