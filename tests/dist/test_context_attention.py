@@ -111,12 +111,12 @@ def test_halves_equal_whole_documents(gloo_pool, dp, cp, window, parts):
 
 
 def test_halves_move_the_bytes_of_packs_in_one_go(gloo_pool):
-    """Where every rank has half of its rows in either half, as in the middle of a document; else gathers are padded to
-    the fullest rank. Keys of a document that only halves cut travel again with the second half alone."""
+    """Wherever they are cut, for ranks have even parts of either: a token more or less of padding. Keys of a document
+    that only halves cut travel again with the second half alone."""
     plan = context_plan(3, cp=2, rule="per_document", lengths={0: 400}, whole=True)
     moved = assert_equals_whole(gloo_pool, [plan, with_halves(plan, 0.5), with_halves(plan, 0.375)], "all_gather")
     assert moved[1] == moved[0]
-    assert moved[2] > moved[0]
+    assert moved[2] == pytest.approx(moved[0], rel=0.01)
 
 
 def test_a_ring_refuses_sliding_windows(gloo_pool):
