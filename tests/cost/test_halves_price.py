@@ -1,5 +1,7 @@
 """What packs in halves cost and save, against numbers made by hand; which packs are halved, and where."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,11 +11,13 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import BesideHalves, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.tensor_halves import as_if_halved, halved_packs, least_share, pays
+from evenload.cost.tensor_halves import HalvedPacks, as_if_halved, halved_packs, least_share, pays, wanted_cuts
 from evenload.errors import ConfigError
+from evenload.stepplan.ranked_packs import ranked_in_halves
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
+from evenload.types.micropack import Direction
 
 TOKEN_S = 8 * 2 / 2 / 100.0  # hidden · bytes, half of it over the link
 LATENCY_S = 0.25
@@ -25,13 +29,13 @@ FREE = BesideHalves(stretch=1.0, slowdown=0.0, turns_s=0.0, host_turns_s=0.0)
 LAYERS = 3
 
 
-def costs(beside: BesideHalves | None = FREE, tp: int = 2, **changes) -> PackCosts:
+def costs(beside: BesideHalves | None = FREE, tp: int = 2, cp: int = 1, **changes) -> PackCosts:
     passes = {
         name: PassCoefficients(linear_s_per_token=2.0, attention_s_per_pair=0.0, slice_s=0.5, pack_s=1.0)
         for name in ("forward", "backward")
     }
     fields = {"source": "analytic", "tensor_beside": beside, **LINKS, **passes, **changes}
-    return PackCosts(sample_model(), sample_coefficients(**fields), even_layout(LAYERS, tp=tp))
+    return PackCosts(sample_model(), sample_coefficients(**fields), even_layout(LAYERS, tp=tp, cp=cp))
 
 
 def transfers_s(tokens: int, rings: int = 4) -> float:
@@ -226,6 +230,81 @@ def test_padding_is_rows_too() -> None:
     packs = SliceColumns.from_ranges([[(0, 0, 300), (1, 0, 100)]])
     padded = SliceColumns(packs.doc, packs.start, packs.stop, packs.pack_offset, np.array([300]), packs.cp)
     assert halved_packs(costs(), padded, "forward").first_rows.tolist() == [300]
+
+
+def shared_price(priced: PackCosts, direction: Direction, pack, sharding, first_rows: int | None) -> HalvedPacks:
+    """Of one pack that context ranks share, the same in both directions."""
+    columns = SliceColumns.from_ranges([pack], cp=priced.layout.cp)
+    rows = wanted_cuts(priced, columns) if first_rows is None else np.array([first_rows])
+    ranked = ranked_in_halves(priced, columns, columns, [sharding], (rows, rows))
+    of_direction = ranked[direction == "backward"]
+    return halved_packs(priced, columns, direction, None, None if first_rows is None else rows, of_direction)
+
+
+def test_halves_of_a_shared_pack_are_those_of_its_ranks_with_another_latency_of_keys_and_values() -> None:
+    """100 rows of either document on each of two ranks; K and V travel once forward, and twice in backward, as of
+    documents that are never cut."""
+    for direction, rings, gathers in (("forward", 4, 1), ("backward", 6, 2)):
+        found = shared_price(costs(cp=2), direction, [(0, 0, 200), (1, 0, 200)], "per_document", 200)
+        hidden_s = 2 * transfers_s(100, rings) * (1 - 1 / (rings * LAYERS))
+        another_pack_s = LAYERS * (1.0 + rings * LATENCY_S)
+        assert found.hidden_s.item() == pytest.approx(hidden_s)
+        assert found.transfer_s.item() == pytest.approx(2 * transfers_s(100, rings))
+        assert found.more_s.item() == pytest.approx(another_pack_s + LAYERS * gathers * LATENCY_S - hidden_s)
+
+
+def test_a_document_that_halves_cut_is_even_on_its_ranks_and_pays_for_two() -> None:
+    """Each of the ranks has two chunks of it in either half, where it had two; 2 more slices at 0.5 s a layer."""
+    one = shared_price(costs(cp=2), "forward", [(0, 0, 400)], "per_document", 200).more_s.item()
+    two = shared_price(costs(cp=2), "forward", [(0, 0, 200), (1, 0, 200)], "per_document", 200).more_s.item()
+    # Rank 1 has the two chunks in the middle, which are one range: of one document once, of two twice.
+    assert one - two == pytest.approx(LAYERS * 2 * 0.5)
+
+
+def test_ranks_wait_for_the_slowest_in_either_half() -> None:
+    """A document whole on each rank: every rank computes one half and waits in the other."""
+    whole = [(0, 0, 200), (1, 0, 200)]
+    found = shared_price(costs(cp=2), "forward", whole, (0, 1), 200)
+    alone = halved_packs(costs(), SliceColumns.from_ranges([whole]), "forward", None, np.array([200]))
+    assert found.more_s.item() > LAYERS * 200 * 2.0 / 2 > 0 > alone.more_s.item()
+    assert not shared_price(costs(cp=2), "forward", whole, (0, 1), None).first_rows.any()
+
+
+def test_halves_of_the_other_direction_cut_rows_of_a_pack_in_one_go() -> None:
+    """Every rank keeps its rows, so it has one more range of them there: three for two, and two for one."""
+    priced = costs(cp=2)
+    columns, none, cut = SliceColumns.from_ranges([[(0, 0, 400)]], cp=2), np.array([0]), np.array([200])
+    _, backward = ranked_in_halves(priced, columns, columns, ["per_document"], (cut, none))
+    found = halved_packs(priced, columns, "backward", None, none, backward)
+    assert found.more_s.item() == pytest.approx(LAYERS * 0.5)
+
+
+def test_shared_packs_stay_in_one_go_round_a_ring() -> None:
+    ring = costs(cp=2, context_exchange="ring")
+    assert not pays(ring)
+    assert pays(costs(context_exchange="ring"))
+    merged = SliceColumns.from_ranges([[(0, 0, 400), (1, 0, 400)]], cp=2)
+    assert not wanted_cuts(costs(context_exchange="ring"), merged).any()
+    assert wanted_cuts(costs(), merged).tolist() == [400]
+
+
+def test_beside_a_pack_in_halves_a_pack_round_a_ring_costs_what_it_did() -> None:
+    """Also the prefix that travels with it."""
+    priced = costs(context_exchange="ring")
+    packs = [[(0, 0, 200)], [(0, 200, 400)], [(1, 0, 400)]]
+    columns = replace(SliceColumns.from_ranges(packs), cp=np.array([2, 2, 1]))
+    rows = wanted_cuts(priced, columns)
+    assert rows.tolist() == [0, 0, 200]
+    forward, _ = ranked_in_halves(priced, columns, columns, ["per_document"] * 2 + [""], (rows, rows))
+    found = halved_packs(priced, columns, "forward", None, rows, forward)
+    assert found.more_s[:2] == pytest.approx(0)
+    assert found.more_s[2] < 0
+
+
+def test_cuts_of_shared_packs_are_at_whole_tiles_of_every_chunk() -> None:
+    """Two chunks a rank: 2 · 2 · 16 tokens."""
+    wide = costs(attention_tile=16, cp=2)
+    assert wanted_cuts(wide, SliceColumns.from_ranges([[(0, 100, 1111)]], cp=2)).tolist() == [505 // 64 * 64]
 
 
 def test_coefficients_below_zero_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from context_cases import GROUPS, HEADS, attend_shared_packs
 from context_plans import RULES, context_plan, in_parts, merged_plan
 from evenload.errors import InvalidPlanError
-from evenload.runtime.replay.context_attention import head_parts
+from evenload.runtime.replay.head_parts import head_parts
 from evenload.stepplan.validate import validate_plan
 from evenload.types.plan import StepPlan, encode_plan
 from sweeps import sweep

@@ -4,6 +4,7 @@ no transfer more than without, and no byte."""
 import msgspec
 import pytest
 
+from context_plans import RULES, in_parts, merged_plan, with_context
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.group_comm import TENSOR_RINGS, WEIGHT_RINGS
 from evenload.errors import InvalidPlanError
@@ -11,13 +12,13 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
 from evenload.types.micropack import MicroPack, PackPlan
-from evenload.types.plan import seal
+from evenload.types.plan import StepPlan, encode_plan, seal
 from halved_plans import halved_and_valid
 from plan_building import pack_plan, step_plan, word_schedule
 from reference_training import tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
 from sweeps import LOOKS_FURTHER
-from tensor_transfer_cases import hidden_transfers_by_action
+from tensor_transfer_cases import hidden_transfers_by_action, transfer_accounts
 from varied_plans import SCHEDULES, varied_plan
 
 LAYERS = 4
@@ -98,13 +99,67 @@ def _is_mixed(pack: MicroPack, packs: PackPlan) -> bool:
     return pack.first_rows > 0 and len(policies) > 1 and "recompute" in policies
 
 
+def shared_by_context_ranks(rule: str, index: int) -> StepPlan:
+    """Cuts, policies and split backwards by turns; whole documents in every third."""
+    plan = varied_plan(
+        17 * index + len(rule),
+        num_layers=LAYERS,
+        pp=1,
+        tp=2,
+        policies=("mixed", "recompute", "offload")[index % 3],
+        schedule="list_split" if index % 2 else "list",
+        whole=index % 3 == 1,
+        num_documents=6,
+    )
+    return with_context(plan, cp=2, rule=rule)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("rule", RULES)
+def test_packs_that_context_ranks_share_equal_plain_training_in_halves(gloo_pool, kind, rule):
+    """Also where ranks have rows of one half only, and of documents that lie whole on a rank."""
+    plans = [halved_and_valid(shared_by_context_ranks(rule, i), (0.5, 0.2, 0.8)[i % 3]) for i in range(3)]
+    assert_plans_equal_plain(gloo_pool, plans, kind=kind)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("rule", ["per_document", "owners"])
+def test_packs_that_replicas_share_equal_plain_training_in_halves(gloo_pool, rule, parts):
+    """Beside each replica's own; keys and values in so many parts, each of some key heads."""
+    plans = [
+        halved_and_valid(in_parts(merged_plan(index, dp=2, tp=2, rule=rule), parts), share)
+        for index, share in enumerate((0.5, 0.3, 0.7))
+    ]
+    assert any(pack.first_rows and pack.slices[0].cp > 1 for plan in plans for pack in plan.pack_plans[0].backward)
+    assert_plans_equal_plain(gloo_pool, plans, changes={"num_key_value_heads": 4})
+
+
+def test_the_accounts_of_a_shared_pack_have_both_kinds_of_transfers(gloo_pool):
+    """Those of the tensor-parallel group between turns, and keys and values in parts: none without halves and parts."""
+    plan = merged_plan(0, dp=2, tp=2)
+    halved = halved_and_valid(in_parts(plan, 2))
+    changes = {"num_key_value_heads": 4}
+    for (no_halves, no_parts), (halves, parts) in gloo_pool.run(
+        4, transfer_accounts, changes, [encode_plan(plan), encode_plan(halved)]
+    ):
+        assert no_halves == no_parts == 0
+        assert halves > 0
+        assert parts > 0
+
+
+def test_packs_round_a_ring_are_not_halved(gloo_pool):
+    plan = halved_and_valid(merged_plan(0, dp=2, tp=2))
+    with pytest.raises(RuntimeError, match="is planned in two halves, but keys and values travel round the ranks"):
+        assert_plans_equal_plain(gloo_pool, [plan], exchange="ring")
+
+
 @pytest.mark.parametrize(
     ("first_rows", "sizes", "message"),
     [
         (5, {"tp": 2}, "forward pack 0 has 5 of 5 rows in its first half"),
         (-1, {"tp": 2}, "forward pack 0 has -1 of 5 rows in its first half"),
         (2, {}, "which hide tensor-parallel transfers, and tp is 1"),
-        (2, {"tp": 2, "cp": 2}, "has two halves, and a group shares it"),
+        (2, {"cp": 2}, "which hide tensor-parallel transfers, and tp is 1"),
     ],
 )
 def test_what_cannot_be_halved_is_refused(first_rows, sizes, message):

@@ -25,17 +25,22 @@ LENGTHS = [30_000, 9_000, 9_000, 4_000, 4_000, 2_000, 600, 300, 100] * 3
 
 
 def proposal(
-    strategy: str, beside: BesideHalves | None, schedule: str = "choose", measured: bool = False, **sizes: int
+    strategy: str,
+    beside: BesideHalves | None,
+    schedule: str = "choose",
+    measured: bool = False,
+    exchange: str = "all_gather",
+    lengths: list[int] = LENGTHS,
+    **sizes: int,
 ):
     model, layout = model_from("llama-7b"), even_layout(32, **sizes)
     coefficients = analytic_coefficients(model, cluster_from("h100x32"), layout)
-    coefficients = msgspec.structs.replace(coefficients, tensor_beside=beside)
+    coefficients = msgspec.structs.replace(coefficients, tensor_beside=beside, context_exchange=exchange)
+    options = PlanOptions(max_pack_tokens=max(32_768, *lengths), schedule=schedule, dp_merge=lengths is not LENGTHS)
     if measured:  # with their transfers in the layers
         coefficients = msgspec.structs.replace(coefficients, source="calibrated", tensor_exposed_share=0.0)
-    planner = StepPlanner(
-        model, coefficients, layout, None, PlanOptions(max_pack_tokens=32_768, schedule=schedule), host="unlimited"
-    )
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(LENGTHS))
+    planner = StepPlanner(model, coefficients, layout, None, options, host="unlimited")
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
     return planner, planner.propose(0, documents, strategy)
 
 
@@ -72,8 +77,25 @@ def test_what_halves_save_of_measured_layers_is_no_padding() -> None:
     assert split.padding_s == pytest.approx(0, abs=1e-9)
 
 
-def test_packs_that_a_group_shares_are_computed_in_one_go() -> None:
-    _, found = proposal("balanced", BesideHalves(), tp=4, cp=2)
+@pytest.mark.parametrize(
+    ("strategy", "sizes"), [("balanced", {"cp": 2}), ("slimpack", {"dp": 2, "lengths": [100_000, *LENGTHS]})]
+)
+def test_packs_that_a_group_shares_are_halved_too(strategy, sizes) -> None:
+    """By the members of a block alike, else the plan were refused; causes of the step's seconds add up to it."""
+    _, whole = proposal(strategy, None, tp=4, **sizes)
+    planner, halves = proposal(strategy, BesideHalves(), tp=4, **sizes)
+    plan = halves.plan
+    validate_plan(plan)
+    packs = [pack for one in plan.pack_plans for pack in (*one.forward, *one.backward)]
+    assert any(pack.first_rows and pack.slices[0].cp > 1 for pack in packs)
+    assert plan.predicted.step_time_s < whole.plan.predicted.step_time_s
+    assert 0 < plan.predicted.tensor_hidden_s < plan.predicted.tensor_s
+    split = split_planned_step(plan, planner.costs)
+    assert split.total_s() == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+
+
+def test_packs_round_a_ring_are_computed_in_one_go() -> None:
+    _, found = proposal("balanced", BesideHalves(), tp=4, cp=2, exchange="ring")
     assert num_halved(found.plan) == 0
     assert found.plan.predicted.tensor_s == 0
 

@@ -23,6 +23,7 @@ def context_plan(
     rule: str,
     dp: int = 1,
     pp: int = 1,
+    tp: int = 1,
     num_layers: int = 4,
     max_tokens: int = 40,
     lengths: dict[int, int] | None = None,
@@ -36,7 +37,7 @@ def context_plan(
         owner: for "dacp", -1 = all ranks; None = at random.
     """
     rng = random.Random(seed)
-    layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp)
+    layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
     if lengths is None:
         lengths = {doc: rng.choice([1, *[rng.randint(1, max_tokens)] * 4]) for doc in range(rng.randint(1, 7))}
     home = {doc: rng.randrange(dp) for doc in lengths}
@@ -85,11 +86,13 @@ def in_parts(plan: StepPlan, parts: int) -> StepPlan:
     return seal(msgspec.structs.replace(plan, pack_plans=packs))
 
 
-def merged_plan(seed: int, *, dp: int, pp: int = 1, cp: int = 1, rule: str = "per_document", num_layers: int = 4):
+def merged_plan(
+    seed: int, *, dp: int, pp: int = 1, cp: int = 1, tp: int = 1, rule: str = "per_document", num_layers: int = 4
+) -> StepPlan:
     """Documents of every aligned block of replicas, larger blocks first, then every replica's own: one phase each,
     finished on every pipeline rank before the next."""
     rng = random.Random(seed)
-    layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp)
+    layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
     lengths: dict[int, int] = {}
     phases: dict[tuple[int, int], tuple[PackPlan, Schedule]] = {}
     sizes = [1, *nested_sizes(dp)]

@@ -9,9 +9,12 @@ from evenload.types.plan import StepPlan, seal
 
 def halved_plan(plan: StepPlan, share: float = 0.5) -> StepPlan:
     """The same plan with every pack in halves that may be; `share` of the rows are the first half's. Without tensor
-    parallelism, and where context ranks share packs, none may be."""
-    if plan.layout.tp == 1 or plan.layout.cp > 1:
-        return plan
+    parallelism none may be."""
+    return plan if plan.layout.tp == 1 else with_halves(plan, share)
+
+
+def with_halves(plan: StepPlan, share: float) -> StepPlan:
+    """`halved_plan`, whether it is valid or not."""
     return seal(
         msgspec.structs.replace(
             plan,
@@ -43,7 +46,6 @@ def halved_and_valid(plan: StepPlan, share: float = 0.5) -> StepPlan:
 def _halved(pack: MicroPack, share: float) -> MicroPack:
     rows = pack.pad_to * len(pack.slices) if pack.pad_to else pack.num_tokens
     first = max(1, round(share * rows))
-    is_shared = any(piece.cp > 1 for piece in pack.slices)
-    if first >= rows or is_shared:
+    if first >= rows:
         return pack
     return msgspec.structs.replace(pack, first_rows=first)

@@ -98,7 +98,7 @@ def plan_of(row: Row) -> StepPlan:
     plan = _planned(row)
     if row.schedule != "own" and not _is_asked(row):
         plan = _rescheduled(plan, row.schedule)
-    if row.overlap == "on":
+    if row.overlap == "on" and row.exchange != "ring":
         plan = halved_plan(plan, HALVED_AT)
     validate_plan(plan)
     missing = list(_missing_features(row, plan))
@@ -204,7 +204,7 @@ def _missing_features(row: Row, plan: StepPlan, *, is_final: bool = True) -> Ite
     if not _policies(plan) <= expected or (row.policy == "mixed" and len(_policies(plan)) < 2):
         yield f"policies {sorted(_policies(plan))}"
     if is_final and row.overlap == "on" and row.policy in ("replay", "recompute"):
-        may_be = "tp" in LAYOUTS[row.layout] and "cp" not in LAYOUTS[row.layout] and row.dp_merge == "off"
+        may_be = "tp" in LAYOUTS[row.layout] and row.exchange != "ring"
         if may_be and not num_halved(plan):
             yield "no pack in halves"
     yield from _missing_of_sharing(row, plan)

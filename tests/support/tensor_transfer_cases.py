@@ -2,20 +2,36 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dist_cases import RankUnderTest
 from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.layout import even_layout
 from evenload.types.micropack import ActivationPolicy
+from evenload.types.plan import decode_plan
 from evenload.types.token_range import Range
 from gloo_pool import TIMEOUT_S
 
 TOKENS = 24
+
+
+def transfer_accounts(changes: dict, plans: list[bytes]) -> list[tuple[float, float]]:
+    """Of every plan's step on this rank: seconds of transfers between turns, and of keys and values in parts."""
+    decoded = [decode_plan(plan) for plan in plans]
+    mesh = create_meshes([decoded[0].layout], torch.device("cpu"), timeout_s=TIMEOUT_S).start
+    rank = RankUnderTest(mesh, "llama", changes, torch.float64)
+    found = []
+    for plan in decoded:
+        tokens = {document.doc_id: np.zeros(document.num_tokens, np.int32) for document in plan.documents}
+        trace = rank.run_prepared(prepare_step(plan, tokens, mesh)).trace
+        found.append((trace.halves.transfer_s, trace.context_s))
+    return found
 
 
 def hidden_transfers_by_action(num_layers: int, first_rows: int = 0, recomputed: int = 0) -> dict[str, float]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.activation import OFFLOAD, REPLAY
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedPacks, rank_waiting_seconds
+from evenload.cost.ranked_packs import RankedHalves, rank_waiting_seconds
 from evenload.cost.tensor_halves import halved_packs
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
@@ -55,17 +55,18 @@ def split_pack_seconds(
     columns: SliceColumns,
     direction: Direction,
     policy: NDArray[np.int8] | None = None,
-    ranked: RankedPacks | None = None,
+    in_ranks: RankedHalves | None = None,
     first_rows: NDArray[np.int64] | None = None,
 ) -> PackSplit:
     """Seconds of every pack on every virtual stage by cause.
 
     Args:
         policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
-        ranked: the same packs rank by rank; None = nobody shares them, or the mean that searches compare.
+        in_ranks: the same packs rank by rank; None = nobody shares them, or the mean that searches compare.
         first_rows: int64[num_packs], of packs in halves, whose costs and gains are those of transfers; None = none.
     """
     coefficients, layout = costs.coefficients, costs.layout
+    ranked = None if in_ranks is None else in_ranks.whole
     without_tp = msgspec.structs.replace(coefficients, tensor_exposed_share=0.0)
     passes = {
         name: msgspec.structs.replace(getattr(without_tp, name), **dict.fromkeys(_NOT_USEFUL, 0.0))
@@ -97,8 +98,8 @@ def split_pack_seconds(
         recomputed_s, planned_s = (costs.under_policy(recomputed_s, rows, direction, codes) for codes in (kept, policy))
     slowest_s = planned_s if ranked is None else ranked.slowest(planned_s)
     tp_s = compute_s - without_tp_s
-    if first_rows is not None and first_rows.any():
-        tp_s = tp_s + halved_packs(costs, columns, direction, policy, first_rows).more_s
+    if first_rows is not None:
+        tp_s = tp_s + halved_packs(costs, columns, direction, policy, first_rows, in_ranks).more_s
     # Transfers that were measured with their layers are in those' useful work, and so is what hides of them.
     return PackSplit(
         useful_s=useful_s + np.minimum(0.0, tp_s),

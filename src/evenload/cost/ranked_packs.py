@@ -31,7 +31,8 @@ class RankedPacks:
         rows: the token ranges of every pack and rank, as slices of packs of their own: pack p of rank r is
             `first_rank[p] + r`.
         first_rank: int64[num_packs + 1]; a pack has `first_rank[p + 1] - first_rank[p]` ranks, 1 where it is its own.
-        is_local: bool[ranges of `rows`], of documents that lie whole on one rank.
+        is_local, is_cut: bool[ranges of `rows`], of documents that lie whole on one rank, and of those that are cut in
+            this direction or in the other.
         whole_tokens, cut_tokens: float64[num_packs], tokens whose keys and values travel, of documents that are never
             cut and of others (`group_comm.context_seconds`).
     """
@@ -39,8 +40,30 @@ class RankedPacks:
     rows: SliceColumns
     first_rank: NDArray[np.int64]
     is_local: NDArray[np.bool_]
+    is_cut: NDArray[np.bool_]
     whole_tokens: NDArray[np.float64]
     cut_tokens: NDArray[np.float64]
+
+    @classmethod
+    def alone(cls, columns: SliceColumns) -> "RankedPacks":
+        """Packs that nobody shares."""
+        no_tokens, yes = np.zeros(columns.num_packs), np.ones(columns.num_slices, bool)
+        return cls(columns, np.arange(columns.num_packs + 1), yes, ~yes, no_tokens, no_tokens)
+
+    def taken(self, packs: NDArray[np.intp]) -> "RankedPacks":
+        """Some packs, in their order."""
+        ranks, offset = self.num_ranks()[packs], self.rows.pack_offset
+        of_ranks = [self.rows.pack_range(*self.first_rank[pack : pack + 2]) for pack in packs.tolist()]
+        ranges = [np.arange(*offset[self.first_rank[pack : pack + 2]]) for pack in packs.tolist()]
+        chosen = np.concatenate(ranges) if ranges else np.zeros(0, np.int64)
+        return RankedPacks(
+            SliceColumns.concat(of_ranks, [0] * len(of_ranks)),
+            np.concatenate([[0], np.cumsum(ranks)]),
+            self.is_local[chosen],
+            self.is_cut[chosen],
+            self.whole_tokens[packs],
+            self.cut_tokens[packs],
+        )
 
     def num_ranks(self) -> NDArray[np.int64]:
         """Of every pack."""
@@ -58,6 +81,18 @@ class RankedPacks:
         if not len(rank_values):
             return rank_values
         return operation.reduceat(rank_values, self.first_rank[:-1], axis=0)
+
+
+class RankedHalves(NamedTuple):
+    """Packs of one direction, of which some are in halves.
+
+    Args:
+        whole: as they were in one go.
+        halves: as they are; every pack is one of these, or two (`cost.halved_rows.in_halves`).
+    """
+
+    whole: RankedPacks
+    halves: RankedPacks
 
 
 def rank_seconds(
@@ -80,6 +115,16 @@ def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direc
     work = _context_work(costs, ranked, direction)
     parts = np.repeat(_parts(costs, ranked, direction, work), ranked.num_ranks())
     return waiting_seconds(costs.coefficients, direction, parts, work)
+
+
+def waiting_in_parts(
+    costs: PackCosts, ranked: RankedPacks, direction: Direction, parts: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """As `rank_waiting_seconds`, with keys and values in so many parts (int64[num_packs]), and `beside_seconds` of
+    these; float64[packs of `ranked.rows`, P] each."""
+    work, of_ranks = _context_work(costs, ranked, direction), np.repeat(parts, ranked.num_ranks())
+    waiting_s = waiting_seconds(costs.coefficients, direction, of_ranks, work)
+    return waiting_s, *beside_seconds(costs.coefficients, of_ranks, work)
 
 
 class TravellingParts(NamedTuple):

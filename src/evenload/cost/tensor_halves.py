@@ -7,17 +7,20 @@ beside the other's compute (`runtime/comm/turns.py`).
     saves    of a half's transfers what the other half's compute is long enough for, but for the first and the last of a
              stage, beside which nothing runs; less what they take from compute (`CostCoefficients.tensor_beside`)
 
-Halves are even in rows, because transfers are, and fall between slices where that is near enough; else a slice is cut
-at a whole number of attention's tiles. Which packs are halved follows from these seconds alone; packs that a group
-shares are not. Where documents of a pack are recomputed, both halves make the transfers of that, of no rows where there
-are none: their latency comes twice. A pack with offloaded documents lasts at least as long as its copies. Not priced:
-what hides of the transfers of recomputing; backwards find the activations of halves in two pieces where they are cut
-elsewhere, and copy them together.
+Where packs are cut says `cost.halved_rows`; which ones are, these seconds alone. Of packs that a group shares all ranks
+wait for the slowest in either half, and keys and values travel twice, in as many parts each time as in one go; what of
+them runs beside attention leaves less room for tensor-parallel transfers, as both have one queue. Round a ring they
+stay in one go, and so do those that replicas share and some stage would be slower by: replicas must agree without
+simulating each other's steps. Where documents of a pack are recomputed, both halves make the transfers of that, of no
+rows where there are none: their latency comes twice. A pack with offloaded documents lasts at least as long as its
+copies. Not priced: what hides of the transfers of recomputing, and of keys and values while the other half computes;
+backwards find the activations of halves in two pieces where they are cut elsewhere, and copy them together.
 
 O(slices + packs · stages) numpy, three times the price of the packs; for chosen candidates (`plan.sharing.as_run`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +28,20 @@ from numpy.typing import NDArray
 from evenload.cost.activation import RECOMPUTE
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.group_comm import TENSOR_RINGS, recompute_seconds, tensor_ring_seconds
+from evenload.cost.halved_rows import in_halves, middles
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.slice_features import weighted
+from evenload.cost.ranked_packs import (
+    RankedHalves,
+    RankedPacks,
+    TravellingParts,
+    rank_seconds,
+    rank_waiting_seconds,
+    travelling_parts,
+    waiting_in_parts,
+)
+from evenload.cost.slice_features import policy_tokens, weighted
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
-
-_NEAR = 8
-"""A cut between slices is taken where it is within so small a part of the pack's rows from its middle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +53,44 @@ class HalvedPacks:
         more_s: float64[num_packs, P], what halves take beyond the whole; below 0 on the mean of stages, 0 where there
             are none.
         transfer_s, hidden_s: float64[num_packs, P], the halves' transfers, and of them what runs beside compute.
+        context_s, context_hidden_s: the same, of keys and values that travel in parts, beyond those of the whole.
     """
 
     first_rows: NDArray[np.int64]
     more_s: NDArray[np.float64]
     transfer_s: NDArray[np.float64]
     hidden_s: NDArray[np.float64]
+    context_s: NDArray[np.float64]
+    context_hidden_s: NDArray[np.float64]
+
+    @classmethod
+    def none(cls, num_packs: int, num_stages: int) -> "HalvedPacks":
+        """All are computed in one go."""
+        return cls(np.zeros(num_packs, np.int64), *np.zeros((5, num_packs, num_stages)))
+
+    def of_packs(self, chosen: NDArray[np.bool_]) -> "HalvedPacks":
+        """The same for some packs; the others in one go."""
+        columns = (getattr(self, field.name) for field in fields(self))
+        return HalvedPacks(*(np.where(chosen.reshape(-1, *[1] * (one.ndim - 1)), one, 0) for one in columns))
+
+    def plus(self, others: "HalvedPacks") -> "HalvedPacks":
+        """The same packs, of which every one is in one go here or there."""
+        return HalvedPacks(*(getattr(self, field.name) + getattr(others, field.name) for field in fields(self)))
+
+    def at(self, packs: NDArray[np.intp], num_packs: int) -> "HalvedPacks":
+        """These as some packs of more; the others in one go."""
+        found = HalvedPacks.none(num_packs, self.more_s.shape[1])
+        for field in fields(self):
+            getattr(found, field.name)[packs] = getattr(self, field.name)
+        return found
 
 
 def pays(costs: PackCosts) -> bool:
-    """Whether any pack could be halved. None where context ranks share packs: there they share all."""
-    beside, layout = costs.coefficients.tensor_beside, costs.layout
-    return layout.tp > 1 and layout.cp == 1 and beside is not None and beside.pays
+    """Whether any pack could be halved. None where context ranks share packs, all of them, round a ring."""
+    coefficients, layout = costs.coefficients, costs.layout
+    beside = coefficients.tensor_beside
+    is_ring = layout.cp > 1 and coefficients.context_exchange == "ring"
+    return layout.tp > 1 and not is_ring and beside is not None and beside.pays
 
 
 def least_share(costs: PackCosts) -> float:
@@ -104,79 +140,158 @@ def as_if_halved(costs: PackCosts) -> PackCosts:
     return costs.with_stage_seconds(changed, hosts)
 
 
+def wanted_cuts(costs: PackCosts, columns: SliceColumns) -> NDArray[np.int64]:
+    """Rows of the first halves, if all packs were halved that may be; int64[num_packs]."""
+    if not pays(costs):
+        return np.zeros(columns.num_packs, np.int64)
+    found = middles(columns, costs.coefficients.attention_tile, causal=costs.model.causal)
+    return np.where(columns.pack_ranks() > 1, 0, found) if costs.coefficients.context_exchange == "ring" else found
+
+
 def halved_packs(
     costs: PackCosts,
     columns: SliceColumns,
     direction: Direction,
     policy: NDArray[np.int8] | None = None,
     first_rows: NDArray[np.int64] | None = None,
+    ranked: RankedHalves | None = None,
 ) -> HalvedPacks:
-    """Decide which packs are halved, and price them.
+    """Price packs in halves, or decide which of them are.
 
     Args:
         policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
-        first_rows: int64[num_packs], of packs that are halved already; None = decide.
+        first_rows: int64[num_packs], of packs that are halved already; None = decide: those that are shorter by it, of
+            all that `wanted_cuts` says.
+        ranked: the same packs rank by rank, in halves by these rows, or by those wanted; None = those that a group
+            shares are computed in one go.
     """
-    m, stages = columns.num_packs, costs.layout.num_stages
-    nothing = HalvedPacks(np.zeros(m, np.int64), *(np.zeros((m, stages)) for _ in range(3)))
-    if not m or (not pays(costs) if first_rows is None else not first_rows.any()):
-        return nothing
-    wanted = _middles(columns, costs.coefficients.attention_tile, costs.model.causal)
-    is_wanted = _may_be_halved(columns) & (wanted > 0) if first_rows is None else first_rows > 0
-    chosen = np.flatnonzero(is_wanted)
-    if not len(chosen):
-        return nothing
-    cut = (wanted if first_rows is None else first_rows)[chosen]
-    packs = _chosen_packs(columns, chosen)
-    more_s, transfer_s, hidden_s = _halves_seconds(costs, packs, cut, direction, policy)
-    taken = more_s.sum(axis=1) < 0 if first_rows is None else np.ones(len(chosen), bool)
-    nothing.first_rows[chosen] = np.where(taken, cut, 0)
-    for of_all, of_chosen in (
-        (nothing.more_s, more_s),
-        (nothing.transfer_s, transfer_s),
-        (nothing.hidden_s, hidden_s),
-    ):
-        of_all[chosen] = np.where(taken[:, None], of_chosen, 0.0)
-    return nothing
+    nothing = HalvedPacks.none(columns.num_packs, costs.layout.num_stages)
+    wanted = wanted_cuts(costs, columns) if first_rows is None else first_rows
+    if ranked is None:
+        wanted = np.where(columns.pack_ranks() > 1, 0, wanted)
+        if not wanted.any():
+            return nothing
+        ranked = RankedHalves(RankedPacks.alone(columns), RankedPacks.alone(in_halves(columns, wanted).columns))
+    is_halved = wanted > 0
+    part = np.cumsum(1 + is_halved) - (1 + is_halved)  # in `halves` every pack's first half, or itself
+    found = nothing
+    if is_halved.any():
+        parts = ranked.halves.taken(part[is_halved]), ranked.halves.taken(part[is_halved] + 1)
+        chosen = np.flatnonzero(is_halved)
+        priced = _priced(costs, ranked.whole.taken(chosen), parts, wanted[chosen], direction, policy)
+        found = priced.at(chosen, columns.num_packs)
+    if first_rows is None:
+        is_slower = (found.more_s > 0).any(axis=1) & (ranked.whole.num_ranks() > costs.layout.cp)
+        return found.of_packs((found.more_s.sum(axis=1) < 0) & ~is_slower)
+    others = np.flatnonzero(~is_halved & (ranked.whole.num_ranks() > 1))
+    if len(others):
+        # Halves of the other direction cut their rows too.
+        both = ranked.halves.taken(part[others]), ranked.whole.taken(others)
+        after_s, before_s = (one.slowest(rank_seconds(costs, one, direction, policy)) for one in both)
+        found.more_s[others] = after_s - before_s
+    return found
 
 
-def _halves_seconds(
+def _priced(
     costs: PackCosts,
-    packs: SliceColumns,
+    whole: RankedPacks,
+    halves: tuple[RankedPacks, RankedPacks],
     first_rows: NDArray[np.int64],
     direction: Direction,
     policy: NDArray[np.int8] | None,
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """(more, transfers, hidden) seconds of packs that are halved; float64[num_packs, P] each."""
+) -> HalvedPacks:
+    """Packs that are all halved. The halves have the same ranks, in the same order."""
     coefficients, layout, layers = costs.coefficients, costs.layout, costs.layers().astype(np.float64)
     beside = coefficients.tensor_beside
     assert beside is not None, "the price of halves is not known"
-    whole = costs.features.of_packs(packs)
-    # Halves of pack i are packs 2i and 2i + 1.
-    parts = _in_halves(packs, first_rows)
-    halves = costs.features.of_packs(parts).reshape(len(first_rows), 2, -1)
-    delta = halves.sum(axis=1) - whole
+    # In what follows a row is a rank of a pack, and halves are the second axis.
+    features = costs.features.of_packs(whole.rows)
+    of_halves = np.stack([costs.features.of_packs(half.rows) for half in halves], axis=1)
     matrix = _without_ends(costs, direction)
-    more_s = weighted(delta, matrix) + beside.turns_s * layers
-    if direction == "backward" and policy is not None:
-        more_s += _recomputing_again(costs, parts, policy)
+    again_s, more_again_s = _recomputing(costs, halves, direction, policy)
+    waits = _waiting(costs, whole, halves, direction)
     token_s, latency_s = tensor_ring_seconds(costs.model, coefficients, layout.tp, TENSOR_RINGS[direction])
-    half_s = layers * (halves[:, :, :1] * token_s + latency_s)
+    half_s = layers * (of_halves[:, :, :1] * token_s + latency_s)
     in_pack = _share_in_packs(coefficients)
-    compute_s = weighted(halves.reshape(-1, whole.shape[1]), matrix).reshape(half_s.shape) - in_pack * half_s
+    halves_s = weighted(of_halves.reshape(-1, features.shape[1]), matrix).reshape(half_s.shape)
     # The first transfer and the last of a stage: two of the halves' 2 · rings · layers.
     beside_s = in_pack * half_s * (1.0 - 1.0 / (TENSOR_RINGS[direction] * np.maximum(layers, 1.0)))
-    room_s = np.maximum(0.0, compute_s[:, ::-1]) / beside.computed_share
+    compute_s = (halves_s - in_pack * half_s)[:, ::-1]
+    room_s = np.maximum(0.0, compute_s / beside.computed_share - waits.hidden_s[:, ::-1])
     alone_s = np.minimum(beside_s, room_s)
-    hidden_s = beside.stretch * alone_s.sum(axis=1)
-    more_s -= beside.gained_share * alone_s.sum(axis=1)
-    copy_s = np.zeros_like(more_s) if policy is None else costs.copy_seconds(packs, policy)
-    host_s = weighted(halves.sum(axis=1)[:, 1:3], _host_seconds(costs, direction)) + beside.host_turns_s * layers
-    if host_s.any() or copy_s.any():
-        device_s = weighted(whole, costs.stage_seconds[direction])
-        least_s = np.maximum(copy_s, weighted(whole[:, 1:3], costs.host_seconds[direction]))
-        more_s = np.maximum(device_s + more_s, np.maximum(copy_s, host_s)) - np.maximum(device_s, least_s)
-    return more_s, (half_s - alone_s).sum(axis=1) + hidden_s, hidden_s
+    halves_s = halves_s + waits.halves_s + again_s - beside.gained_share * alone_s
+    device_s = weighted(features, costs.stage_seconds[direction])
+    delta = of_halves.sum(axis=1) - features
+    more_s = weighted(delta, matrix) + beside.turns_s * layers - beside.gained_share * alone_s.sum(axis=1)
+    host_s = weighted(of_halves.sum(axis=1)[:, 1:3], _host_seconds(costs, direction)) + beside.host_turns_s * layers
+    least_s = weighted(features[:, 1:3], costs.host_seconds[direction])
+    copy_s = np.zeros_like(more_s) if policy is None else costs.copy_seconds(whole.rows, policy)
+    again_s = again_s.sum(axis=1)
+    in_one_go_s = np.maximum(device_s, least_s) + waits.whole_s + again_s
+    in_halves_s = np.maximum(device_s + more_s, host_s) + waits.halves_s.sum(axis=1) + again_s + more_again_s
+    in_one_go_s, in_halves_s = (whole.slowest(np.maximum(one, copy_s)) for one in (in_one_go_s, in_halves_s))
+    # All ranks wait for the slowest in either half, which may be another one.
+    in_turn_s = whole.slowest(halves_s[:, 0]) + whole.slowest(halves_s[:, 1]) - whole.slowest(halves_s.sum(axis=1))
+    return HalvedPacks(
+        first_rows=first_rows,
+        more_s=in_halves_s - in_one_go_s + in_turn_s,
+        transfer_s=whole.mean((half_s + (beside.stretch - 1) * alone_s).sum(axis=1)),
+        hidden_s=whole.mean(beside.stretch * alone_s.sum(axis=1)),
+        context_s=whole.mean(waits.context_s.sum(axis=1)) - waits.of_whole.beside_s,
+        context_hidden_s=whole.mean(waits.hidden_s.sum(axis=1)) - waits.of_whole.hidden_s,
+    )
+
+
+class _Waiting(NamedTuple):
+    """For keys and values, of every rank of a pack.
+
+    Args:
+        whole_s, halves_s: float64[n, P] and float64[n, 2, P], beyond attention.
+        context_s, hidden_s: float64[n, 2, P], as `context_waiting.beside_seconds`.
+        of_whole: the packs in one go.
+    """
+
+    whole_s: NDArray[np.float64]
+    halves_s: NDArray[np.float64]
+    context_s: NDArray[np.float64]
+    hidden_s: NDArray[np.float64]
+    of_whole: TravellingParts
+
+
+def _waiting(
+    costs: PackCosts, whole: RankedPacks, halves: tuple[RankedPacks, RankedPacks], direction: Direction
+) -> _Waiting:
+    of_whole = travelling_parts(costs, whole, direction)
+    shape = whole.rows.num_packs, 2, costs.layout.num_stages
+    if (whole.num_ranks() == 1).all():
+        nothing = np.zeros(shape)
+        return _Waiting(nothing[:, 0], nothing, nothing, nothing, of_whole)
+    of_halves = [waiting_in_parts(costs, half, direction, of_whole.parts) for half in halves]
+    waits_s, context_s, hidden_s = (np.stack(one, axis=1) for one in zip(*of_halves, strict=True))
+    return _Waiting(rank_waiting_seconds(costs, whole, direction), waits_s, context_s, hidden_s, of_whole)
+
+
+def _recomputing(
+    costs: PackCosts,
+    halves: tuple[RankedPacks, RankedPacks],
+    direction: Direction,
+    policy: NDArray[np.int8] | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What recomputing takes of packs in one go, shared out over their halves, float64[n, 2, P], and what it takes in
+    halves beyond that, where some document is recomputed: its constants where both halves have such rows, else the
+    latency of transfers of no rows; float64[n, P]."""
+    count, stages = halves[0].rows.num_packs, costs.layout.num_stages
+    if direction == "forward" or policy is None or not (policy == RECOMPUTE).any():
+        return np.zeros((count, 2, stages)), np.zeros((count, stages))
+    tokens = np.stack([policy_tokens(half.rows, policy)[:, RECOMPUTE] for half in halves], axis=1)
+    again = tokens > 0
+    token_s, pack_s = costs.linear_again_s
+    is_first = again & (np.cumsum(again, axis=1) == 1)  # which pays the pack's constants
+    once_s = tokens[:, :, None] * token_s + is_first[:, :, None] * pack_s
+    _, latency_s = recompute_seconds(costs.model, costs.coefficients, costs.layout.tp)
+    layers = costs.layers() - np.array(costs.layout.recomputed_counts, np.int64)
+    both, one = again.all(axis=1), again.any(axis=1) & ~again.all(axis=1)
+    return once_s, np.outer(both, pack_s) + np.outer(one, latency_s * layers)
 
 
 def _host_seconds(costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
@@ -203,86 +318,3 @@ def _without_ends(costs: PackCosts, direction: Direction) -> NDArray[np.float64]
 def _share_in_packs(coefficients: CostCoefficients) -> float:
     """Of transfers, what a pack's seconds hold: all where they were measured, else what a data sheet does not hide."""
     return 1.0 if coefficients.source == "calibrated" else coefficients.tensor_exposed_share
-
-
-def _may_be_halved(columns: SliceColumns) -> NDArray[np.bool_]:
-    """bool[num_packs]."""
-    return np.bincount(columns.pack_of_slice(), weights=columns.cp > 1, minlength=columns.num_packs) == 0
-
-
-def _recomputing_again(costs: PackCosts, halves: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
-    """What recomputing takes in halves beyond the whole pack, where some document is recomputed: its constants where
-    both halves have such rows, else the latency of transfers of no rows; float64[num_packs, P].
-
-    Args:
-        halves: packs 2i and 2i + 1 are those of pack i.
-    """
-    is_again = policy[halves.doc] == RECOMPUTE
-    again = np.bincount(halves.pack_of_slice()[is_again], minlength=halves.num_packs).reshape(-1, 2) > 0
-    _, latency_s = recompute_seconds(costs.model, costs.coefficients, costs.layout.tp)
-    layers = costs.layers() - np.array(costs.layout.recomputed_counts, np.int64)
-    both_s = np.outer(again.all(axis=1), costs.linear_again_s[1])
-    return both_s + np.outer(again.any(axis=1) & ~again.all(axis=1), latency_s * layers)
-
-
-def _middles(columns: SliceColumns, tile: int, causal: bool) -> NDArray[np.int64]:
-    """Where every pack would be halved; 0 = nowhere. int64[num_packs]."""
-    rows = columns.slice_tokens()
-    ends = np.cumsum(rows)
-    found = np.zeros(columns.num_packs, np.int64)
-    for pack, (first, stop) in enumerate(zip(columns.pack_offset[:-1], columns.pack_offset[1:], strict=True)):
-        if first == stop:
-            continue
-        before = int(ends[first] - rows[first])
-        total = int(ends[stop - 1]) - before
-        middle = total // 2
-        at = first + int(np.searchsorted(ends[first:stop] - before, middle, side="right"))
-        edges = [int(ends[i]) - before for i in (at - 1, at) if first <= i < stop - 1]
-        nearest = min(edges, key=lambda edge: abs(2 * edge - total), default=0)
-        if nearest and _NEAR * abs(2 * nearest - total) <= 2 * total:
-            found[pack] = nearest
-        elif causal and at < stop:
-            start = int(ends[at] - rows[at]) - before
-            found[pack] = start + (middle - start) // tile * tile
-        else:
-            found[pack] = nearest
-    return found
-
-
-def _in_halves(columns: SliceColumns, first_rows: NDArray[np.int64]) -> SliceColumns:
-    """Packs 2i and 2i + 1 are the halves of pack i; without padding, which the rows have already."""
-    rows = columns.slice_tokens()
-    start, stop, pack = columns.start, columns.start + rows, columns.pack_of_slice()
-    before = np.cumsum(rows) - rows
-    first_row = before - np.repeat(before[columns.pack_offset[:-1]], np.diff(columns.pack_offset))
-    edge = np.clip(start + first_rows[pack] - first_row, start, stop)
-    starts, stops = np.stack([start, edge], axis=1), np.stack([edge, stop], axis=1)
-    place = 2 * pack[:, None] + np.array([0, 1])
-    used = (stops > starts).ravel()
-    order = np.argsort(place.ravel()[used], kind="stable")
-    count = np.bincount(place.ravel()[used], minlength=2 * columns.num_packs)
-    return SliceColumns(
-        doc=np.repeat(columns.doc, 2)[used][order],
-        start=starts.ravel()[used][order],
-        stop=stops.ravel()[used][order],
-        pack_offset=np.concatenate([[0], np.cumsum(count)]).astype(np.int64),
-        pad_to=np.zeros(2 * columns.num_packs, np.int64),
-        cp=np.ones(int(used.sum()), np.int64),
-    )
-
-
-def _chosen_packs(columns: SliceColumns, packs: NDArray[np.intp]) -> SliceColumns:
-    """Some packs, in their order."""
-    if len(packs) == columns.num_packs:
-        return columns
-    count = np.diff(columns.pack_offset)[packs]
-    ends = np.cumsum(count)
-    chosen = np.arange(int(ends[-1])) + np.repeat(columns.pack_offset[packs] - (ends - count), count)
-    return SliceColumns(
-        doc=columns.doc[chosen],
-        start=columns.start[chosen],
-        stop=columns.stop[chosen],
-        pack_offset=np.concatenate([[0], ends]).astype(np.int64),
-        pad_to=columns.pad_to[packs],
-        cp=columns.cp[chosen],
-    )

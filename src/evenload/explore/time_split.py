@@ -27,7 +27,7 @@ from evenload.simulate.bubble import Bubble, split_bubble
 from evenload.simulate.simulate import simulate
 from evenload.simulate.step_end import step_end
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
-from evenload.stepplan.ranked_packs import ranked_where_shared
+from evenload.stepplan.ranked_packs import ranked_in_halves
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction, PackSharding
 from evenload.types.pipeline import action_columns
@@ -102,10 +102,11 @@ def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Se
     shardings: list[PackSharding] = [
         sharding for one in found for sharding in (one.shardings or ("",) * one.forward.num_packs)
     ]
-    ranked = ranked_where_shared(costs, sides[0], sides[1], shardings)
+    first_rows = _first_rows(found, 0), _first_rows(found, 1)
+    ranked = ranked_in_halves(costs, sides[0], sides[1], shardings, first_rows)
     return [
-        split_pack_seconds(costs, columns, direction, policy, of_ranks, _first_rows(found, at))
-        for at, (columns, direction, of_ranks) in enumerate(zip(sides, _DIRECTIONS, ranked, strict=True))
+        split_pack_seconds(costs, columns, direction, policy, of_ranks, first)
+        for columns, direction, of_ranks, first in zip(sides, _DIRECTIONS, ranked, first_rows, strict=True)
     ]
 
 

@@ -112,8 +112,6 @@ def _half_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
             yield f"{one} has {pack.first_rows} of {rows} rows in its first half"
         if plan.layout.tp == 1:
             yield f"{one} has two halves, which hide tensor-parallel transfers, and tp is 1"
-        if plan.layout.cp > 1 or any(piece.cp > 1 for piece in pack.slices):
-            yield f"{one} has two halves, and a group shares it"
 
 
 def _order_offences(table: _Table) -> Iterator[str]:

@@ -45,7 +45,7 @@ def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
     it has them."""
     if found.shardings is not None:
         return found
-    return with_halves(problem.of_replica(dp_rank).costs, _as_shared(problem, found, dp_rank))
+    return with_halves(problem, _as_shared(problem, found, dp_rank), dp_rank)
 
 
 def _as_shared(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:

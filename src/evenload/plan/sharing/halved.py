@@ -1,7 +1,8 @@
 """`with_halves`: a candidate whose packs are computed in halves where that is shorter (`cost.tensor_halves`).
 
 Searches compare packings by packs in one go; halves are chosen where candidates of different kinds are compared, and
-for the plan that runs. Which packs are halved changes no order and no memory that packs keep.
+for the plan that runs. Which packs are halved changes no order and no memory that packs keep. Price: twice to four
+times that of `as_run` where ranks share packs.
 """
 
 from collections.abc import Sequence
@@ -11,26 +12,69 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.group_comm import weight_gather_seconds
+from evenload.cost.halved_rows import in_halves
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.tensor_halves import halved_packs, pays
+from evenload.cost.tensor_halves import HalvedPacks, halved_packs, pays, wanted_cuts
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.simulate.simulate import simulate
+from evenload.stepplan.ranked_packs import ranked_in_halves
+from evenload.types.micropack import Direction
+from evenload.types.replica_block import ReplicaBlock
+
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+_FirstRows = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""int64[num_packs] forward and backward, of first halves."""
 
 
-def with_halves(costs: PackCosts, found: Candidate) -> Candidate:
-    """The same order of the same packs, simulated with halves; the candidate itself where none are worth it, also
-    because a stage of few layers gets slower by them and holds up the others.
+def with_halves(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
+    """The same order of the same packs of a replica, simulated with halves.
 
-    Args:
-        costs: of packs that a replica runs alone.
+    Packs of its own are in one go where the step is no shorter, also because a stage of few layers gets slower by
+    halves and holds up the others. Those that it shares are decided by their own seconds alone, which are the same on
+    every replica of the block; no stage gets slower by these.
     """
+    costs = problem.of_replica(dp_rank).costs
     if not pays(costs):
         return found
-    forward = halved_packs(costs, found.forward, "forward", found.policy)
-    backward = halved_packs(costs, found.backward, "backward", found.policy)
-    if not (forward.first_rows.any() or backward.first_rows.any()):
+    forward, backward = _halves(problem, found, dp_rank, None)
+    of_block = tuple(columns.pack_ranks() > costs.layout.cp for columns in (found.forward, found.backward))
+    if found.tasks.split is not None:  # W gathers for either half
+        is_slower = (backward.more_s + gathered_again_s(costs, backward.first_rows) > 0).any(axis=1)
+        backward = backward.of_packs(~(is_slower & of_block[1]))
+    everything = _unharmed(problem, found, dp_rank, (forward.first_rows, backward.first_rows))
+    shared = np.where(of_block[0], everything[0], 0), np.where(of_block[1], everything[1], 0)
+    best = _in_halves(problem, found, dp_rank, shared)
+    if all((one == other).all() for one, other in zip(shared, everything, strict=True)):
+        return best
+    with_own = _in_halves(problem, found, dp_rank, everything)
+    return with_own if with_own.makespan_s < best.makespan_s else best
+
+
+def _unharmed(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: _FirstRows) -> _FirstRows:
+    """Without halves that cut a document that ranks share, and cost more where the other direction has it in one go: as
+    rows stay on a rank, it has more and shorter ranges there."""
+    sides = found.forward, found.backward
+    if all((columns.pack_ranks() == 1).all() for columns in sides):
+        return first_rows
+    priced = _halves(problem, found, dp_rank, first_rows)
+    kept = first_rows[0].copy(), first_rows[1].copy()
+    for at in (0, 1):
+        mine, other, piece = sides[at], sides[1 - at], in_halves(sides[at], first_rows[at]).piece
+        more_s, harm_s = (one.more_s.sum(axis=1) for one in (priced[at], priced[1 - at]))
+        harm_s = np.where(first_rows[1 - at] > 0, 0.0, harm_s)[other.pack_of_slice()]
+        for cut in piece[1:][piece[1:] == piece[:-1]].tolist():
+            pack = int(np.searchsorted(mine.pack_offset, cut, side="right")) - 1
+            if more_s[pack] + harm_s[other.doc == mine.doc[cut]].sum() >= 0:
+                kept[at][pack] = 0
+    return kept
+
+
+def _in_halves(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: _FirstRows) -> Candidate:
+    if not (first_rows[0].any() or first_rows[1].any()):
         return found
+    costs = problem.of_replica(dp_rank).costs
+    forward, backward = _halves(problem, found, dp_rank, first_rows)
     tasks, split = found.tasks, found.tasks.split
     if split is not None:
         split = replace(
@@ -44,25 +88,23 @@ def with_halves(costs: PackCosts, found: Candidate) -> Candidate:
         backward_s=tasks.backward_s + backward.more_s,
         split=split,
     )
-    first_rows = forward.first_rows, backward.first_rows
+    context_s = (
+        found.context_s[0] + float(forward.context_s.sum() + backward.context_s.sum()),
+        found.context_s[1] + float(forward.context_hidden_s.sum() + backward.context_hidden_s.sum()),
+    )
     simulation = simulate(tasks, found.actions)
-    if simulation.makespan_s >= found.makespan_s:
-        return found
-    return replace(found, tasks=tasks, simulation=simulation, first_rows=first_rows)
+    return replace(found, tasks=tasks, simulation=simulation, first_rows=first_rows, context_s=context_s)
 
 
 def halves_seconds(problem: StepProblem, choices: Sequence[ReplicaChoice]) -> tuple[float, float]:
     """Transfers of packs in halves, and of these beside compute; means over pipeline ranks of all replicas."""
     transfer_s = hidden_s = 0.0
     for dp_rank, choice in enumerate(choices):
-        found = choice.candidate
-        if found.first_rows is None:
+        if choice.candidate.first_rows is None:
             continue
-        costs = problem.of_replica(dp_rank).costs
-        forward = halved_packs(costs, found.forward, "forward", found.policy, found.first_rows[0])
-        backward = halved_packs(costs, found.backward, "backward", found.policy, found.first_rows[1])
-        transfer_s += float(forward.transfer_s.sum() + backward.transfer_s.sum())
-        hidden_s += float(forward.hidden_s.sum() + backward.hidden_s.sum())
+        for halves in _halves(problem, choice.candidate, dp_rank, choice.candidate.first_rows):
+            transfer_s += float(halves.transfer_s.sum())
+            hidden_s += float(halves.hidden_s.sum())
     ranks = len(choices) * problem.costs.layout.pipeline_ranks
     return transfer_s / ranks, hidden_s / ranks
 
@@ -71,3 +113,24 @@ def gathered_again_s(costs: PackCosts, first_rows: NDArray[np.int64]) -> NDArray
     """What W of halved backwards takes beyond that of whole ones: as many transfers again; float64[num_packs, P]."""
     _, pack_s = weight_gather_seconds(costs.model, costs.coefficients, costs.layout.tp)
     return np.outer(first_rows > 0, pack_s * costs.layers())
+
+
+def _halves(
+    problem: StepProblem, found: Candidate, dp_rank: int, first_rows: _FirstRows | None
+) -> tuple[HalvedPacks, HalvedPacks]:
+    """Of both directions: with so many rows in first halves, or, None, those that are worth it."""
+    costs, sides = problem.costs, (found.forward, found.backward)
+    rows = first_rows or (wanted_cuts(costs, found.forward), wanted_cuts(costs, found.backward))
+    ranked = ranked_in_halves(costs, *sides, found.shardings or (), rows)
+    halves = []
+    for columns, direction, of_ranks, first in zip(sides, _DIRECTIONS, ranked, first_rows or (None, None), strict=True):
+        ranks = columns.pack_ranks() if of_ranks is None else of_ranks.whole.num_ranks()
+        # Where ranks differ in speed, packs that replicas share have other costs than those a replica runs alone.
+        priced = HalvedPacks.none(columns.num_packs, costs.layout.num_stages)
+        for size in np.unique(ranks if problem.speeds is not None else ranks[:1]).tolist():
+            block = max(1, size // costs.layout.cp)
+            of_block = problem.of_block(ReplicaBlock(dp_rank // block * block, block)).costs
+            of_size = halved_packs(of_block, columns, direction, found.policy, first, of_ranks)
+            priced = of_size if problem.speeds is None else priced.plus(of_size.of_packs(ranks == size))
+        halves.append(priced)
+    return halves[0], halves[1]

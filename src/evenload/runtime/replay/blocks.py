@@ -100,14 +100,16 @@ class BlockIndex:
         """The blocks of a new forward pack, in row order; `slices` are those of the whole pack where the ranges are of
         half of it: both parts of a slice are kept until its first token is back."""
         self._parts.clear()
-        first_tokens = {r[0]: r[1] for r in slices}
+        starts: dict[int, list[int]] = defaultdict(list)
+        for doc_id, start, _ in slices:
+            starts[doc_id].append(start)
         blocks: list[StoredBlock] = []
         kind = None
         row = own_row = 0
         for r in ranges:
             policy = self._policy(r[0])
             # Of a shared slice a rank has several ranges, each of which comes back by itself.
-            first_token = first_tokens.get(r[0], r[1])
+            first_token = max((start for start in starts[r[0]] if start <= r[1]), default=r[1])
             before, kind = kind, (policy, self._freed_by(r[0], first_token))
             if kind != before or kind[1] is None:
                 blocks.append(StoredBlock((), policy, slice(row, row), slice(own_row, own_row), 0))

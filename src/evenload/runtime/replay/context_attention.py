@@ -20,12 +20,10 @@ last ones in backward; rows come from `stepplan.rank_rows`. Price: (cp - 1) · r
 elements received a layer and transfer, a copy of the gathered rows, and the launches of every part.
 """
 
-import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,9 +38,10 @@ from evenload.attention.range_attention import (
     rows_of_all,
     work_dtype,
 )
-from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
+from evenload.runtime.replay.between_halves import BetweenHalves
+from evenload.runtime.replay.head_parts import HeadPart, head_parts
 from evenload.runtime.replay.store import ActivationStore
 from evenload.stepplan.rank_rows import PackRows, SharedSlice
 from evenload.types.token_range import Range
@@ -71,6 +70,9 @@ class AttentionCall:
 
 class PackAttention(ABC):
     """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
+
+    halves: tuple["PackAttention", ...] = ()
+    """Of a pack in two halves (`context_halves.py`)."""
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
         self.group, self._label, self._slices = group, label, rows.shared
@@ -164,49 +166,38 @@ class _Exchange:
         return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
 
 
-class HeadPart(NamedTuple):
-    """Key heads that travel together, and the query heads that read them."""
-
-    keys: slice
-    queries: slice
-
-
-def head_parts(num_heads: int, kv_heads: int, parts: int) -> tuple[HeadPart, ...]:
-    """Parts of about equal size, smaller ones first, for nothing hides the first transfer.
-
-    Raises:
-        InvalidPlanError: there are fewer key heads than parts.
-    """
-    if parts > kv_heads:
-        raise InvalidPlanError(
-            f"keys and values are planned to travel in {parts} parts, but this rank has {kv_heads} key heads; plan for "
-            "the layout and the model that run"
-        )
-    edges, repeat = [kv_heads * index // parts for index in range(parts + 1)], num_heads // kv_heads
-    return tuple(
-        HeadPart(slice(low, high), slice(low * repeat, high * repeat)) for low, high in itertools.pairwise(edges)
-    )
-
-
 class GatherAttention(PackAttention):
-    """All-gather of keys and values, in so many parts (see the module)."""
+    """All-gather of keys and values, in so many parts (see the module).
 
-    def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device, parts: int = 1) -> None:
+    Args:
+        between: where the rows are those of half a pack, what it shares with the other half.
+    """
+
+    def __init__(
+        self,
+        rows: PackRows,
+        group: ContextGroup,
+        label: str,
+        device: torch.device,
+        parts: int = 1,
+        between: BetweenHalves | None = None,
+    ) -> None:
         super().__init__(rows, group, label)
-        self._parts = parts
+        self._parts, self._between = parts, between
         self._ranges: list[list[tuple[slice, Range]]] = []
         row = 0
         for piece in self._slices:
             self._ranges.append(list(rows_of(piece.ranges[group.rank], row)))
             row += _own_rows(piece, group.rank)
         self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
-        # Their rows travel again in backward; they are the first of the pack's.
-        again = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
-        self._all = self._exchange(range(len(self._slices)), device)
+        # Their rows travel again in backward, all at once: those that halves cut with the second half.
+        self._never_cut = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
+        again = {index: self._slices[index].whole() for index in self._never_cut if self._slices[index].is_last}
+        self._all = self._exchange(dict(enumerate(self._slices)), device)
         self._again = self._exchange(again, device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        mine, parts = self._all.rows, head_parts(q.shape[1], k.shape[1], self._parts)
+        mine, parts = self._all.rows, self._head_parts(q, k)
         under_way = deque(self._gather(self._all, k[mine, one.keys], v[mine, one.keys], call) for one in parts)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
@@ -225,15 +216,16 @@ class GatherAttention(PackAttention):
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        no_keys, _ = call.store.keys_and_values(self._slices[0].document.doc_id, call.layer, 0, 0)
-        parts = head_parts(q.shape[1], no_keys.shape[1], self._parts)
+        no_keys, _ = call.store.keys_and_values(next(self._documents_here()), call.layer, 0, 0)
+        parts = self._head_parts(q, no_keys)
         under_way = deque(self._gather_again(call, one) for one in parts)
         like = lse.new_empty(no_keys.shape)
         dq, dk, dv = torch.empty_like(q), *(like.new_empty((q.shape[0], *like.shape[1:])) for _ in range(2))
         # Local work goes under the first gather and the last sums, by what all of them move.
         gathered_bytes = sum(0 if one is None else one.sent.nbytes for one in under_way)
         scattered_bytes = like.element_size() * 2 * self._all.padded * like.shape[1:].numel()
-        first_local, then_local = self._local.split(gathered_bytes / (gathered_bytes + scattered_bytes))
+        moved_bytes = gathered_bytes + scattered_bytes
+        first_local, then_local = self._local.split(gathered_bytes / moved_bytes if moved_bytes else 1.0)
         first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
         what = f"the gradients of keys and values of {self._label} (layer {call.layer})"
         scattered: list[Transfer] = []
@@ -270,16 +262,21 @@ class GatherAttention(PackAttention):
         """
         store, layer, (grad, q, out, lse) = call.store, call.layer, given
         places = dict(zip(self._again.slices, self._again.places, strict=True))
+        head = part.keys.start
         shape = (part.keys.stop - part.keys.start, *like.shape[2:])
         sums = like.new_zeros((self.group.size * self._all.padded, 2, *shape))
         for index, place in zip(self._all.slices, self._all.places, strict=True):
             piece = self._slices[index]
-            if index in places:
-                assert gathered is not None
-                keys, values = (gathered[:, side][places[index]] for side in (0, 1))
-            else:
+            if piece.document.is_cut:
                 whole = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
                 keys, values = (one[:, part.keys] for one in whole)
+            elif index in places:
+                assert gathered is not None
+                keys, values = (gathered[:, side][places[index]] for side in (0, 1))
+                if piece.start:
+                    self._other_half.leave_keys(layer, head, piece, keys, values)
+            else:
+                keys, values = self._other_half.take_keys(layer, head, piece)
             first = call.first_key(piece.start)
             total_k, total_v = (like.new_zeros((piece.stop - first, *shape)) for _ in range(2))
             visible = [(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
@@ -292,22 +289,35 @@ class GatherAttention(PackAttention):
                 dq[rows] = part_q
                 total_k[low - first : stop - first] += part_k
                 total_v[low - first : stop - first] += part_v
-            if index in places:
-                sums[place[first:], 0], sums[place[first:], 1] = total_k, total_v
-            else:
-                sums[place, 0], sums[place, 1] = store.add_key_grads(
+            if piece.document.is_cut:
+                total_k, total_v = store.add_key_grads(
                     piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop, heads=part.keys
                 )
+            elif not piece.is_whole:
+                total_k, total_v = self._other_half.sum(layer, head, piece, first, total_k, total_v)
+            sums[place, 0], sums[place, 1] = total_k, total_v
         return sums
 
-    def _exchange(self, slices: Sequence[int], device: torch.device) -> _Exchange:
+    @property
+    def _other_half(self) -> BetweenHalves:
+        assert self._between is not None, "a document that is never cut lies in one pack"
+        return self._between
+
+    def _documents_here(self) -> Iterator[int]:
+        yield from self.documents
+        yield from (doc_id for _, (doc_id, _, _) in self._local.ranges)
+
+    def _head_parts(self, q: Tensor, k: Tensor) -> tuple[HeadPart, ...]:
+        """In which keys and values travel, if any do: half a pack may have local documents only."""
+        return head_parts(q.shape[1], k.shape[1], self._parts) if self._slices else ()
+
+    def _exchange(self, slices: Mapping[int, SharedSlice], device: torch.device) -> _Exchange:
         size = self.group.size
-        counts = [[_own_rows(self._slices[index], rank) for index in slices] for rank in range(size)]
+        counts = [[_own_rows(piece, rank) for piece in slices.values()] for rank in range(size)]
         padded = max(map(sum, counts))
         places = []
         at = [rank * padded for rank in range(size)]
-        for index in slices:
-            piece = self._slices[index]
+        for piece in slices.values():
             place = np.empty(piece.stop - piece.start, np.int64)
             for rank in range(size):
                 for _, start, stop in piece.ranges[rank]:
@@ -326,17 +336,18 @@ class GatherAttention(PackAttention):
             return None
         own = [
             call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self.group.rank))
-            for piece in (self._slices[index] for index in self._again.slices)
+            for piece in (self._slices[index].whole() for index in self._again.slices)
         ]
         keys, values = (torch.cat([one[:, part.keys] for one in pieces]) for pieces in zip(*own, strict=True))
         return self._gather(self._again, keys, values, call)
 
     def _keep_own(self, call: AttentionCall, k: Tensor, v: Tensor) -> None:
         """This rank's rows of documents that are never cut; of others it keeps all that arrive."""
-        for index in self._again.slices:
-            own = self._ranges[index]
+        for index in self._never_cut:
+            own, piece = self._ranges[index], self._slices[index]
             mine = slice(own[0][0].start, own[-1][0].stop) if own else slice(0, 0)
-            call.store.record_keys(self._slices[index].document.doc_id, call.layer, 0, k[mine], v[mine])
+            first = piece.document.rows_before(self.group.rank, piece.start)
+            call.store.record_keys(piece.document.doc_id, call.layer, first, k[mine], v[mine])
 
     def _placed(
         self, call: AttentionCall, index: int, places: Tensor, gathered: Tensor, part: HeadPart, like: Tensor
@@ -345,7 +356,9 @@ class GatherAttention(PackAttention):
         piece = self._slices[index]
         keys, values = (gathered[:, side][places] for side in (0, 1))
         if not piece.document.is_cut:
-            return keys, values
+            if piece.is_whole:
+                return keys, values
+            return self._other_half.join(call.layer, part.keys.start, piece, (keys, values))
         document = piece.document.doc_id
         call.store.open_keys(document, call.layer, like, like)
         kept = call.store.keys_and_values(document, call.layer, 0, piece.stop)

@@ -250,28 +250,27 @@ class PipelineStage:
         on_final: OnFinal = _tell_nobody,
     ) -> Tensor:
         """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
+        store.cut_for_a_pack = {r.doc_id for r in pack.cut_by_halves() if store.is_whole(r)}
         if not pack.ranges:
             # Layer by layer as where there are rows: transfers of the layers and sums of gradients have one order.
             for layer in reversed(self.model.layers):
                 join_backward(pack.shared, self.model, layer, self._state.backend, store, grad)
                 on_final(1 + layer)
-            store.close_backward(pack.closes or ())
+            store.close_backward(pack.ended)
             return grad
         self.announce_backward(pack, store)
         if pack.first_rows:
             halves, own = self._halves(pack, grad)
-            store.cut_for_a_pack = {r.doc_id for r in pack.ranges if store.is_whole(r)}
             # Last rows first: a document that is cut adds to the gradients of keys before these are read. Who follows
             # completes a layer.
             second, first = self._by_turns(
                 lambda: self._replay(halves[1], own[1], store, products),
                 lambda: self._replay(halves[0], own[0], store, products, on_final),
             )
-            store.cut_for_a_pack = set()
             grad = torch.cat([first, second])
         else:
             grad = self._replay(pack, grad, store, products, on_final)
-        store.close_backward(pack.ranges if pack.closes is None else pack.closes)
+        store.close_backward(pack.ended)
         return grad
 
     def _replay(

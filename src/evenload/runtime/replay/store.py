@@ -320,7 +320,8 @@ class ActivationStore:
             if doc_id not in self.cut_for_a_pack:
                 self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
         all_k, all_v = buffers.grads[layer]
-        if start == 0 and doc_id in self.cut_for_a_pack:
+        is_last_part = heads.stop is None or heads.stop == all_k.shape[1]
+        if start == 0 and is_last_part and doc_id in self.cut_for_a_pack:
             del buffers.grads[layer]
         all_k[first:stop, heads] += grad_k
         all_v[first:stop, heads] += grad_v
