@@ -109,8 +109,27 @@ def candidate(
 ) -> Candidate:
     """Simulate one order of priced packs; `schedule` names the rule that made it."""
     simulation = simulate(tasks, actions)
-    excess = 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
+    excess = _excess_bytes(simulation, cap_bytes)
     return Candidate(label, forward, backward, tasks, actions, simulation, excess, policy, schedule)
+
+
+def in_order(
+    found: Candidate,
+    actions: ActionColumns,
+    cap_bytes: NDArray[np.int64] | None,
+    *,
+    tasks: PipelineTasks | None = None,
+) -> Candidate:
+    """The same packs in another order, or with other seconds (`tasks`), simulated."""
+    tasks = found.tasks if tasks is None else tasks
+    simulation = simulate(tasks, actions)
+    excess = _excess_bytes(simulation, cap_bytes)
+    return replace(found, tasks=tasks, actions=actions, simulation=simulation, excess_bytes=excess)
+
+
+def _excess_bytes(simulation: Simulation, cap_bytes: NDArray[np.int64] | None) -> int:
+    """Above the limit, on the worst rank."""
+    return 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
 
 
 def scheduled_candidate(

@@ -17,14 +17,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from evenload.cost.tensor_halves import pays
-from evenload.plan.problem.candidate import Candidate
+from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.found_step import FoundStep, SharedPacks
 from evenload.plan.search.host_order import host_excess_bytes, ordered_within_host
 from evenload.plan.search.replica_search import ReplicaSearch
 from evenload.plan.search.trial_space import Setting, Trial
 from evenload.plan.sharing.as_run import as_run
-from evenload.simulate.simulate import simulate
 
 TRIED = 16
 """Settings of a replica, the best by the search's price."""
@@ -85,9 +84,5 @@ def _ordered_anew(problem: StepProblem, found: Candidate, trial: Trial) -> Candi
     rule = trial.rule()
     if not rule.reads_times or problem.layout.num_stages == 1:
         return found
-    actions = rule.actions(found.tasks, problem.cap_bytes)
-    simulation = simulate(found.tasks, actions)
-    excess = 0 if problem.cap_bytes is None else max(0, int((simulation.peak_bytes - problem.cap_bytes).max()))
-    if (excess, simulation.makespan_s) >= found.score():
-        return found
-    return replace(found, actions=actions, simulation=simulation, excess_bytes=excess)
+    other = in_order(found, rule.actions(found.tasks, problem.cap_bytes), problem.cap_bytes)
+    return min(found, other, key=Candidate.score)

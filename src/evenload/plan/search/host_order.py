@@ -17,11 +17,10 @@ import numpy as np
 
 from evenload.cost.activation import OFFLOAD
 from evenload.cost.host_memory import PacksInHostMemory, host_bytes_of_packs
-from evenload.plan.problem.candidate import Candidate
+from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.trial_space import LOOKAHEADS
 from evenload.schedule.packflow import LIST, LIST_SPLIT, packflow_list
-from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 
 
@@ -48,7 +47,9 @@ def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaC
             continue
         actions = packflow_list(tasks, cap_bytes=caps, alternate=alternate, lookahead=lookahead, split=split)
         if not _excess(problem, held, actions):
-            others.append(_in_order(problem, found, actions, (LIST_SPLIT if split else LIST).name))
+            other = in_order(found, actions, problem.cap_bytes)
+            schedule = (LIST_SPLIT if split else LIST).name
+            others.append(replace(other, label=f"{found.label}, ordered for host memory", schedule=schedule))
     best = min(others, key=Candidate.score, default=None)
     return replace(choice, candidate=best) if best and best.excess_bytes <= found.excess_bytes else None
 
@@ -77,17 +78,4 @@ def _with_host_bytes(tasks: PipelineTasks, held: PacksInHostMemory) -> PipelineT
         split = replace(split, input_freed_bytes=held.freed, input_temp_bytes=zeros, weight_freed_bytes=zeros)
     return replace(
         tasks, held=replace(nothing, forward_kept_bytes=held.kept, backward_freed_bytes=held.freed), split=split
-    )
-
-
-def _in_order(problem: StepProblem, found: Candidate, actions: ActionColumns, schedule: str) -> Candidate:
-    simulation = simulate(found.tasks, actions)
-    cap = problem.cap_bytes
-    return replace(
-        found,
-        label=f"{found.label}, ordered for host memory",
-        actions=actions,
-        simulation=simulation,
-        excess_bytes=0 if cap is None else max(0, int((simulation.peak_bytes - cap).max())),
-        schedule=schedule,
     )

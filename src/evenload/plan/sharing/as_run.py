@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.ranked_packs import RankedPacks, TravellingParts, rank_seconds, travelling_parts
 from evenload.cost.split_backward import gather_seconds, weight_seconds
-from evenload.plan.problem.candidate import Candidate
+from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.sharing.cp_sharding import pack_shardings
 from evenload.plan.sharing.halved import with_halves
 from evenload.plan.sharing.phase_overlap import run_ahead
 from evenload.plan.sharing.sharding_cost import sharding_cost
-from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks, SplitBackward
@@ -72,10 +71,7 @@ def _as_shared(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidat
     of_forward, of_backward = _phases(costs.layout.cp, forward), _phases(costs.layout.cp, backward)
     if of_forward.any() and costs.layout.pp > 1:
         actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
-    simulation = simulate(tasks, actions)
-    cap_bytes = problem.cap_bytes
-    excess = 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
-    found = replace(found, tasks=tasks, actions=actions, simulation=simulation, excess_bytes=excess)
+    found = in_order(found, actions, problem.cap_bytes, tasks=tasks)
     return with_parts(found, *travelling) if travelling[0] else found  # an idle replica has no packs
 
 

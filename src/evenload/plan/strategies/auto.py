@@ -23,7 +23,7 @@ whole documents) is not what bounds a step here.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from evenload.cost.tensor_halves import least_share
+from evenload.cost.tensor_halves import least_share, pays
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
@@ -87,12 +87,12 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     plans: list[Planned] = []
     # By problem, because its policies are part of every score; `slimpack` rates nearly the same trials.
     known: dict[int, KnownScores] = {id(problem): {} for problem in problems}
-    # As they run, because that is what others are compared with; all policies that come close, because the search's
-    # price does not tell them apart.
-    for problem, found in searched(problems, known):
-        plans.append((problem, chosen_as_run(problem, found, lambda _, choice: choice.candidate)))
-    for problem, found in searched_as_if_halved(problems, searched):
-        plans.append((problem, chosen_as_run(problem, found, in_one_go)))
+    # As they run, because that is what others are compared with.
+    for steps, priced in (
+        (searched(problems, known), lambda _, choice: choice.candidate),
+        (searched_as_if_halved(problems, searched), in_one_go),
+    ):
+        plans += [(problem, chosen_as_run(problem, found, priced)) for problem, found in _to_be_priced(steps)]
     plans.sort(key=lambda planned: step_score(planned[1]))
     failure: Exception | None = None
     if problems[0].costs.model.causal:
@@ -124,6 +124,12 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     excess, limit_s = step_score(best[1])[0], _summed_s(*best)
     close = [planned for planned in as_run if step_score(planned[1])[:2] <= (excess, limit_s)]
     return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
+
+
+def _to_be_priced(steps: Steps) -> Steps:
+    """All that a search found where packs may be halved, because its price does not tell close policies apart; else the
+    best."""
+    return steps if steps and pays(steps[0][0].costs) else steps[:1]
 
 
 def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
