@@ -49,15 +49,7 @@ def native_table(
     table.devices_per_node = coefficients.devices_per_node
     table.windows = sorted(set(model.windows))
     table.forward, table.backward = (
-        _native.PassTable(
-            stage_seconds[direction].ravel().tolist(),
-            host_seconds[direction].ravel().tolist(),
-            _traffic(context_traffic(model, coefficients, layout.tp, direction, is_cut=False)),
-            _traffic(context_traffic(model, coefficients, layout.tp, direction, is_cut=True)),
-            *map(float, ring_home(model, coefficients, layout.tp, direction)),
-            context_part_s=coefficients.of_pass(direction).context_part_s or 0.0,
-            meeting_s=coefficients.of_pass(direction).meeting_s or 0.0,
-        )
+        _pass_table(model, coefficients, layout.tp, direction, stage_seconds[direction], host_seconds[direction])
         for direction in ("forward", "backward")
     )
     table.context_hidden_share = coefficients.context_hidden_share
@@ -102,6 +94,26 @@ def native_table(
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
     table.weight_held_bytes = table.weight_new_bytes = held
     return table
+
+
+def _pass_table(
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    tp: int,
+    direction: Direction,
+    stage_seconds: NDArray[np.float64],
+    host_seconds: NDArray[np.float64],
+) -> _native.PassTable:
+    of_pass = coefficients.of_pass(direction)
+    return _native.PassTable(
+        stage_seconds.ravel().tolist(),
+        host_seconds.ravel().tolist(),
+        _traffic(context_traffic(model, coefficients, tp, direction, is_cut=False)),
+        _traffic(context_traffic(model, coefficients, tp, direction, is_cut=True)),
+        *map(float, ring_home(model, coefficients, tp, direction)),
+        context_part_s=of_pass.context_part_s or 0.0,
+        meeting_s=of_pass.meeting_s or 0.0,
+    )
 
 
 def _traffic(found: ContextTraffic) -> _native.ContextTraffic:
