@@ -19,6 +19,7 @@ from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.host_order import host_excess_bytes, ordered_within_host
+from evenload.plan.strategies.auto import least_beyond_memory
 from evenload.simulate.simulate import simulate
 from evenload.types.cluster import LinkSpec
 from evenload.types.cluster_catalog import cluster_from
@@ -173,6 +174,19 @@ def test_without_a_limit_or_offloaded_documents_no_order_is_asked_for() -> None:
         for choice in choices:
             assert host_excess_bytes(problem, choice) == 0
             assert ordered_within_host(problem, choice) is choice
+
+
+def test_a_plan_a_little_beyond_the_host_is_kept_before_one_far_beyond_a_device() -> None:
+    """The first may fit its node, whose devices need not share alike; the second never runs."""
+    problem, choices = under_limit("offload", 0)
+    limited = replace(problem, host_device_bytes=max(host_excess_bytes(problem, choice) for choice in choices) - 1)
+    beyond_host = (limited, choices)
+    on_device = tuple(
+        replace(choice, candidate=replace(choice.candidate, policy=None, excess_bytes=10**12)) for choice in choices
+    )
+    fitting = tuple(replace(choice, candidate=replace(choice.candidate, policy=None)) for choice in choices)
+    assert least_beyond_memory([(limited, on_device), beyond_host]) == [beyond_host]
+    assert least_beyond_memory([beyond_host, (limited, fitting)]) == [(limited, fitting)]
 
 
 def test_a_node_that_lacks_little_takes_another_order_instead_of_another_policy() -> None:

@@ -17,7 +17,7 @@ result says. Above `coarse_batch.LARGE_CLUSTER` devices layouts are rated on a p
 
 More virtual stages fill and drain a pipeline in less time, so that fewer and larger packs do, which lose less to
 constants and hide more tensor-parallel transfers: llama-150b on 256 H100, 128K, `commoncrawl_like`, simulated: 8 x 2
-stages at most 90.6 % of the bound, 4 x 4 stages 92.2 %.
+stages at most 90.6 % of the bound, 4 x 12 stages 92.9 % (benchmarks/paper_slimpack.py).
 
 Layers go to stages by cost (`explore.stage_layers`), evenly where that does not fit.
 A layout is refused with its reason: weights and optimizer beyond memory before anything is planned, or the stage

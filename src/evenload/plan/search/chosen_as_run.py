@@ -20,7 +20,7 @@ from evenload.cost.tensor_halves import pays
 from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.found_step import FoundStep, SharedPacks
-from evenload.plan.search.host_order import host_excess_bytes, ordered_within_host
+from evenload.plan.search.host_order import beyond_memory_bytes, ordered_within_host
 from evenload.plan.search.replica_search import ReplicaSearch
 from evenload.plan.search.trial_space import Setting, Trial
 from evenload.plan.sharing.as_run import as_run
@@ -51,20 +51,19 @@ def chosen_as_run(problem: StepProblem, found: FoundStep, priced: Priced) -> tup
         return ordered_within_host(problem, by_price) or by_price
 
     def score(choice: ReplicaChoice) -> tuple[int, float]:
-        excess, seconds = choice.candidate.score()
-        return excess + host_excess_bytes(problem, choice), seconds
+        return beyond_memory_bytes(problem, choice), choice.candidate.makespan_s
 
     choices = [tried(replica) for replica in range(len(found.own))]
     if not pays(problem.costs):
         return tuple(choices)
+    scores = [score(choice) for choice in choices]
     looked_at: set[int] = set()
-    while True:
-        slowest = max(range(len(choices)), key=lambda replica: score(choices[replica]))
-        if slowest in looked_at:
-            return tuple(choices)
+    while (slowest := max(range(len(choices)), key=scores.__getitem__)) not in looked_at:
         looked_at.add(slowest)
         others = [tried(slowest, trial) for trial in _best_settings(found.own[slowest], shared)]
         choices[slowest] = min([choices[slowest], *others], key=score)
+        scores[slowest] = score(choices[slowest])
+    return tuple(choices)
 
 
 def _best_settings(search: ReplicaSearch, shared: SharedPacks) -> list[Trial]:

@@ -47,7 +47,7 @@ def plan_within_host(
         host_bytes: of an answer, on the fullest node.
 
     Returns:
-        Problem and answer, and what is to be said where policies were left out; "" = none were.
+        Problem and answer, and what is to be said where host memory was too little for the first; "" = it was not.
     """
     said, times_tried = "", 0
     ordered: tuple[StepProblem, DelayedChoice] | None = None

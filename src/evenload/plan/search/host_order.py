@@ -24,6 +24,11 @@ from evenload.schedule.packflow import LIST, LIST_SPLIT, packflow_list
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 
 
+def beyond_memory_bytes(problem: StepProblem, choice: ReplicaChoice) -> int:
+    """What a replica holds beyond its devices' memory and their shares of host memory, on the worst rank of either."""
+    return choice.candidate.excess_bytes + host_excess_bytes(problem, choice)
+
+
 def host_excess_bytes(problem: StepProblem, choice: ReplicaChoice) -> int:
     """What the fullest rank of a replica offloads beyond its device's share of host memory."""
     held = _held(problem, choice)

@@ -31,7 +31,7 @@ from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.chosen_as_run import chosen_as_run
 from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.halved_search import Steps, in_one_go, searched_as_if_halved
-from evenload.plan.search.host_order import host_excess_bytes, ordered_within_host
+from evenload.plan.search.host_order import beyond_memory_bytes, ordered_within_host
 from evenload.plan.search.policy_choice import work_s, worst_score
 from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.refine_step import RefineRules, refine
@@ -118,7 +118,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     if not plans:
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
-    as_run = _within_host([(problem, _as_run(problem, choices)) for problem, choices in plans])
+    as_run = least_beyond_memory([(problem, _as_run(problem, choices)) for problem, choices in plans])
     best = min(as_run, key=lambda planned: step_score(planned[1]))
     # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
     excess, limit_s = step_score(best[1])[0], _summed_s(*best)
@@ -138,10 +138,14 @@ def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[R
     return tuple(ordered_within_host(problem, choice) or choice for choice in as_run)
 
 
-def _within_host(plans: list[Planned]) -> list[Planned]:
-    """Those that exceed host memory by the least, which are all that do not exceed it where there are any."""
-    excess = [max(host_excess_bytes(problem, choice) for choice in choices) for problem, choices in plans]
-    return [planned for planned, beyond in zip(plans, excess, strict=True) if beyond == min(excess)]
+def least_beyond_memory(plans: list[Planned]) -> list[Planned]:
+    """Those that exceed memory by the least, of devices and hosts together: all that fit, where some do.
+
+    The host's does not count first: a device's share is less than what it may have of a node, and no plan beyond a
+    device's memory runs.
+    """
+    beyond = [max(beyond_memory_bytes(problem, choice) for choice in choices) for problem, choices in plans]
+    return [planned for planned, excess in zip(plans, beyond, strict=True) if excess == min(beyond)]
 
 
 def searched(problems: Sequence[StepProblem], known: dict[int, KnownScores]) -> Steps:
