@@ -6,10 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.calibrate.beside_timings import beside_compute, measured_beside
+from evenload.calibrate.beside_trial import beside_rates
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.link_timings import quick_links
@@ -17,7 +19,9 @@ from evenload.calibrate.pack_clock import pack_clock
 from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.rounds import time_round, whole
 from evenload.calibrate.weight_timings import weight_seconds
+from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.comm.side_queue import ThreadQueue
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
@@ -82,6 +86,35 @@ def test_transfers_beside_compute_are_timed_where_ranks_hold_the_same_weights(gl
     assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}, what) == [None, None]
 
 
+@pytest.mark.parametrize("what", ["sums", "gathers"])
+def test_context_ranks_meet_while_transfers_run_beside_what_they_compute(gloo_pool, what):
+    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"cp": 2}, what):
+        assert stretch > 0
+        assert 0 <= slowdown <= 1
+
+
+def _calls_of_a_trial(meets):
+    met, moved, computed = [], [], torch.zeros(1)
+    mesh = create_meshes([even_layout(2, cp=2)], torch.device("cpu"), TIMEOUT_S).start
+    (group,) = mesh.context.values()
+
+    def meet():
+        met.append(1)
+        all_gather_single(torch.zeros(2), computed, group=group.process_group)
+
+    transfer = lambda: moved.append(dist.all_reduce(torch.ones(1), group=mesh.data))  # noqa: E731
+    beside_rates(mesh.data, transfer, lambda: ThreadQueue(mesh.device), meet if meets else None)
+    return len(met), len(moved)
+
+
+def test_all_ranks_meet_equally_often_in_a_trial(gloo_pool):
+    """However often transfers let them compute; without meetings nobody does."""
+    (first, moved), (second, other) = gloo_pool.run(2, _calls_of_a_trial, True)
+    assert first == second > 8 * 4, "eight trials, four meetings alone in each"
+    assert moved == other == 8 * 2 * 6
+    assert [met for met, _ in gloo_pool.run(2, _calls_of_a_trial, False)] == [0, 0]
+
+
 def test_gathers_beside_compute_are_timed_where_ranks_may_share_documents(gloo_pool):
     for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"cp": 2}, "context"):
         assert stretch > 0
@@ -134,8 +167,10 @@ def test_a_sum_that_fails_ends_the_trial(monkeypatch):
 
     monkeypatch.setattr("evenload.calibrate.beside_timings.reduce_scatter_single", sum_or_fail)
     monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
+    group, layout = SimpleNamespace(size=lambda: 2), even_layout(4, dp=2)
+    mesh = SimpleNamespace(data=group, layout=layout, device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="the connection broke"):
-        beside_compute(SimpleNamespace(data=SimpleNamespace(size=lambda: 2), device=torch.device("cpu")), "sums")
+        beside_compute(mesh, "sums")
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):

@@ -16,7 +16,7 @@ from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.simulate.simulate import simulate
-from evenload.simulate.step_end import _completing_places, run_sums
+from evenload.simulate.step_end import RankSums, _completing_places, run_sums
 from evenload.simulate.step_start import SimulatedReplica
 from evenload.stepplan.plan_tasks import timed_tasks
 from evenload.types.columns import SliceColumns
@@ -47,6 +47,15 @@ def test_compute_beside_a_sum_is_slower_and_completes_later() -> None:
 def test_a_sum_beside_compute_is_stretched_and_after_it_is_not() -> None:
     """Of 4 seconds alone the 4 before compute ends do 2, and 2 follow."""
     assert sums([6], [4], 10.0, BesideCompute(stretch=2.0, slowdown=0.0)) == ([6], [12], 10.0)
+
+
+def test_packs_beside_sums_are_put_off_as_their_compute_is() -> None:
+    """The sums of the test above but one: from 2 to 6 and from 7 to 8 compute goes at half speed."""
+    start, end, compute = run_sums(np.array([2.0, 5.0]), np.array([4.0, 1.0]), 10.0, BesideCompute(slowdown=0.5))
+    found = RankSums(np.array([1, 0]), start, end, compute, 0.5)
+    assert found.put_off(np.array([0, 2, 3, 4, 5, 5.5, 10.0])).tolist() == [0, 2, 4, 6, 7, 8, 12.5]
+    after = RankSums(np.array([0]), np.array([10.0]), np.array([12.0]), 10.0, 0.0)
+    assert after.put_off(np.array([0.0, 9.0, 10.0])).tolist() == [0, 9, 10]
 
 
 def test_where_nothing_is_gained_both_take_their_turn() -> None:

@@ -29,6 +29,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.explore.packs_beside_transfers import times_beside_transfers
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.runtime.comm.scalars import most_of_ranks
@@ -227,7 +228,12 @@ def _batch_run(
         num_packs=max(len(packs.forward) for packs in plan.pack_plans),
         measured_s=measured.step_s(),
         predicted_s=plan.predicted.step_time_s,
-        packs=pack_errors(plan.times, report.measured, measured.tasks_s(), drift),
+        packs=pack_errors(
+            times_beside_transfers(plan, PackCosts(trainer.model, coefficients, plan.layout)),
+            report.measured,
+            measured.tasks_s(),
+            drift,
+        ),
         measured_peak_bytes=measured.peak_bytes(),
         predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, coefficients),
         loss=float(report.row["loss"] or 0.0),

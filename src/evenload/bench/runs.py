@@ -5,7 +5,8 @@ pack's seconds are those of one pack on one stage in one direction (I and W of a
 all rounds; a step's likewise.
 
 A machine that changed its speed since its costs were measured (`MachineLoad.drift`) shifts all seconds alike. Errors of
-packs are those of the model: of predicted seconds at the speed that the machine had meanwhile. Errors of steps are told
+packs are those of the model: of predicted seconds at the speed that the machine had meanwhile, with what sums of
+gradients and gathers of weights beside them take (`explore.packs_beside_transfers`). Errors of steps are told
 as they are, and beside them what is left of them at that speed.
 """
 
@@ -175,7 +176,7 @@ def pack_errors(
     """Predicted against measured pack seconds.
 
     Args:
-        times: of a plan, by replica.
+        times: of a plan, by replica, with what transfers beside packs take.
         timeline: a measured one of the plan, which tells the tasks apart.
         rounds_s: float64[num_rounds, num_tasks], above 0; a pack's measured seconds are its median over the rounds.
         drift: of the machine, see `MachineLoad`.

@@ -6,15 +6,13 @@ import numpy as np
 import torch.distributed as dist
 
 from evenload.calibrate.pack_clock import PackClock
-from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Packs, longest_of, num_tokens_of, round_flops, time_round
+from evenload.calibrate.rounds import GRID, NEEDED_ROUNDS, Packs, longest_of, num_tokens_of, round_flops, time_round
 from evenload.cost.activation import activation_bytes_per_token, kv_bytes_per_token
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.model import ModelSpec
 
-NEEDED_ROUNDS = QUICK_ROUNDS[:5]
-"""Fewer leave coefficients undetermined, so these run whatever they cost."""
 # Of the budget that one pass may take, so that there are several to take medians of.
 _PASS_SHARE = 0.12
 # Of the memory that is free, for what layers keep; the rest is for tensors inside a layer.

@@ -34,12 +34,14 @@ class RankSums:
     Args:
         unit: int64[n], in their order; start_s, end_s: float64[n].
         compute_end_s: when the last of the replicas has computed its last pack here.
+        slowdown: seconds that compute loses in each second of a sum beside it.
     """
 
     unit: NDArray[np.int64]
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     compute_end_s: float
+    slowdown: float
 
     @property
     def seconds(self) -> float:
@@ -52,6 +54,14 @@ class RankSums:
         early = np.minimum(self.end_s, self.compute_end_s) - np.minimum(self.start_s, self.compute_end_s)
         return float(early.sum())
 
+    def put_off(self, computed_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """When compute has come as far as it would have at these times, were no sum beside it; float64[n]."""
+        sums_s = np.minimum(np.stack([self.start_s, self.end_s], axis=1).ravel(), self.compute_end_s)
+        edges_s = np.concatenate([[0.0], sums_s, [self.compute_end_s]])
+        # Sums run one after the other: every second step from edge to edge is one of them.
+        lost_s = np.diff(edges_s) * np.resize([0.0, self.slowdown], len(edges_s) - 1)
+        return np.interp(computed_s, edges_s - np.concatenate([[0.0], np.cumsum(lost_s)]), edges_s)
+
 
 @dataclass(frozen=True, eq=False)
 class StepEnd:
@@ -61,6 +71,7 @@ class StepEnd:
         sums: of every pipeline rank.
         gathers: of the update before the step, beside its first packs, of every pipeline rank; none where weights are
             gathered at the end of a step.
+        replicas: with what first forwards lose to these gathers; nothing is put off by sums here.
         packs_s: end of the last pack, were there nothing beside any.
         summed_s: end of the last sum; updated_s: of the update; end_s: of the step, with the gather where nothing hides
             it.
@@ -68,6 +79,7 @@ class StepEnd:
 
     sums: tuple[RankSums, ...]
     gathers: tuple[RankGathers, ...]
+    replicas: tuple[SimulatedReplica, ...]
     packs_s: float
     summed_s: float
     updated_s: float
@@ -113,7 +125,7 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in sums))
     updated_s = summed_s + costs.optimizer_seconds()
     gather_s = 0.0 if gathers else _gather_seconds(costs)
-    return StepEnd(sums, gathers, packs_s, summed_s, updated_s, updated_s + gather_s)
+    return StepEnd(sums, gathers, tuple(replicas), packs_s, summed_s, updated_s, updated_s + gather_s)
 
 
 def _gather_seconds(costs: PackCosts) -> float:
@@ -141,7 +153,7 @@ def _rank_sums(
     released_s = [max(completed_s.get((twin, unit), 0.0) for twin in twins) for unit in units.tolist()]
     released = np.array(released_s) if beside else np.full(len(units), compute_end_s)
     start_s, end_s, compute_end_s = run_sums(released, alone_s, compute_end_s, beside or BesideCompute())
-    return RankSums(units, start_s, end_s, compute_end_s)
+    return RankSums(units, start_s, end_s, compute_end_s, beside.slowdown if beside else 0.0)
 
 
 def _rank_ends(replica: SimulatedReplica) -> NDArray[np.float64]:
