@@ -58,6 +58,9 @@ they took then is the machine's *drift*. Errors below are those of the model, wi
 has them with it as well, and the intervals of printed predictions are made with it. Cost files until 22 November 2026
 kept no pack's seconds; there the drift is against what the fit says of these packs.
 
+A pack's seconds are held against its price with what sums of gradients beside it take, where rows name commit
+`2eb7cef` or a later one; before, against its price alone, which made a rank's last backward look too short.
+
 Rows are only ever added; where a case was measured again, its newest rows count. Costs, lengths, model, layout and
 options of every row lie beside the file, and a test makes each prediction again: it fails where an error moves by more
 than a percentage point without the case being measured again.

@@ -77,9 +77,6 @@ def longest_of(packs: Packs) -> int:
 
 
 QUICK_ROUNDS: tuple[Packs, ...] = (
-    # Constants are most of these: the ends of batches are such packs, and larger ones say little of them.
-    whole(16),
-    whole(48),
     whole(128),
     whole(512),
     whole(*[64] * 16),
@@ -94,9 +91,9 @@ QUICK_ROUNDS: tuple[Packs, ...] = (
     cut(3968, 4096),
 )
 """Cheapest first."""
-NEEDED_ROUNDS = QUICK_ROUNDS[:7]
+NEEDED_ROUNDS = QUICK_ROUNDS[:5]
 """Fewer leave coefficients undetermined, so these run whatever they cost."""
-YARDSTICK_ROUNDS = QUICK_ROUNDS[2:7]
+YARDSTICK_ROUNDS = QUICK_ROUNDS[:5]
 """128 to 1,024 tokens: their seconds are kept beside the coefficients, and they are timed again later (`yardstick`)."""
 
 GRID: tuple[Packs, ...] = (
