@@ -205,11 +205,11 @@ def _run(trainer: Trainer, step: PlannedStep, coefficients: CostCoefficients) ->
     return trainer.step_trainer.run(PreparedStep(step, rank_step), coefficients, learning_rate=0.0).report
 
 
-def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, coefficients: CostCoefficients) -> int:
+def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, costs: PackCosts) -> int:
     """Of what is measured: on a GPU all, on a CPU what the activation stores count and what stays for the step."""
     if trainer.mesh.device.type == "cuda":
         return plan.predicted.peak_memory_bytes
-    timeline = detailed_timeline(plan, PackCosts(trainer.model, coefficients, plan.layout))
+    timeline = detailed_timeline(plan, costs)
     assert timeline.memory_kind_bytes is not None
     counted = [kind in (*STEP_KINDS, *STORE_KINDS) for kind in MEMORY_KINDS]
     return int(timeline.memory_kind_bytes[:, counted].sum(axis=1).max())
@@ -220,6 +220,7 @@ def _batch_run(
 ) -> BatchRun:
     report = measured.reports[-1]
     plan = report.plan
+    costs = PackCosts(trainer.model, coefficients, plan.layout)
     return BatchRun(
         batch=batch,
         plan_digest=plan.digest,
@@ -228,13 +229,8 @@ def _batch_run(
         num_packs=max(len(packs.forward) for packs in plan.pack_plans),
         measured_s=measured.step_s(),
         predicted_s=plan.predicted.step_time_s,
-        packs=pack_errors(
-            times_beside_transfers(plan, PackCosts(trainer.model, coefficients, plan.layout)),
-            report.measured,
-            measured.tasks_s(),
-            drift,
-        ),
+        packs=pack_errors(times_beside_transfers(plan, costs), report.measured, measured.tasks_s(), drift),
         measured_peak_bytes=measured.peak_bytes(),
-        predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, coefficients),
+        predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, costs),
         loss=float(report.row["loss"] or 0.0),
     )

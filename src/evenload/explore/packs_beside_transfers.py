@@ -14,7 +14,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.simulate.simulate import simulate
 from evenload.simulate.step_end import StepEnd, step_end
 from evenload.simulate.step_start import SimulatedReplica
-from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
+from evenload.stepplan.plan_tasks import replica_columns, timed_tasks
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import PackTimes, StepPlan
 from evenload.types.timeline import KINDS
@@ -33,8 +33,7 @@ def times_beside_transfers(plan: StepPlan, costs: PackCosts) -> tuple[PackTimes,
     """
     replicas = []
     for dp_rank, schedule in enumerate(plan.schedules):
-        columns, actions = replica_columns(plan, dp_rank), action_columns(schedule)
-        tasks = tasks_of_columns(plan, dp_rank, costs.model, columns)
+        columns, actions, tasks = replica_columns(plan, dp_rank), action_columns(schedule), timed_tasks(plan, dp_rank)
         replicas.append(SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulate(tasks, actions)))
     end = step_end(costs, replicas)
     return tuple(_times(times, replica, end) for times, replica in zip(plan.times, end.replicas, strict=True))
