@@ -75,7 +75,7 @@ def test_the_slowest_replica_has_nothing_better_among_its_best_settings() -> Non
 
 def test_where_the_searchs_price_is_what_runs_its_favourite_is_taken() -> None:
     problem = problem_in(pp=4, dp=2)
-    ((_, found),) = searched([problem], {})
+    ((_, found),) = searched([problem])
     chosen = chosen_as_run(problem, found, lambda _, choice: choice.candidate)
     assert step_score(chosen) == step_score(choices_as_run(problem, found.choices()))
 

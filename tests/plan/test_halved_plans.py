@@ -105,7 +105,7 @@ def test_a_search_that_prices_halves_finds_larger_packs_and_a_shorter_step() -> 
     planner, _ = proposal("balanced", BesideHalves(turns_s=1.5e-4, host_turns_s=0.0), tp=8, pp=2)
     lengths = np.array(LENGTHS)
     problem = StepProblem(np.arange(len(lengths)), lengths, planner.costs, None, PlanOptions(max_pack_tokens=32_768))
-    ((_, whole),) = searched([problem], {})
+    ((_, whole),) = searched([problem])
     ((_, halved),) = searched_as_if_halved([problem], searched)
     one = as_run(problem, whole.choices()[0].candidate, 0)
     other = as_run(problem, in_one_go(problem, halved.choices()[0]), 0)

@@ -14,15 +14,12 @@ from evenload.cost.tensor_halves import as_if_halved, pays
 from evenload.plan.problem.candidate import Candidate, candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.found_step import FoundStep
-from evenload.plan.search.replica_search import KnownScores
 
 Steps = list[tuple[StepProblem, FoundStep]]
 """What a search finds, by activation policies; the best first."""
 
 
-def searched_as_if_halved(
-    problems: Sequence[StepProblem], search: Callable[[Sequence[StepProblem], dict[int, KnownScores]], Steps]
-) -> Steps:
+def searched_as_if_halved(problems: Sequence[StepProblem], search: Callable[[Sequence[StepProblem]], Steps]) -> Steps:
     """What a search finds under that price, beside those of `problems` that it found it for. None where no packs may be
     halved, or ranks differ in speed, whose costs are not those of the coefficients."""
     origins = [problem for problem in problems if _may_be_halved(problem)]
@@ -31,7 +28,7 @@ def searched_as_if_halved(
     costs = as_if_halved(origins[0].costs)
     halved = [replace(problem, costs=costs) for problem in origins]
     origin_of = {id(other): one for one, other in zip(origins, halved, strict=True)}
-    found = search(halved, {id(problem): {} for problem in halved})
+    found = search(halved)
     return [(origin_of[id(problem)], step) for problem, step in found]
 
 

@@ -8,6 +8,7 @@ documents, 64 packs and 4 stages. `tests/reference/trial_scores.py` scores a tri
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,17 @@ class TrialScore(NamedTuple):
 
 KnownScores = dict[tuple[int, tuple[float, ...] | None, bytes], dict["Trial", "TrialScore | None"]]
 """By the ranks that share documents, their slowness, and the documents."""
+_KNOWN_SCORES: WeakKeyDictionary[StepProblem, KnownScores] = WeakKeyDictionary()
 NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
+
+
+def known_scores(problem: StepProblem) -> KnownScores:
+    """What all searches of a problem found so far, kept as long as the problem.
+
+    `slimpack` and `auto` rate nearly the same trials, and a step that exceeds host memory is searched again under
+    policies that were rated before.
+    """
+    return _KNOWN_SCORES.setdefault(problem, {})
 
 
 def by_time(score: TrialScore) -> tuple[int, float]:

@@ -35,7 +35,7 @@ from evenload.plan.search.host_order import beyond_memory_bytes, ordered_within_
 from evenload.plan.search.policy_choice import work_s, worst_score
 from evenload.plan.search.probe_rating import SearchRules
 from evenload.plan.search.refine_step import RefineRules, refine
-from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, by_time
+from evenload.plan.search.replica_search import ReplicaSearch, by_time
 from evenload.plan.search.trial_space import Setting, Trial, trial_under
 from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
@@ -85,11 +85,9 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     """`others` are candidates as they are, but those that need a solver or choose a layout. Where nothing can plan the
     step, the error is the last strategy's."""
     plans: list[Planned] = []
-    # By problem, because its policies are part of every score; `slimpack` rates nearly the same trials.
-    known: dict[int, KnownScores] = {id(problem): {} for problem in problems}
     # As they run, because that is what others are compared with.
     for steps, priced in (
-        (searched(problems, known), lambda _, choice: choice.candidate),
+        (searched(problems), lambda _, choice: choice.candidate),
         (searched_as_if_halved(problems, searched), in_one_go),
     ):
         plans += [(problem, chosen_as_run(problem, found, priced)) for problem, found in _to_be_priced(steps)]
@@ -97,7 +95,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
-            plans.append(plan_slimpack(problems, known))
+            plans.append(plan_slimpack(problems))
         except (ConfigError, InfeasiblePlanError) as error:
             failure = error
     for rival in others:
@@ -148,12 +146,10 @@ def least_beyond_memory(plans: list[Planned]) -> list[Planned]:
     return [planned for planned, excess in zip(plans, beyond, strict=True) if excess == min(beyond)]
 
 
-def searched(problems: Sequence[StepProblem], known: dict[int, KnownScores]) -> Steps:
+def searched(problems: Sequence[StepProblem]) -> Steps:
     """What the search by time finds under each of the policies that come close, the best first; none where no packs
     meet the limits."""
-    steps = _close_to_best(
-        search_policies(problems, lambda problem: replace(rules_of(problem), known=known.get(id(problem))))
-    )
+    steps = _close_to_best(search_policies(problems, rules_of))
     for problem, found in steps:
         refine(found, refine_rules(problem))
     return sorted(steps, key=lambda step: step[1].worth())

@@ -37,7 +37,7 @@ from evenload.plan.search.found_step import FoundStep
 from evenload.plan.search.merge_choice import rate_merges
 from evenload.plan.search.policy_choice import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
 from evenload.plan.search.probe_rating import SearchRules, best_packs
-from evenload.plan.search.replica_search import KnownScores, ReplicaSearch, TrialScore, score
+from evenload.plan.search.replica_search import ReplicaSearch, TrialScore, known_scores, score
 from evenload.plan.search.step_search import search_merged, search_step
 from evenload.plan.search.trial_space import Cut, Setting, Trial, orders_of, trial_under
 from evenload.plan.strategies.strategy import Planned, Strategy
@@ -101,19 +101,18 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
             )
 
 
-def plan_slimpack(problems: Sequence[StepProblem], known: dict[int, KnownScores] | None = None) -> Planned:
-    """As `Strategy.search`; `known` has scores that other searches found, by the problem's `id`."""
+def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
+    """As `Strategy.search`."""
     options = problems[0].options
     if options.own(SlimpackOptions).as_published:
         return _plan_as_published(problems)
     steps: list[tuple[StepProblem, FoundStep]] = []
-    known = {id(problem): {} for problem in problems} if known is None else known
     policies: dict[str, RankedPolicies] = {}
     for schedule in SCHEDULES if options.schedule == CHOOSE else (options.schedule,):
         if steps and not _may_suit(steps[0][1], orders_of(schedule)):
             continue
         by = _ranked_by(schedule)
-        rules_of = {name: _rules_under(name, known) for name in {schedule, by}}
+        rules_of = {name: _rules_under(name) for name in {schedule, by}}
         if by not in policies:
             policies[by] = rank_policies(problems, rules_of[by])
         steps += _search_ranked(policies[by], rules_of[schedule], rules_of[by])[:1]
@@ -145,8 +144,8 @@ def _may_suit(found: FoundStep, orders: Sequence[str]) -> bool:
     return (excess, PROMISING * seconds) < worth
 
 
-def _rules_under(schedule: str, known: dict[int, KnownScores]) -> Callable[[StepProblem], SearchRules]:
-    return lambda problem: slimpack_rules(problem, orders_of(schedule), known.get(id(problem)))
+def _rules_under(schedule: str) -> Callable[[StepProblem], SearchRules]:
+    return lambda problem: slimpack_rules(problem, orders_of(schedule))
 
 
 def _plan_as_published(problems: Sequence[StepProblem]) -> Planned:
@@ -216,14 +215,11 @@ def _best_worth(steps: list[tuple[StepProblem, FoundStep]]) -> tuple[int, float]
     return min(found.worth()[:2] for _, found in steps)
 
 
-def slimpack_rules(
-    problem: StepProblem, orders: Sequence[str] | None = None, known: KnownScores | None = None
-) -> SearchRules:
+def slimpack_rules(problem: StepProblem, orders: Sequence[str] | None = None) -> SearchRules:
     """Every setting under one order, the best ones under all.
 
     Args:
         orders: default: those that the options allow.
-        known: scores that other searches of the problem found.
     """
     orders = orders_of(problem.options.schedule) if orders is None else orders
     # Without a pipeline no pack waits for another, so neither cuts nor evenness are needed.
@@ -235,7 +231,7 @@ def slimpack_rules(
         spare=partial(_spare_trials, order=orders[0]),
         worth=partial(_worth, most_uneven),
         shared=min(SHARED_TRIALS, max(FEWEST_SHARED, ALL_SHARED // problem.layout.dp)),
-        known=known,
+        known=known_scores(problem),
     )
 
 
