@@ -1,7 +1,9 @@
 """One neutral judge for every planner: the same cost model, pipeline simulator and checks.
 
 A peer's packs are whole documents and run in 1F1B, as the frameworks they come from run them; Evenload's strategies
-bring their own packs and schedules. All times are predictions of Evenload's analytic cost model, simulated.
+bring their own packs and schedules. All run in Evenload's runtime, so what it does with any pack it does with a peer's:
+halves that hide tensor-parallel transfers, the sharding of packs that context ranks share. All times are predictions of
+Evenload's analytic cost model, simulated.
 
 Twice: once as if memory did not matter, which shows the plan alone, and once within a device's memory, where every
 plan may store, recompute or offload activations by the same ladder (`plan.search.policy_order`), offloading within its
@@ -27,6 +29,7 @@ from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_host
 from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.search.policy_order import policies_in_order
+from evenload.plan.sharing.as_run import choices_as_run
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
 
@@ -65,14 +68,22 @@ class Score:
     within_policy: str
 
 
-def whole_document_choices(
+def whole_documents(
+    replicas: list[list[list[int]]], lengths: NDArray[np.int64], costs: PackCosts
+) -> tuple[ReplicaChoice, ...]:
+    """Packs of whole documents in 1F1B, in the given order, as they run where memory does not matter."""
+    problem = StepProblem(np.arange(len(lengths)), lengths, costs, None, PlanOptions())
+    return choices_as_run(problem, _priced(replicas, lengths, costs))
+
+
+def _priced(
     replicas: list[list[list[int]]],
     lengths: NDArray[np.int64],
     costs: PackCosts,
     cap_bytes: int | None = None,
     policy: NDArray[np.int8] | None = None,
 ) -> tuple[ReplicaChoice, ...]:
-    """Price and simulate packs of whole documents in 1F1B, in the given order.
+    """As planners compare them, in one go, and in the mean over the ranks that share a pack.
 
     Args:
         policy: int8[n] of all documents; None = all replay.
@@ -96,7 +107,7 @@ def whole_document_choices(
 def whole_documents_within(
     replicas: list[list[list[int]]], lengths: NDArray[np.int64], costs: PackCosts, cap_bytes: int, host: HostMemory
 ) -> tuple[ReplicaChoice, ...] | None:
-    """The same packs under the fastest policy that fits memory, of devices and of nodes; None where none does."""
+    """The same under the fastest policy that fits memory, of devices and of nodes; None where none does."""
     ids, can_offload = np.arange(len(lengths)), costs.coefficients.host_link is not None
     problems = [
         StepProblem(ids, lengths, costs, None, PlanOptions(), policy)
@@ -106,7 +117,7 @@ def whole_documents_within(
     def fastest(problems: Sequence[StepProblem]) -> tuple[StepProblem, DelayedChoice]:
         found: list[tuple[tuple[int, float], StepProblem, tuple[ReplicaChoice, ...]]] = []
         for problem in problems:
-            choices = whole_document_choices(replicas, lengths, costs, cap_bytes, problem.policy)
+            choices = _priced(replicas, lengths, costs, cap_bytes, problem.policy)
             found.append((worst_score(choices), problem, choices))
             if problem.policy is None and not found[-1][0][0]:
                 break  # every other policy costs time
@@ -116,8 +127,8 @@ def whole_documents_within(
     def host_bytes(problem: StepProblem, choices: Sequence[ReplicaChoice]) -> int:
         return offloaded_node_bytes(costs, lengths, choices, host.devices_per_node)
 
-    _, answer, _ = plan_within_host(problems, fastest, host_bytes, host)
-    return None if worst_score(answer.choices)[0] else answer.choices
+    problem, answer, _ = plan_within_host(problems, fastest, host_bytes, host)
+    return None if worst_score(answer.choices)[0] else choices_as_run(problem, answer.choices)
 
 
 def score_choices(

@@ -47,7 +47,7 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
 from peers import PEERS, Batch, Calls, Replicas, deal
-from planner_score import Score, score_choices, whole_document_choices, whole_documents_within
+from planner_score import Score, score_choices, whole_documents, whole_documents_within
 from results import commit_name, cpu_name
 
 HERE = Path(__file__).parent
@@ -189,7 +189,7 @@ def measure_case(
         add(label, ours, "", plan_ms, score_choices(proposal.choices, fitting, lengths, costs, capacity))
 
     def judge(replicas: Replicas) -> Score:
-        choices = whole_document_choices(replicas, lengths, costs)
+        choices = whole_documents(replicas, lengths, costs)
         fitting = whole_documents_within(replicas, lengths, costs, room_bytes, host_memory(cluster))
         return score_choices(choices, fitting, lengths, costs, capacity)
 
