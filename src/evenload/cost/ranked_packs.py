@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.context_waiting import ContextWork, beside_seconds, context_parts, waiting_seconds
 from evenload.cost.pack_cost import PackCosts
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, joined_ranges
 from evenload.types.micropack import Direction
 
 
@@ -52,12 +52,10 @@ class RankedPacks:
 
     def taken(self, packs: NDArray[np.intp]) -> "RankedPacks":
         """Some packs, in their order."""
-        ranks, offset = self.num_ranks()[packs], self.rows.pack_offset
-        of_ranks = [self.rows.pack_range(*self.first_rank[pack : pack + 2]) for pack in packs.tolist()]
-        ranges = [np.arange(*offset[self.first_rank[pack : pack + 2]]) for pack in packs.tolist()]
-        chosen = np.concatenate(ranges) if ranges else np.zeros(0, np.int64)
+        ranks = self.num_ranks()[packs]
+        rows, chosen = self.rows.packs_at(joined_ranges(self.first_rank[packs], ranks))
         return RankedPacks(
-            SliceColumns.concat(of_ranks, [0] * len(of_ranks)),
+            rows,
             np.concatenate([[0], np.cumsum(ranks)]),
             self.is_local[chosen],
             self.is_cut[chosen],
@@ -147,7 +145,7 @@ class TravellingParts(NamedTuple):
 
 def travelling_parts(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> TravellingParts:
     """Of all packs of a replica in one direction."""
-    if costs.most_context_parts == 1:
+    if costs.most_context_parts == 1 or (ranked.num_ranks() == 1).all():
         nothing_s = np.zeros((len(ranked.whole_tokens), costs.layout.num_stages))
         return TravellingParts(np.ones(len(ranked.whole_tokens), np.int64), nothing_s, nothing_s)
     work = _context_work(costs, ranked, direction)

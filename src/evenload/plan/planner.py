@@ -30,7 +30,6 @@ from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_host
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.sharing.as_run import choices_as_run
-from evenload.plan.sharing.halved import halves_seconds
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.simulate.critical_path import CriticalPath, critical_path
 from evenload.simulate.step_end import step_end
@@ -272,9 +271,12 @@ class StepPlanner:
             schedules.append(found.actions.to_schedule())
             times.append(found.pack_times())
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
-        context_s = np.sum([c.candidate.context_s for c in choices], axis=0) / len(choices) / self.layout.pipeline_ranks
+        ranks = len(choices) * self.layout.pipeline_ranks
+        context_s, tensor_s = (
+            np.sum(of_replicas, axis=0) / ranks
+            for of_replicas in zip(*((c.candidate.context_s, c.candidate.tensor_s) for c in choices), strict=True)
+        )
         end = step_end(self.costs, [choice.candidate.simulated() for choice in choices])
-        tensor_s, tensor_hidden_s = halves_seconds(problem, choices)
         trained = trained_documents(choices)
         if len(trained) < len(documents):
             chosen = set(trained.tolist())
@@ -305,8 +307,8 @@ class StepPlanner:
                     gather_hidden_s=end.gather_hidden_s,
                     context_s=float(context_s[0]),
                     context_hidden_s=float(context_s[1]),
-                    tensor_s=tensor_s,
-                    tensor_hidden_s=tensor_hidden_s,
+                    tensor_s=float(tensor_s[0]),
+                    tensor_hidden_s=float(tensor_s[1]),
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),

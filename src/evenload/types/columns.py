@@ -4,7 +4,7 @@ Objects (`MicroPack`, `PackPlan`) are made once, for the chosen candidate only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -111,6 +111,13 @@ class SliceColumns:
             cp=self.cp[index],
         )
 
+    def packs_at(self, packs: NDArray[np.int64]) -> tuple["SliceColumns", NDArray[np.int64]]:
+        """Some packs, in the order named, and which slices they hold; int64[slices of these]."""
+        counts = np.diff(self.pack_offset)[packs]
+        index = joined_ranges(self.pack_offset[packs], counts)
+        found = self.taken(index, np.repeat(np.arange(len(packs)), counts), len(packs))
+        return replace(found, pad_to=self.pad_to[packs]), index
+
     def pack_range(self, first: int, last: int) -> "SliceColumns":
         """The packs `[first, last)`."""
         lo, hi = self.pack_offset[[first, last]].tolist()
@@ -213,3 +220,9 @@ def whole_document_columns(
 def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
     """`pack_offset` of packs with so many slices."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def joined_ranges(first: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`first[i], first[i] + 1, ...`, `counts[i]` of them, for every i in turn; int64[sum of counts]."""
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(first - before, counts)

@@ -37,6 +37,7 @@ class Candidate:
         context_s: in which keys and values travel in parts, and of these while attention is computed, over all stages.
         first_rows: int64[num_packs] forward and backward, rows of the first half of packs that are computed in halves,
             0 = in one go; None = all are, or it is not decided yet.
+        tensor_s: tensor-parallel transfers of packs in halves, and of these beside compute, over all stages.
     """
 
     label: str
@@ -52,6 +53,7 @@ class Candidate:
     context_parts: tuple[tuple[int, ...], ...] = ((), ())
     context_s: tuple[float, float] = (0.0, 0.0)
     first_rows: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    tensor_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def makespan_s(self) -> float:

@@ -1,11 +1,10 @@
 """`with_halves`: a candidate whose packs are computed in halves where that is shorter (`cost.tensor_halves`).
 
 Searches compare packings by packs in one go; halves are chosen where candidates of different kinds are compared, and
-for the plan that runs. Which packs are halved changes no order and no memory that packs keep. Price: twice to four
-times that of `as_run` where ranks share packs.
+for the plan that runs. Which packs are halved changes no order and no memory that packs keep. Price: about 2 ms a replica
+of its own packs; twice to four times that of `as_run` where ranks share packs.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from evenload.cost.halved_rows import in_halves
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.tensor_halves import HalvedPacks, halved_packs, pays, wanted_cuts
 from evenload.plan.problem.candidate import Candidate
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.problem.step_problem import StepProblem
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_in_halves
 from evenload.types.micropack import Direction
@@ -38,16 +37,22 @@ def with_halves(problem: StepProblem, found: Candidate, dp_rank: int) -> Candida
     if not pays(costs):
         return found
     forward, backward = _halves(problem, found, dp_rank, None)
+    if not (forward.first_rows.any() or backward.first_rows.any()):
+        return found
+    if all((columns.pack_ranks() == 1).all() for columns in (found.forward, found.backward)):
+        # A pack's price is its own, so that of the chosen ones is known.
+        with_own = _in_halves(costs, found, forward, backward)
+        return with_own if with_own.makespan_s < found.makespan_s else found
     of_block = tuple(columns.pack_ranks() > costs.layout.cp for columns in (found.forward, found.backward))
     if found.tasks.split is not None:  # W gathers for either half
         is_slower = (backward.more_s + gathered_again_s(costs, backward.first_rows) > 0).any(axis=1)
         backward = backward.of_packs(~(is_slower & of_block[1]))
     everything = _unharmed(problem, found, dp_rank, (forward.first_rows, backward.first_rows))
     shared = np.where(of_block[0], everything[0], 0), np.where(of_block[1], everything[1], 0)
-    best = _in_halves(problem, found, dp_rank, shared)
+    best = _with_rows(problem, found, dp_rank, shared)
     if all((one == other).all() for one, other in zip(shared, everything, strict=True)):
         return best
-    with_own = _in_halves(problem, found, dp_rank, everything)
+    with_own = _with_rows(problem, found, dp_rank, everything)
     return with_own if with_own.makespan_s < best.makespan_s else best
 
 
@@ -55,8 +60,6 @@ def _unharmed(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: 
     """Without halves that cut a document that ranks share, and cost more where the other direction has it in one go: as
     rows stay on a rank, it has more and shorter ranges there."""
     sides = found.forward, found.backward
-    if all((columns.pack_ranks() == 1).all() for columns in sides):
-        return first_rows
     priced = _halves(problem, found, dp_rank, first_rows)
     kept = first_rows[0].copy(), first_rows[1].copy()
     for at in (0, 1):
@@ -70,12 +73,14 @@ def _unharmed(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: 
     return kept
 
 
-def _in_halves(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: _FirstRows) -> Candidate:
+def _with_rows(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: _FirstRows) -> Candidate:
     if not (first_rows[0].any() or first_rows[1].any()):
         return found
-    costs = problem.of_replica(dp_rank).costs
-    forward, backward = _halves(problem, found, dp_rank, first_rows)
-    tasks, split = found.tasks, found.tasks.split
+    return _in_halves(problem.of_replica(dp_rank).costs, found, *_halves(problem, found, dp_rank, first_rows))
+
+
+def _in_halves(costs: PackCosts, found: Candidate, forward: HalvedPacks, backward: HalvedPacks) -> Candidate:
+    tasks, split, first_rows = found.tasks, found.tasks.split, (forward.first_rows, backward.first_rows)
     if split is not None:
         split = replace(
             split,
@@ -92,21 +97,18 @@ def _in_halves(problem: StepProblem, found: Candidate, dp_rank: int, first_rows:
         found.context_s[0] + float(forward.context_s.sum() + backward.context_s.sum()),
         found.context_s[1] + float(forward.context_hidden_s.sum() + backward.context_hidden_s.sum()),
     )
-    simulation = simulate(tasks, found.actions)
-    return replace(found, tasks=tasks, simulation=simulation, first_rows=first_rows, context_s=context_s)
-
-
-def halves_seconds(problem: StepProblem, choices: Sequence[ReplicaChoice]) -> tuple[float, float]:
-    """Transfers of packs in halves, and of these beside compute; means over pipeline ranks of all replicas."""
-    transfer_s = hidden_s = 0.0
-    for dp_rank, choice in enumerate(choices):
-        if choice.candidate.first_rows is None:
-            continue
-        for halves in _halves(problem, choice.candidate, dp_rank, choice.candidate.first_rows):
-            transfer_s += float(halves.transfer_s.sum())
-            hidden_s += float(halves.hidden_s.sum())
-    ranks = len(choices) * problem.costs.layout.pipeline_ranks
-    return transfer_s / ranks, hidden_s / ranks
+    tensor_s = (
+        float(forward.transfer_s.sum() + backward.transfer_s.sum()),
+        float(forward.hidden_s.sum() + backward.hidden_s.sum()),
+    )
+    return replace(
+        found,
+        tasks=tasks,
+        simulation=simulate(tasks, found.actions),
+        first_rows=first_rows,
+        context_s=context_s,
+        tensor_s=tensor_s,
+    )
 
 
 def gathered_again_s(costs: PackCosts, first_rows: NDArray[np.int64]) -> NDArray[np.float64]:
