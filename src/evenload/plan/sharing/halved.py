@@ -1,8 +1,8 @@
 """`with_halves`: a candidate whose packs are computed in halves where that is shorter (`cost.tensor_halves`).
 
 Searches compare packings by packs in one go; halves are chosen where candidates of different kinds are compared, and
-for the plan that runs. Which packs are halved changes no order and no memory that packs keep. Price: about 2 ms a replica
-of its own packs; twice to four times that of `as_run` where ranks share packs.
+for the plan that runs. Which packs are halved changes no order and no memory that packs keep. Price: about 2 ms a
+replica of its own packs; twice to four times that of `as_run` where ranks share packs.
 """
 
 from dataclasses import replace
