@@ -108,7 +108,7 @@ def write_run(directory: Path, short_tokens: int, steps: int) -> int:
         max_document_tokens = {longest}
         batch_documents = {DOCUMENTS}
         shuffle_window = 1
-        lanes = 1
+        streams = 1
         [parallel]
         dp = {DP}
         [plan]

@@ -98,7 +98,7 @@ def main() -> None:
         dp, cp, batch = (2, 16, 40) if (name, data) == ("qwen2.5-7b", "ChatQA2") else (4, 8, 64)
         layout = even_layout(model.num_layers, dp=dp, cp=cp)
         window = BUCKETS[name] * cp
-        plan_options = PlanOptions(max_pack_tokens=window, policy="choose")
+        plan_options = PlanOptions(max_pack_tokens=window, policy="choose", dp_merge=True)
         # The row that is priced by hand sums gradients after the last backward; so do all.
         coefficients = msgspec.structs.replace(
             analytic_coefficients(model, cluster, layout), reduction_beside=None, gather_beside=None

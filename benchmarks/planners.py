@@ -157,8 +157,8 @@ def measure_case(
     cluster = cluster_from(f"h100x{layout.world_size}")
     room_bytes = usable_bytes(cluster)
     coefficients = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=capacity), host="unlimited")
-    options = PlanOptions(max_pack_tokens=capacity, policy="choose")
+    options = PlanOptions(max_pack_tokens=capacity, policy="choose", dp_merge=True)
+    planner = StepPlanner(model, coefficients, layout, None, options, host="unlimited")
     limited = StepPlanner(model, coefficients, layout, room_bytes, options, host=host_memory(cluster))
     costs = planner.costs
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths.tolist()))

@@ -36,7 +36,12 @@ def measure(quick: bool) -> list[Row]:
     layout = even_layout(model.num_layers, dp=DP, pp=PP)
     costs = analytic_coefficients(model, cluster, layout)
     planner = StepPlanner(
-        model, costs, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CONTEXT), host=host_memory(cluster)
+        model,
+        costs,
+        layout,
+        usable_bytes(cluster),
+        PlanOptions(max_pack_tokens=CONTEXT, dp_merge=True),
+        host=host_memory(cluster),
     )
     lengths = read_lengths(str(LENGTHS))
     rows: list[Row] = []

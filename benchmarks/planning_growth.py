@@ -1,7 +1,8 @@
 """How planning time grows with the documents of a global batch, for every strategy.
 
-Lognormal lengths (those of benchmarks/planners.py), llama-7b on 32 H100, DP 8 x PP 4 (skrull, which has no pipeline:
-DP 8 x CP 4), packs of at most 32K tokens.
+Lognormal lengths (those of benchmarks/planners.py), llama-7b on 32 H100 of 80 GB, DP 8 x PP 4 (skrull, which has no
+pipeline: DP 8 x CP 4), packs of at most 32K tokens, options as `evenload plan` has them: activation policies chosen,
+documents shared among replicas.
 The time is that of `StepPlanner.propose`: assignment, cuts, prices, schedules, simulations, choice and the sealed
 plan. A strategy that took more than `GIVE_UP_S` for one plan is not asked for a larger one.
 
@@ -47,7 +48,7 @@ def measure(quick: bool) -> dict[str, dict[int, float]]:
             coefficients,
             layout,
             usable_bytes(cluster),
-            PlanOptions(max_pack_tokens=CAPACITY),
+            PlanOptions(max_pack_tokens=CAPACITY, dp_merge=True),
             host=host_memory(cluster),
         )
         for count in DOCUMENTS[:2] if quick else DOCUMENTS:

@@ -39,8 +39,9 @@ def measure(quick: bool) -> list[Row]:
     for file in sorted(TABLES.glob("*.npy.gz"))[: 1 if quick else None]:
         name, lengths = file.name.removesuffix(".npy.gz"), read_lengths(str(file))
         for context in CONTEXTS[: 1 if quick else None]:
+            options = PlanOptions(max_pack_tokens=context, dp_merge=True)
             planners = {
-                memory: StepPlanner(model, costs, layout, limit, PlanOptions(max_pack_tokens=context), host=host)
+                memory: StepPlanner(model, costs, layout, limit, options, host=host)
                 for memory, limit, host in (
                     ("unlimited", None, "unlimited"),
                     ("80 GB", usable_bytes(cluster), host_memory(cluster)),
