@@ -39,7 +39,7 @@ class Score:
     """What a plan is worth.
 
     Args:
-        packs: forward packs of all replicas.
+        packs: forward packs of all replicas; one that some of them share is a pack of each.
         fill: tokens over `packs · capacity`.
         dropped: documents that no pack holds.
         over_cap: packs, forward and backward, above the capacity.
@@ -145,18 +145,19 @@ def score_choices(
         within: the same within memory; None = it does not fit.
 
     Raises:
-        AssertionError: a document that is placed twice, or in part.
+        AssertionError: a document that is placed twice, or in part, or that replicas share otherwise than all alike.
     """
     found = [choice.candidate for choice in choices]
-    placed = _placed_once(choices, lengths)
-    pack_tokens = [columns.pack_tokens() for one in found for columns in (one.forward, one.backward)]
+    placed = _placed_once(choices, lengths, costs.layout.cp)
+    pack_tokens = [columns.rank_tokens() for one in found for columns in (one.forward, one.backward)]
     packs = sum(one.forward.num_packs for one in found)
     busy_s = np.array([one.tasks.forward_s.sum() + one.tasks.backward_s.sum() for one in found])
     step_s = _step_seconds(choices, costs)
     bound_s = costs.lower_bound_seconds(lengths[placed])
     within_s = None
     if within is not None:
-        assert (_placed_once(within, lengths) == placed).all(), "fewer documents are trained within memory"
+        same = _placed_once(within, lengths, costs.layout.cp) == placed
+        assert same.all(), "fewer documents are trained within memory"
         within_s = _step_seconds(within, costs)
     peak_bytes = max(int(one.simulation.peak_bytes.max()) for one in found)
     return Score(
@@ -191,20 +192,18 @@ def _policy_name(choices: tuple[ReplicaChoice, ...], lengths: NDArray[np.int64])
     return " + ".join(POLICIES[code] for code in dict.fromkeys(by_length))
 
 
-def _placed_once(choices: tuple[ReplicaChoice, ...], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """bool[n]: documents that are trained; every token of them once each way."""
-    ids = np.concatenate([choice.documents for choice in choices])
-    assert len(np.unique(ids)) == len(ids), "a document lies on two replicas or in two packs"
-    for choice in choices:
-        for columns in (choice.candidate.forward, choice.candidate.backward):
-            tokens = _tokens_of(columns, len(choice.documents))
-            assert (tokens == lengths[choice.documents]).all(), "a document is trained in part, or twice"
+def _placed_once(choices: tuple[ReplicaChoice, ...], lengths: NDArray[np.int64], cp: int) -> NDArray[np.bool_]:
+    """bool[n]: documents that are trained; every token of them once each way.
+
+    A slice that ranks of several replicas share is listed by each of these, and counts for its part.
+    """
     placed = np.zeros(len(lengths), dtype=bool)
-    placed[ids] = True
+    for choice in choices:
+        placed[choice.documents] = True
+    for way in ("forward", "backward"):
+        tokens = np.zeros(len(lengths))
+        for choice in choices:
+            columns: SliceColumns = getattr(choice.candidate, way)
+            np.add.at(tokens, choice.documents[columns.doc], (columns.stop - columns.start) * cp / columns.cp)
+        assert np.allclose(tokens, np.where(placed, lengths, 0), rtol=1e-9), "a document is trained in part, or twice"
     return placed
-
-
-def _tokens_of(columns: SliceColumns, num_documents: int) -> NDArray[np.int64]:
-    tokens = np.zeros(num_documents, dtype=np.int64)
-    np.add.at(tokens, columns.doc, columns.stop - columns.start)
-    return tokens
