@@ -19,12 +19,15 @@ STRATEGIES = ("slimpack", "auto")
 def planning_times() -> str:
     """Markdown lines: a table, and the machine under it."""
     growth = _newest("planning_growth.csv", "growth")
-    counts = list(dict.fromkeys(case.split(", ", 1)[1] for case in growth if case.startswith("auto, ")))
+    # A strategy that got too slow was not asked for more documents: a row of an older commit says nothing of it.
+    commit = list(growth.values())[-1]["commit"]
+    growth = {case: row for case, row in growth.items() if row["commit"] == commit}
+    counts = list(dict.fromkeys(case.split(", ", 1)[1] for case in growth if case.startswith("slimpack, ")))
     lines = ["| documents | memory | lengths | `slimpack` | `auto` |", "|---|---|---|---|---|"]
     for count in counts:
-        cells = " | ".join(_ms(growth[f"{strategy}, {count}"]) for strategy in STRATEGIES)
+        cells = " | ".join(_ms(growth.get(f"{strategy}, {count}")) for strategy in STRATEGIES)
         lines.append(f"| {count.split(' documents')[0]} | 80 GB, policies chosen | lognormal, 32K | {cells} |")
-    used = [growth[f"auto, {count}"] for count in counts]
+    used = [row for case, row in growth.items() if case.startswith(STRATEGIES)]
     binding = _newest("results.csv", "planning_memory")
     kinds = dict.fromkeys(_kind(case) for case in binding)
     for memory, count in kinds:
@@ -34,7 +37,7 @@ def planning_times() -> str:
                 row for case, row in binding.items() if case.startswith(strategy) and _kind(case) == (memory, count)
             ]
             values = sorted(float(row["value"]) for row in rows)
-            ranges.append(f"{values[0]:.0f}-{values[-1]:.0f} ms")
+            ranges.append(f"{values[0]:,.0f}-{values[-1]:,.0f} ms")
             used += rows
         limit = "no limit" if memory == "unlimited" else f"{memory}, policies chosen"
         lines.append(f"| {count} | {limit} | four tables, 32K and 128K | {' | '.join(ranges)} |")
@@ -48,18 +51,21 @@ def _kind(case: str) -> tuple[str, str]:
     return parts[1], parts[4]
 
 
-def _ms(row: dict[str, str]) -> str:
+def _ms(row: dict[str, str] | None) -> str:
+    if row is None:
+        return "not tried"
     return f"{float(row['value']):,.3g} ms" if float(row["value"]) < 1000 else f"{float(row['value']) / 1000:.2g} s"
 
 
 def _newest(file: str, benchmark: str) -> dict[str, dict[str, str]]:
-    """By case the last row of a benchmark's "plan and choose"."""
+    """By case the last row of a benchmark's "plan and choose", in the order of the rows."""
+    found: dict[str, dict[str, str]] = {}
     with (RESULTS / file).open(newline="") as rows:
-        return {
-            row["case"]: row
-            for row in csv.DictReader(rows)
-            if (row["benchmark"], row["metric"]) == (benchmark, "plan and choose")
-        }
+        for row in csv.DictReader(rows):
+            if (row["benchmark"], row["metric"]) == (benchmark, "plan and choose"):
+                found.pop(row["case"], None)
+                found[row["case"]] = row
+    return found
 
 
 def page_with_times() -> str:
