@@ -96,7 +96,7 @@ def _priced(
         edges = np.cumsum([0, *map(len, packs)]).tolist()
         groups = [list(range(lo, hi)) for lo, hi in itertools.pairwise(edges)]
         num_tokens = lengths[documents]
-        columns = whole_document_columns(groups, num_tokens)
+        columns = whole_document_columns(groups, num_tokens, costs.layout.cp)
         own = None if policy is None else policy[documents]
         tasks = pipeline_tasks(costs, columns, columns, num_tokens, own)
         found = scheduled_candidate(f"{len(packs)} packs", columns, columns, tasks, ONE_F_ONE_B, cap, own)
