@@ -15,10 +15,10 @@ analytic cost model of H100, for every planner alike; no GPU was used. Compare t
     python benchmarks/planners.py [--quick] [--append] [--picture] [--layout pp4|pp1]
 
 One global batch, one process, one cost model, one simulator; llama-7b on 32 H100. Packs of whole documents run in 1F1B,
-and packs of planners without an own data-parallel assignment are dealt round robin in the planner's order. All packs are
-priced as Evenload's runtime computes them, peers' too: where tensor-parallel transfers cost, in two halves that hide most
-of them. `slimpack` and `auto` may share a long document among replicas, as `evenload plan` lets them; no peer can. Every
-plan is checked: each document once, each token once each way.
+and packs of planners without an own data-parallel assignment are dealt round robin in the planner's order. All packs
+are priced as Evenload's runtime computes them, peers' too: where tensor-parallel transfers cost, in two halves that
+hide most of them. `slimpack` and `auto` may share a long document among replicas, as `evenload plan` lets them; no peer
+can. Every plan is checked: each document once, each token once each way.
 
 | column | meaning |
 |---|---|
@@ -41,8 +41,8 @@ NO_PIPELINE = """\
 
 Without a pipeline micro-batches run one after the other and never wait for each other: their number and their evenness
 inside a replica do not matter, and a peer's usual number is as good as any. What is left to a planner is the evenness
-of replicas, the constant of a micro-batch, and memory: where no document is longer than a replica's share of the tokens,
-any planner that evens out replicas is as good as ours.
+of replicas, the constant of a micro-batch, and memory: where no document is longer than a replica's share of the
+tokens, any planner that evens out replicas is as good as ours.
 """
 GROWTH = """\
 ## Planning time over batch size

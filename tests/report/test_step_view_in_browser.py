@@ -1,5 +1,7 @@
 """The step view in a real browser: the timelines' own numbers, and what pointing, choosing and dragging shows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from test_html_report import make_report
@@ -7,6 +9,8 @@ from test_html_report import make_report
 from browser_page import choose, find_task, hover_task, pixel, steps, task_box, view
 from evenload.report.palette import KIND_STYLES
 from evenload.report.run_report import RunReport, RunSection, StepView
+from evenload.types.scaled_units import format_bytes
+from evenload.types.timeline import MEMORY_KINDS
 from report_samples import make_plan, make_row, make_timeline, with_details
 
 
@@ -74,6 +78,26 @@ def test_hovering_memory_and_documents_shows_their_content(open_page):
     assert "backward, pack 0 of dp 0" in text
     assert "doc 800: tokens 28,672 to 32,768 of 32,768" in text
     assert "kept for backward: recompute" in text
+
+
+def test_a_prediction_beside_a_run_says_its_peak_as_the_run_counts_it(open_page):
+    predicted, measured = with_details(make_timeline(1, 4, 8)), make_timeline(1, 4, 8, noise=0.2)
+    by_kind = predicted.memory_kind_bytes.copy()
+    by_kind[5, MEMORY_KINDS.index("head_logits")] = 2**30
+    predicted = dataclasses.replace(predicted, memory_bytes=by_kind.sum(axis=1), memory_kind_bytes=by_kind)
+    run = RunSection(
+        name="run", steps=(StepView(step=1, predicted=predicted, measured=measured, plan=make_plan(1, 8)),)
+    )
+    alone = RunSection(name="alone", steps=(StepView(step=1, predicted=predicted),))
+    page = open_page(RunReport(title="", sections=(run, alone), best="run", comparison=({"name": "run"},)))
+    root = steps(page)
+    choose(page, "compare", "1")
+    lines = root.locator("h4:not(.sub)").all_inner_texts()
+    assert [line.split("memory peak ")[1] for line in lines] == [
+        "6.00 GiB, 5.01 GiB without buffers of the running pack",
+        f"{format_bytes(int(measured.memory_bytes.max()))} without buffers of the running pack",
+        "6.00 GiB",
+    ]
 
 
 def test_strategy_step_and_replica_can_be_chosen(open_page):

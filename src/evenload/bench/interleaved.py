@@ -35,16 +35,12 @@ from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.prepare import prepare_step
-from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import PreparedStep
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
-from evenload.types.timeline import MEMORY_KINDS
-
-STEP_KINDS = ("weights", "gradients", "optimizer_state")
-"""Of `MEMORY_KINDS`: what stays for the step."""
+from evenload.types.timeline import COUNTED_KINDS, MEMORY_KINDS
 
 
 class Interleaved(Frozen):
@@ -211,7 +207,7 @@ def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, costs: PackCosts) ->
         return plan.predicted.peak_memory_bytes
     timeline = detailed_timeline(plan, costs)
     assert timeline.memory_kind_bytes is not None
-    counted = [kind in (*STEP_KINDS, *STORE_KINDS) for kind in MEMORY_KINDS]
+    counted = [kind in COUNTED_KINDS for kind in MEMORY_KINDS]
     return int(timeline.memory_kind_bytes[:, counted].sum(axis=1).max())
 
 

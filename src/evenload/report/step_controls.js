@@ -115,9 +115,19 @@ Evenload.stepControls = (() => {
     return ends;
   };
 
+  // Runs count no buffers of the running pack; beside a run a prediction says its peak without them, too.
+  const withoutBuffers = (panel, panels, memory) => {
+    if (panel.origin === "measured") return " without buffers of the running pack";
+    const isRun = panels.some(({ section, origin }) => section === panel.section && origin === "measured");
+    if (!isRun || !panel.timeline.kinds.length) return "";
+    const peaks = panel.placed.rows.map(({ lane }) => Evenload.stepMemory.countedPeak(panel.timeline, lane, memory));
+    return `, ${bytes(Math.max(0, ...peaks))} without buffers of the running pack`;
+  };
+
   // The line above a timeline: what it is, how long, and how it relates to the first one.
-  const heading = (panel, first, names) => {
+  const heading = (panel, panels, names, memory) => {
     const { timeline } = panel;
+    const [first] = panels;
     const title = [names.length > 1 ? names[panel.section] : "", panel.origin].filter(Boolean).join(", ");
     const facts = [`step ${panel.step}: ${seconds(timeline.stepTimeS)}`];
     if (panel !== first && first.timeline.stepTimeS > 0) {
@@ -135,7 +145,7 @@ Evenload.stepControls = (() => {
     facts.push(`bubble ${percent(timeline.bubble)}`);
     const peak = Math.max(0, ...panel.placed.rows.map(({ lane }) => lane.peakBytes));
     const over = panel.limitBytes && peak > panel.limitBytes;
-    if (peak) facts.push(`memory peak ${bytes(peak)}${over ? ", over the limit" : ""}`);
+    if (peak) facts.push(`memory peak ${bytes(peak)}${over ? ", over the limit" : ""}${withoutBuffers(panel, panels, memory)}`);
     if (panel.leftOut) facts.push(`the ${panel.leftOut} replicas that end first are not drawn`);
     const element = make("h4");
     element.append(make("b", "", title), ` ${facts.join(" · ")}`);

@@ -34,6 +34,16 @@ Evenload.stepMemory = (() => {
   const fullest = (panel) =>
     panel.placed.rows.reduce((best, { lane }) => (best && best.peakBytes >= lane.peakBytes ? best : lane), null);
 
+  // The most a lane holds of what runs count, too: all but buffers of the running pack.
+  const countedPeak = (timeline, lane, memory) => {
+    const columns = timeline.kinds.filter(({ name }) => memory[name].counted).map(({ bytes: column }) => column);
+    let most = 0;
+    for (let sample = lane.firstSample; sample < lane.lastSample; sample++) {
+      most = Math.max(most, columns.reduce((sum, column) => sum + column[sample], 0));
+    }
+    return most;
+  };
+
   // A limit far above everything held would squeeze the lines to the ground; then only its number is shown.
   const FAR = 4;
   const memoryScale = (panel, limitBytes) => {
@@ -167,5 +177,5 @@ Evenload.stepMemory = (() => {
 
   const gradient = `linear-gradient(90deg,${RANK_STOPS.map(rgb).join(",")})`;
 
-  return { MEMORY_PX, gradient, draw, held, kindsHeld, fullest, memoryAt };
+  return { MEMORY_PX, gradient, draw, held, kindsHeld, fullest, countedPeak, memoryAt };
 })();

@@ -155,7 +155,7 @@
     pairs = [];
     const blocks = [];
     for (const panel of panels) {
-      blocks.push(heading(panel, panels[0], names));
+      blocks.push(heading(panel, panels, names, index.memory));
       const pair = canvasPair(panel, "timeline");
       pairs.push(pair);
       blocks.push(pair.wrap);

@@ -18,7 +18,7 @@ from evenload.report.palette import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
 from evenload.report.run_report import RunSection
 from evenload.report.step_blocks import DataBlock, plan_block, timeline_block
 from evenload.report.units import format_seconds
-from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS
+from evenload.types.timeline import COUNTED_KINDS, KINDS, MEMORY_KINDS, SIDE_KINDS
 
 STEP_VIEW_SCRIPTS = (
     "packed_columns.js",
@@ -64,7 +64,10 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
             for kind in SIDE_KINDS
         ],
         "tails": {kind: {"name": name, "color": color} for kind, (color, name) in SIDE_STYLES.items()},
-        "memory": {kind: {"name": kind.replace("_", " "), "color": MEMORY_COLORS[kind]} for kind in MEMORY_KINDS},
+        "memory": {
+            kind: {"name": kind.replace("_", " "), "color": MEMORY_COLORS[kind], "counted": kind in COUNTED_KINDS}
+            for kind in MEMORY_KINDS
+        },
         "sections": [_section(section, blocks, best, refused) for section in sections],
         "first": first,
         "compare": compare,

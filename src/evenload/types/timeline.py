@@ -37,6 +37,9 @@ MEMORY_KINDS = (
 """What device memory holds, the order of the columns of `Timeline.memory_kind_bytes`: what stays for the
 step, what lies between forward and backward (activations by policy; inputs and gradients that I leaves for W), and
 buffers of the running action."""
+_PREDICTED_KINDS = ("gathered_keys_and_values", "recompute_buffers", "layer_buffers", "head_logits")
+COUNTED_KINDS = tuple(kind for kind in MEMORY_KINDS if kind not in _PREDICTED_KINDS)
+"""What a run counts while it trains. The others are buffers of the running action, which only predictions know."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
