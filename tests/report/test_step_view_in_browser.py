@@ -94,8 +94,8 @@ def test_a_prediction_beside_a_run_says_its_peak_as_the_run_counts_it(open_page)
     choose(page, "compare", "1")
     lines = root.locator("h4:not(.sub)").all_inner_texts()
     assert [line.split("memory peak ")[1] for line in lines] == [
-        "6.00 GiB, 5.01 GiB without buffers of the running pack",
-        f"{format_bytes(int(measured.memory_bytes.max()))} without buffers of the running pack",
+        "6.00 GiB, 5.01 GiB without buffers",
+        f"{format_bytes(int(measured.memory_bytes.max()))} without buffers",
         "6.00 GiB",
     ]
 

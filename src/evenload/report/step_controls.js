@@ -117,11 +117,11 @@ Evenload.stepControls = (() => {
 
   // Runs count no buffers of the running pack; beside a run a prediction says its peak without them, too.
   const withoutBuffers = (panel, panels, memory) => {
-    if (panel.origin === "measured") return " without buffers of the running pack";
+    if (panel.origin === "measured") return " without buffers";
     const isRun = panels.some(({ section, origin }) => section === panel.section && origin === "measured");
     if (!isRun || !panel.timeline.kinds.length) return "";
     const peaks = panel.placed.rows.map(({ lane }) => Evenload.stepMemory.countedPeak(panel.timeline, lane, memory));
-    return `, ${bytes(Math.max(0, ...peaks))} without buffers of the running pack`;
+    return `, ${bytes(Math.max(0, ...peaks))} without buffers`;
   };
 
   // The line above a timeline: what it is, how long, and how it relates to the first one.
