@@ -30,7 +30,7 @@ bool any_shared(const PackView& packs) {
     return std::any_of(packs.ranks.begin(), packs.ranks.end(), [](int64_t ranks) { return ranks > 1; });
 }
 
-// Sums one slice's features into its pack's row: tokens, slices, 1, then pairs and prefix of every window.
+// Sums one slice's features into its pack's row.
 void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t ranks, bool shared, double* row) {
     const int64_t stop = start + rows;
     if (!shared) {
@@ -39,9 +39,9 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
         for (size_t w = 0; w < table.windows.size(); ++w) {
             const int64_t window = table.windows[w];
             const int64_t last_row_keys = window ? std::min(stop, window) : stop;
-            row[3 + 2 * w] += slice_pairs(start, stop, window, table.causal) +
+            row[kPairs + 2 * w] += slice_pairs(start, stop, window, table.causal) +
                               static_cast<double>(missing_to(rows, table.tile) * last_row_keys);
-            row[4 + 2 * w] += static_cast<double>(window ? std::min(start, window) : start);
+            row[kPrefix + 2 * w] += static_cast<double>(window ? std::min(start, window) : start);
         }
         return;
     }
@@ -62,10 +62,10 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
         const double missing =
             sharded ? static_cast<double>(2 * missing_to(chunk, table.tile)) * chunk_keys
                     : static_cast<double>(missing_to(rows, table.tile) * last_row_keys) * share;
-        row[3 + 2 * w] += slice_pairs(start, stop, window, true) * share + missing;
+        row[kPairs + 2 * w] += slice_pairs(start, stop, window, true) * share + missing;
         const auto prefix = static_cast<double>(window ? std::min(start, window) : start);
         const double chunk_prefix = window ? std::min(chunk_start, static_cast<double>(window)) : chunk_start;
-        row[4 + 2 * w] += sharded ? 2 * chunk_prefix : prefix * share;
+        row[kPrefix + 2 * w] += sharded ? 2 * chunk_prefix : prefix * share;
     }
 }
 
@@ -91,8 +91,8 @@ ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, do
 
 // Attention of a pack with these features on a stage, without prefixes.
 double attention_seconds(const std::vector<double>& features, const PassTable& pass, int64_t stage, int64_t stages) {
-    double seconds = features[3] * pass.matrix[3 * stages + stage];
-    for (size_t f = 5; f < features.size(); f += 2) seconds = seconds + features[f] * pass.matrix[f * stages + stage];
+    double seconds = features[kPairs] * pass.matrix[kPairs * stages + stage];
+    for (size_t f = kPairs + 2; f < features.size(); f += 2) seconds = seconds + features[f] * pass.matrix[f * stages + stage];
     return seconds;
 }
 
@@ -170,6 +170,7 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
             }
         }
         features[2] = 1.0;
+        features[kMissing] = table.missing_share(features[0]);
         const ContextSeconds context =
             shared ? context_layer_s(table, pass, whole_tokens, cut_tokens, pack_ranks) : ContextSeconds{};
         const auto size = static_cast<double>(pack_ranks);

@@ -96,6 +96,7 @@ class CostTable:
     devices_per_node: int
     causal: bool
     windows: list[int]
+    small_pack_tokens: int
     forward: PassTable
     backward: PassTable
     shared_tile: int
@@ -132,6 +133,7 @@ class CostTable:
     gathered_backward_bytes: int
     weight_token_s: float
     weight_pack_s: float
+    weight_small_pack_s: float
     weight_share: float
     weight_gather_token_s: float
     weight_gather_pack_s: float

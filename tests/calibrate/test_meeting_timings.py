@@ -39,7 +39,7 @@ LINK = LinkSpec(bandwidth_bytes_per_s=100.0, latency_s=3.0)
 
 def compute_seconds(direction, ranges):
     truth = TRUTH[direction]
-    rates = (truth.linear_s_per_token, truth.slice_s, truth.pack_s, truth.attention_s_per_pair, 0.0)
+    rates = (truth.linear_s_per_token, truth.slice_s, truth.pack_s, 0.0, truth.attention_s_per_pair, 0.0)
     return float(np.dot(pack_features(ranges, (0,)), rates))
 
 

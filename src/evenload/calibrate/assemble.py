@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from evenload.calibrate.disturbance import Disturbance
-from evenload.calibrate.fit import fit_relative
+from evenload.calibrate.fit import fit_relative, squared_error
 from evenload.calibrate.link_timings import TransferKind, median_link
 from evenload.calibrate.meeting_timings import SharedSample
 from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
@@ -28,6 +28,10 @@ from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+SMALL_PACK_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens below which packs may take longer than in line with others, that are tried."""
+# A knee must make squared errors so much smaller; else it explains noise.
+_KNEE_GAIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ def coefficients_of(
     Args:
         tile: query rows of one attention block.
     """
-    tp = layout.tp
+    tp, small_pack_tokens = layout.tp, knee_of(ranks, tile)
     head = [point for rank in ranks for point in rank.head]
     head_s_per_token, head_pack_s = fit_relative([(float(rows), 1.0) for rows, _ in head], [s for _, s in head])
     links = [rank.links for rank in ranks]
@@ -82,9 +86,10 @@ def coefficients_of(
         source="calibrated",
         device=device_name,
         peak_flops_per_s=float(np.median([rank.peak_flops_per_s for rank in ranks])),
-        forward=_pass(ranks, "forward", tile, tp),
-        backward=_pass(ranks, "backward", tile, tp),
+        forward=_pass(ranks, "forward", tile, tp, small_pack_tokens),
+        backward=_pass(ranks, "backward", tile, tp, small_pack_tokens),
         attention_tile=tile,
+        small_pack_tokens=small_pack_tokens,
         head_s_per_token=head_s_per_token * tp,
         head_pack_s=head_pack_s,
         optimizer_s_per_parameter=float(np.median([rank.optimizer_s for rank in ranks])),
@@ -143,9 +148,14 @@ def _priced_seconds(sample: SharedSample, fitted: CostCoefficients, tp: int) -> 
     """Of a rank's rows of a shared pack on one layer, with its transfers and copies."""
     assert fitted.measured_on is not None
     of_pass = fitted.of_pass(sample.direction)
-    tokens, slices, packs, pairs, prefix = pack_features(sample.ranges, sample.windows, fitted.attention_tile)
+    tokens, slices, packs, missing, pairs, prefix = pack_features(
+        sample.ranges, sample.windows, fitted.attention_tile, fitted.small_pack_tokens
+    )
     divided_s = (
-        of_pass.linear_s_per_token * tokens + of_pass.attention_s_per_pair * pairs + of_pass.prefix_s_per_token * prefix
+        of_pass.linear_s_per_token * tokens
+        + of_pass.small_pack_s * missing
+        + of_pass.attention_s_per_pair * pairs
+        + of_pass.prefix_s_per_token * prefix
     )
     travelling = np.array([sample.ranks]), np.array([float(sample.tokens)]), np.zeros(1)
     context = context_seconds(fitted.measured_on.model, fitted, tp, *travelling, sample.direction)
@@ -185,12 +195,27 @@ def _halves(ranks: Sequence[RankMeasurement]) -> BesideHalves | None:
 
 
 def pass_timings(
-    ranks: Sequence[RankMeasurement], direction: Direction, tile: int
+    ranks: Sequence[RankMeasurement], direction: Direction, tile: int, small_pack_tokens: int = 0
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
     """Features, the device's seconds and samples of all ranks' packs in one direction."""
     chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]
-    features: list[tuple[float, ...]] = [pack_features(one.ranges, one.windows, tile) for one in chosen]
+    features: list[tuple[float, ...]] = [
+        pack_features(one.ranges, one.windows, tile, small_pack_tokens) for one in chosen
+    ]
     return features, [sample.seconds for sample in chosen], chosen
+
+
+def knee_of(ranks: Sequence[RankMeasurement], tile: int) -> int:
+    """Tokens below which packs take longer than in line with others (`SMALL_PACK_TOKENS`), in both directions; 0 = the
+    line has no such knee."""
+
+    def error(small_pack_tokens: int) -> float:
+        timings = (pass_timings(ranks, direction, tile, small_pack_tokens) for direction in DIRECTIONS)
+        return sum(squared_error(features, seconds) for features, seconds, _ in timings)
+
+    errors = {tokens: error(tokens) for tokens in SMALL_PACK_TOKENS}
+    best = min(SMALL_PACK_TOKENS, key=lambda tokens: errors[tokens])
+    return best if errors[best] < (1 - _KNEE_GAIN) * error(0) else 0
 
 
 def _yardstick_packs(ranks: Sequence[RankMeasurement]) -> Iterator[MeasuredPack]:
@@ -205,9 +230,11 @@ def _yardstick_packs(ranks: Sequence[RankMeasurement]) -> Iterator[MeasuredPack]
             yield MeasuredPack(direction=direction, slices=slices, seconds=float(np.mean(seconds)))
 
 
-def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int) -> PassCoefficients:
-    features, seconds, samples = pass_timings(ranks, direction, tile)
-    tokens, slices, packs, pairs, prefix = fit_relative(features, seconds)
+def _pass(
+    ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int, small_pack_tokens: int
+) -> PassCoefficients:
+    features, seconds, samples = pass_timings(ranks, direction, tile, small_pack_tokens)
+    tokens, slices, packs, missing, pairs, prefix = fit_relative(features, seconds)
     host_slice_s, host_pack_s = _host_seconds(samples)
     return PassCoefficients(
         # Measured on a part of every matrix; coefficients are of whole ones.
@@ -216,6 +243,7 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
         prefix_s_per_token=prefix * tp,
         slice_s=slices,
         pack_s=packs,
+        small_pack_s=missing * tp,
         context_part_s=_part_seconds(ranks, direction),
         host_slice_s=host_slice_s,
         host_pack_s=host_pack_s,

@@ -14,7 +14,7 @@ On a GPU packs of more tokens follow, up to the largest of the run: those of 4,0
 through one layer of every window, so that a fifth of the device's memory holds what layers keep of them; as far as it
 does, the caller is told. The host that queues packs is timed apart from the device that computes them (`pack_clock`).
 
-Price: at most 16 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, repeated for some seconds
+Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, repeated for some seconds
 to warm up and then while the time budget lasts; the longer ones are left out where the budget is gone before them.
 """
 
@@ -43,6 +43,7 @@ from evenload.calibrate.repeats import median_seconds
 from evenload.calibrate.rounds import (
     NEEDED_ROUNDS,
     QUICK_ROUNDS,
+    YARDSTICK_ROUNDS,
     Packs,
     Sample,
     longest_of,
@@ -169,7 +170,7 @@ def _rounds(
     stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, max_pack_tokens: int
 ) -> list[TimedRound]:
     """What is timed, if there is time for it; the same on ranks of one group, whose devices are alike."""
-    shortest = max(max_document_tokens, longest_of(QUICK_ROUNDS[0]))
+    shortest = max(max_document_tokens, longest_of(YARDSTICK_ROUNDS[0]))
     part = timed_part(stage, model.windows)
     rounds = [TimedRound.of(packs, part, model) for packs in QUICK_ROUNDS if longest_of(packs) <= shortest]
     if stage.device.type == "cuda":

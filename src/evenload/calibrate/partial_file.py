@@ -12,7 +12,7 @@ from evenload.types.base import Frozen
 
 Pass = dict[str, float]
 """Seconds of one rank's pass by what was timed."""
-TIMINGS = 3
+TIMINGS = 4
 """Of what a pass times; a file whose passes timed something else belongs to another task."""
 
 

@@ -8,7 +8,7 @@
 
 Same rounds, same fit and same transfers as at the start of a run (`calibrate`), of more sizes and for longer. Norms,
 rotary embedding and elementwise work are inside `linear_s_per_token`, launches and python of a pack inside `pack_s`:
-packs of 65 to 32,768 tokens tell them apart.
+packs of 16 to 32,768 tokens tell them apart.
 
 Price: at most the minutes that are given, and at least three passes over what coefficients need.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from evenload.calibrate.assemble import RankMeasurement, coefficients_of, pass_timings
+from evenload.calibrate.assemble import RankMeasurement, coefficients_of, knee_of, pass_timings
 from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.calibrate.fit import LeftOut, left_out
@@ -204,9 +204,9 @@ def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, L
     """The tile whose fits are least off on packs that were left out, and those fits' answers."""
     tried = {}
     for tile in TILES:
-        fits = {}
+        fits, small_pack_tokens = {}, knee_of(ranks, tile)
         for direction in DIRECTIONS:
-            features, seconds, samples = pass_timings(ranks, direction, tile)
+            features, seconds, samples = pass_timings(ranks, direction, tile, small_pack_tokens)
             fits[direction] = left_out(features, seconds, [sample.ranges for sample in samples])
         tried[tile] = fits
     size = {tile: sum(fit.error.median + fit.error.p90 for fit in fits.values()) for tile, fits in tried.items()}

@@ -48,6 +48,7 @@ def native_table(
     table.shared_tile = coefficients.attention_tile if keeps_short_whole else 0
     table.devices_per_node = coefficients.devices_per_node
     table.windows = sorted(set(model.windows))
+    table.small_pack_tokens = coefficients.small_pack_tokens
     table.forward, table.backward = (
         _pass_table(model, coefficients, layout.tp, direction, stage_seconds[direction], host_seconds[direction])
         for direction in ("forward", "backward")
@@ -89,6 +90,7 @@ def native_table(
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
     table.weight_token_s = slowness * (coefficients.backward.linear_s_per_token / layout.tp)
     table.weight_pack_s = slowness * coefficients.backward.pack_s
+    table.weight_small_pack_s = slowness * (coefficients.backward.small_pack_s / layout.tp)
     table.weight_share = weight_share(model, coefficients)
     table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()

@@ -1,7 +1,8 @@
 """`SliceFeatures`: what the cost of a slice, or of a pack, is linear in.
 
-Columns: tokens, slices, 1, then pairs and prefix of each distinct window of the model.
+Columns: tokens, slices, 1, what the pack lacks of tokens, then pairs and prefix of each distinct window of the model.
 
+- Packs of few tokens: `missing_share`, the only feature that is no sum over slices.
 - Sliding windows: layers with equal windows share one pair count.
 - Tiles: flash attention computes whole blocks of `tile` query rows. The rows a slice lacks to full blocks cost like its
   last row, which sees `min(stop, window)` keys (WLB §5.2).
@@ -29,15 +30,21 @@ class SliceFeatures:
         tile: query rows of one attention block; an incomplete block costs a whole one.
         causal: every token sees those before it; else the whole document.
         keeps_short_whole: short slices of a shared pack stay whole on one rank.
+        small_pack_tokens: packs of fewer lack some (`missing_share`); 0 = none do.
     """
 
     windows: tuple[int, ...]
     tile: int
     causal: bool
     keeps_short_whole: bool
+    small_pack_tokens: int = 0
+
+    @property
+    def num_columns(self) -> int:
+        return num_columns(len(self.windows))
 
     def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
-        """float64[num_packs, 3 + 2·num_windows], of one of the ranks that share each pack.
+        """float64[num_packs, num_columns], of one of the ranks that share each pack.
 
         Args:
             chosen: bool[num_slices] that count; None = all.
@@ -52,12 +59,13 @@ class SliceFeatures:
         for column in range(slices.shape[1]):
             out[:, column] = np.bincount(pack, weights=slices[:, column], minlength=packs)
         out[:, 2] = 1.0
+        out[:, MISSING_COLUMN] = missing_share(out[:, 0], self.small_pack_tokens)
         return out
 
     def of_slices(
         self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None, tile: int | None = None
     ) -> NDArray[np.float64]:
-        """float64[num_slices, 3 + 2·num_windows]; column 2 is left 1 for the pack constant.
+        """float64[num_slices, num_columns]; column 2 is left 1 for the pack constant, and slices lack no tokens.
 
         Args:
             ranks: int64[num_slices] that share each slice; None = 1.
@@ -67,8 +75,9 @@ class SliceFeatures:
             return self._of_shared_slices(start, stop, ranks)
         tile = self.tile if tile is None else tile
         rows = stop - start
-        out = np.ones((len(rows), 3 + 2 * len(self.windows)))
+        out = np.ones((len(rows), self.num_columns))
         out[:, 0] = rows
+        out[:, MISSING_COLUMN] = 0.0
         missing_rows = -rows % tile
         for index, window in enumerate(self.windows):
             last_row_keys = np.minimum(stop, window) if window else stop
@@ -87,8 +96,9 @@ class SliceFeatures:
         rows = stop - start
         sharded = self.is_sharded(rows, ranks)
         share = 1.0 / ranks
-        out = np.ones((len(rows), 3 + 2 * len(self.windows)))
+        out = np.ones((len(rows), self.num_columns))
         out[:, 0] = rows * share
+        out[:, MISSING_COLUMN] = 0.0
         out[:, 1] = np.where(sharded, 2.0, share)
         chunk = -(-rows // (2 * ranks))
         # Chunks i and 2·ranks - 1 - i of a rank begin and end, on average, here: the rows they lack to tiles see so
@@ -105,6 +115,14 @@ class SliceFeatures:
             prefix, chunk_prefix = (np.minimum(keys, window) if window else keys for keys in (start, chunk_start))
             out[:, prefix_column(index)] = np.where(sharded, 2 * chunk_prefix, prefix * share)
         return out
+
+
+def missing_share(tokens: NDArray, small_pack_tokens: int) -> NDArray[np.float64]:
+    """Of so many tokens what packs lack, as a share; float64, as `tokens`. Packs that are empty lack nothing: there is
+    nothing that they compute."""
+    if not small_pack_tokens:
+        return np.zeros(np.shape(tokens))
+    return np.where(tokens > 0, np.maximum(0.0, 1.0 - tokens / small_pack_tokens), 0.0)
 
 
 def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
@@ -125,11 +143,19 @@ def weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDAr
     return total
 
 
+MISSING_COLUMN = 3
+"""Of what packs lack of tokens."""
+
+
+def num_columns(num_windows: int) -> int:
+    return pairs_column(num_windows)
+
+
 def pairs_column(window_index: int) -> int:
     """Of a window's pairs."""
-    return 3 + 2 * window_index
+    return MISSING_COLUMN + 1 + 2 * window_index
 
 
 def prefix_column(window_index: int) -> int:
     """Of a window's prefix tokens."""
-    return 4 + 2 * window_index
+    return MISSING_COLUMN + 2 + 2 * window_index

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.flops import recomputed_share
 from evenload.cost.group_comm import recompute_seconds, tensor_seconds
-from evenload.cost.slice_features import pairs_column, prefix_column
+from evenload.cost.slice_features import MISSING_COLUMN, num_columns, pairs_column, prefix_column
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
@@ -33,14 +33,16 @@ class StageRates:
     windows: tuple[int, ...]
 
     def features(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
-        """Seconds per feature; float64[3 + 2·num_windows, P]. `tp` 1 gives the whole work, without transfers."""
+        """Seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
         tp = self.layout.tp if tp is None else tp
         layer = self.coefficients.of_pass(direction)
         stages = self.layout.stage_layers
-        matrix = np.zeros((3 + 2 * len(self.windows), len(stages)))
+        matrix = np.zeros((num_columns(len(self.windows)), len(stages)))
         matrix[0], matrix[2] = self._linear(direction, tp)
         for stage, (first, last) in enumerate(stages):
             matrix[1, stage] = (last - first) * layer.slice_s
+            # A device reads its part of the weights.
+            matrix[MISSING_COLUMN, stage] = (last - first) * layer.small_pack_s / tp
             for index, window in enumerate(self.windows):
                 count = self.model.windows[first:last].count(window)
                 matrix[pairs_column(index), stage] = count * layer.attention_s_per_pair / tp
