@@ -43,26 +43,34 @@ def compute_seconds(direction, ranges):
     return float(np.dot(pack_features(ranges, (0,)), rates))
 
 
-def test_meetings_take_what_shared_packs_take_beyond_their_price():
-    """Samples that a plan's price makes under known meetings give these back."""
-    model = sample_model(num_layers=1, num_heads=4, num_kv_heads=4)
-    packs = tuple(
+def quick_samples():
+    return tuple(
         Sample(direction, ranges, compute_seconds(direction, ranges))
         for direction in TRUTH
         for round_packs in QUICK_ROUNDS
         for ranges in round_packs
     )
-    rows = shared_documents([256, 128], 2)
-    alone = RankMeasurement(
-        disturbance=Disturbance(0.0, 0.0),
-        packs=packs,
-        head=((1, 1.0), (2, 2.0)),
-        peak_flops_per_s=1e9,
-        optimizer_s=1e-9,
-        weight_s=700.0,
-        links={"context": LINK},
-        copy_s_per_byte=0.01,
+
+
+def measured(**more):
+    return RankMeasurement(
+        **{
+            "disturbance": Disturbance(0.0, 0.0),
+            "head": ((1, 1.0), (2, 2.0)),
+            "peak_flops_per_s": 1e9,
+            "optimizer_s": 1e-9,
+            "weight_s": 700.0,
+            "copy_s_per_byte": 0.0,
+            **more,
+        }
     )
+
+
+def test_meetings_take_what_shared_packs_take_beyond_their_price():
+    """Samples that a plan's price makes under known meetings give these back."""
+    model = sample_model(num_layers=1, num_heads=4, num_kv_heads=4)
+    rows = shared_documents([256, 128], 2)
+    alone = measured(packs=quick_samples(), links={"context": LINK}, copy_s_per_byte=0.01)
     layout = even_layout(1, cp=2)
     costs = coefficients_of([alone] * 2, model, "some CPU", layout)
     assert costs.forward.meeting_s is costs.backward.meeting_s is None, "nobody timed a shared pack"
@@ -87,6 +95,26 @@ def test_meetings_take_what_shared_packs_take_beyond_their_price():
     found = coefficients_of(ranks, model, "some CPU", layout)
     for way, seconds in MEETINGS_S.items():
         assert found.of_pass(way).meeting_s == pytest.approx(seconds, rel=1e-4)  # type: ignore[arg-type]
+
+
+def test_small_packs_tell_meetings_where_transfers_are_priced_too_dear():
+    """Copies are free and a link has no latency, so a pack of 2 tokens is its rows and meetings. One of 256 tokens is
+    told to have taken 500 s less than its price: in the mean of both, meetings of 100 s would come out below 0."""
+    model = sample_model(num_layers=1, num_heads=4, num_kv_heads=4)
+    alone = measured(packs=quick_samples(), links={"context": LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0)})
+    layout = even_layout(1, cp=2)
+    rows = {2: (Range(0, 0, 2),), 256: (Range(0, 0, 256),)}
+    shared = tuple(
+        SharedSample(way, own, compute_seconds(way, own) + more_s, 2 * tokens, 2)
+        for way in TRUTH
+        for (tokens, own), more_s in zip(rows.items(), (100.0, -500.0), strict=True)
+    )
+    found = coefficients_of([dataclasses.replace(alone, shared=shared)] * 2, model, "some CPU", layout)
+    for way in TRUTH:
+        small_s, large_s = (one.seconds for one in shared if one.direction == way)
+        expected = (100.0 / small_s**2 - 500.0 / large_s**2) / (1 / small_s**2 + 1 / large_s**2)
+        assert expected > 90
+        assert found.of_pass(way).meeting_s == pytest.approx(expected, rel=1e-4)  # type: ignore[arg-type]
 
 
 def test_documents_of_shared_packs_are_no_longer_than_those_of_the_run():

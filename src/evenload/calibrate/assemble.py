@@ -132,16 +132,17 @@ def coefficients_of(
 def _with_meetings(
     ranks: Sequence[RankMeasurement], fitted: CostCoefficients, direction: Direction, tp: int
 ) -> PassCoefficients:
-    """One direction with what a layer takes longer in which ranks meet (`meeting_timings`): the mean, over packs and
-    ranks, of what was measured beyond rows, transfers and copies as they are priced. Below 0 only noise is."""
+    """One direction with what a layer takes longer in which ranks meet (`meeting_timings`): of what was measured beyond
+    rows, transfers and copies as they are priced, the constant that leaves the least squares of relative errors, so
+    that small packs, which are little else, count like large ones. Below 0 only noise is."""
     of_pass = fitted.of_pass(direction)
-    missing_s = [
-        sample.seconds - _priced_seconds(sample, fitted, tp)
-        for rank in ranks
-        for sample in rank.shared
-        if sample.direction == direction
-    ]
-    return msgspec.structs.replace(of_pass, meeting_s=max(0.0, float(np.mean(missing_s)))) if missing_s else of_pass
+    samples = [sample for rank in ranks for sample in rank.shared if sample.direction == direction]
+    if not samples:
+        return of_pass
+    measured_s = np.array([sample.seconds for sample in samples])
+    missing_s = measured_s - [_priced_seconds(sample, fitted, tp) for sample in samples]
+    meeting_s = float(np.average(missing_s, weights=measured_s**-2))
+    return msgspec.structs.replace(of_pass, meeting_s=max(0.0, meeting_s))
 
 
 def _priced_seconds(sample: SharedSample, fitted: CostCoefficients, tp: int) -> float:
