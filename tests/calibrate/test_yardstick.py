@@ -51,6 +51,36 @@ def test_drift_is_of_medians_and_the_mean_of_all_ranks(gloo_pool):
     assert gloo_pool.run(2, _drift_of_a_rank, factors) == [pytest.approx(expected)] * 2
 
 
+def _reference_of_a_rank(wanted):
+    """Packs of a round take 2 s in the first pass, then 4, 6, ... on each of a stage's two layers."""
+    mesh = create_meshes([even_layout(3, pp=2)], torch.device("cpu"), TIMEOUT_S).start
+    stage = SimpleNamespace(model=SimpleNamespace(layers=range(2)), device=mesh.device)
+    seen = []
+
+    def timed(stage, packs, clock):
+        seen.append(packs)
+        for direction in ("forward", "backward"):
+            yield Sample(direction, packs[0], 4.0 * seen.count(packs))
+
+    yardstick.time_round, before = timed, yardstick.time_round
+    found = yardstick.reference(stage, wanted, (0, 0), None, mesh)
+    yardstick.time_round = before
+    return found, seen
+
+
+def test_the_reference_is_of_the_yardsticks_rounds_that_were_timed(gloo_pool):
+    """Medians of passes over them alone, one after the other."""
+    wanted = [whole(16), whole(128), whole(4096), whole(512)]
+    for found, seen in gloo_pool.run(2, _reference_of_a_rank, wanted):
+        assert seen == [whole(128), whole(512)] * (len(seen) // 2)
+        median_s = 2.0 * statistics.median(range(1, len(seen) // 2 + 1))
+        assert found == tuple(
+            Sample(direction, packs[0], median_s, windows=(0, 0))
+            for packs in (whole(128), whole(512))
+            for direction in ("forward", "backward")
+        )
+
+
 def test_packs_under_another_tp_are_no_yardstick():
     """Packs of a tensor-parallel group are parts of matrices, and contain its transfers."""
     assert can_tell_drift(COSTS, even_layout(3, pp=3))
@@ -61,12 +91,13 @@ def test_packs_under_another_tp_are_no_yardstick():
 
 
 def test_a_calibration_keeps_the_seconds_of_its_packs():
-    """The mean of the ranks, of packs of the yardstick alone, those that were timed."""
+    """The mean of the ranks, of packs of the yardstick alone, timed as they are again later."""
     (short,), (long,) = whole(128), whole(4096)
     ranks = [
         RankMeasurement(
             disturbance=Disturbance(0.0, 0.0),
-            packs=tuple(Sample(d, pack, seconds) for d in ("forward", "backward") for pack in (short, long)),
+            packs=tuple(Sample(d, pack, 9 * seconds) for d in ("forward", "backward") for pack in (short, long)),
+            yardstick=tuple(Sample(d, short, seconds) for d in ("forward", "backward")),
             head=((1, 1.0), (2, 2.0)),
             peak_flops_per_s=1e9,
             optimizer_s=1e-9,

@@ -39,7 +39,8 @@ class RankMeasurement:
     """What one rank found.
 
     Args:
-        packs: seconds of one layer; shared: of packs that ranks share, empty where none do.
+        packs: seconds of one layer; shared: of packs that ranks share, empty where none do; yardstick: of packs that
+            are timed again later, as they are then.
         head: (rows, seconds); empty where the rank has no head.
         peak_flops_per_s: of matrix products.
         optimizer_s: of one parameter.
@@ -60,6 +61,7 @@ class RankMeasurement:
     copy_s_per_byte: float
     weight_s: float
     shared: tuple[SharedSample, ...] = ()
+    yardstick: tuple[Sample, ...] = ()
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
@@ -224,7 +226,10 @@ def _yardstick_packs(ranks: Sequence[RankMeasurement]) -> Iterator[MeasuredPack]
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction, ranges in itertools.product(directions, itertools.chain(*YARDSTICK_ROUNDS)):
         seconds = [
-            one.seconds for rank in ranks for one in rank.packs if (one.direction, one.ranges) == (direction, ranges)
+            one.seconds
+            for rank in ranks
+            for one in rank.yardstick
+            if (one.direction, one.ranges) == (direction, ranges)
         ]
         if seconds:
             slices = tuple(tuple(one) for one in ranges)

@@ -53,6 +53,7 @@ from evenload.calibrate.rounds import (
     timed_part,
 )
 from evenload.calibrate.weight_timings import weight_seconds
+from evenload.calibrate.yardstick import reference
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.scalars import most_of_ranks
@@ -141,6 +142,7 @@ def _measured(
     first, last = stages[min(stages)], stages[max(stages)]
     clock = pack_clock(wanted[0].stage, mesh)
     packs, shared, spread = _time_layers(wanted, clock, mesh)
+    yardstick = reference(wanted[0].stage, [one.packs for one in wanted], wanted[0].windows, clock, mesh)
     waited_share = waits.share()
     heads = head_work(last, model.vocab_size) if last.model.is_last else {}
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
@@ -149,6 +151,7 @@ def _measured(
         disturbance=Disturbance(waited_share, spread),
         packs=packs,
         shared=shared,
+        yardstick=yardstick,
         head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,

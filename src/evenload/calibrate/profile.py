@@ -32,12 +32,14 @@ from evenload.calibrate.grid_choice import choose_rounds, windows_of
 from evenload.calibrate.halves_timings import beside_halves
 from evenload.calibrate.kernel_timings import matmul_flops_per_s
 from evenload.calibrate.memory_counts import activation_bytes, held_and_counted
+from evenload.calibrate.pack_clock import pack_clock
 from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.partial_file import TIMINGS, PartialProfile, Pass, read_partial, write_partial
 from evenload.calibrate.pass_results import DIRECTIONS, PassResults
 from evenload.calibrate.pass_work import PassWork
 from evenload.calibrate.repeats import num_outliers
 from evenload.calibrate.rounds import GRID
+from evenload.calibrate.yardstick import reference
 from evenload.cost.coefficients import BESIDE, CostCoefficients
 from evenload.cost.profile_record import Profile, TimedPack, digest_of
 from evenload.runtime.comm.mesh import Mesh
@@ -127,11 +129,11 @@ def profile(
             write_partial(task.partial, found)
         on_pass(len(passes), _expected_passes(found, task))
     results = PassResults(passes=found.passes, layers=task.layers)
-    mine = results.measurement(
-        mesh.rank, work, windows_of(stage, task.timed), waits.share(), matmul_flops_per_s(stage.device, stage.dtype)
-    )
+    windows, rounds = windows_of(stage, task.timed), [GRID[index] for index in found.rounds]
+    mine = results.measurement(mesh.rank, work, windows, waits.share(), matmul_flops_per_s(stage.device, stage.dtype))
     mine = replace(
         mine,
+        yardstick=reference(stage, rounds, windows, pack_clock(stage, mesh), mesh),
         beside=beside_compute(mesh, "sums"),
         gather_beside=beside_compute(mesh, "gathers"),
         halves=beside_halves(mesh),
