@@ -142,7 +142,6 @@ def _measured(
     first, last = stages[min(stages)], stages[max(stages)]
     clock = pack_clock(wanted[0].stage, mesh)
     packs, shared, spread = _time_layers(wanted, clock, mesh)
-    yardstick = reference(wanted[0].stage, [one.packs for one in wanted], wanted[0].windows, clock, mesh)
     waited_share = waits.share()
     heads = head_work(last, model.vocab_size) if last.model.is_last else {}
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
@@ -151,7 +150,6 @@ def _measured(
         disturbance=Disturbance(waited_share, spread),
         packs=packs,
         shared=shared,
-        yardstick=yardstick,
         head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
@@ -163,6 +161,8 @@ def _measured(
         context_beside=beside_compute(mesh, "context"),
         part_s=part_seconds(first) if mesh.context else None,
         halves=beside_halves(mesh),
+        # Last, because it is compared with what a process takes that has done all of this.
+        yardstick=reference(wanted[0].stage, [one.packs for one in wanted], wanted[0].windows, clock, mesh),
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)

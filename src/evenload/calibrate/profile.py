@@ -133,12 +133,13 @@ def profile(
     mine = results.measurement(mesh.rank, work, windows, waits.share(), matmul_flops_per_s(stage.device, stage.dtype))
     mine = replace(
         mine,
-        yardstick=reference(stage, rounds, windows, pack_clock(stage, mesh), mesh),
         beside=beside_compute(mesh, "sums"),
         gather_beside=beside_compute(mesh, "gathers"),
         halves=beside_halves(mesh),
         context_beside=beside_compute(mesh, "context"),
         part_s=part_seconds(stage) if mesh.context else None,
+        # Last, because it is compared with what a process takes that has done all of this.
+        yardstick=reference(stage, rounds, windows, pack_clock(stage, mesh), mesh),
     )
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
