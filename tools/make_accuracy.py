@@ -56,8 +56,8 @@ A machine changes its speed by some percent within minutes, and a prediction spe
 were measured. So some packs of the calibration are timed again between the steps; by how much they differ from what
 they took then is the machine's *drift*. Errors below are those of the model, with the drift taken out; the first table
 has them with it as well, and the intervals of printed predictions are made with it. Cost files until 22 November 2026
-kept no pack's seconds; there the drift is against what the fit says of these packs. In rows of commits before `4fcb63b`
-it is against their seconds between the calibration's other packs, where they take 2 to 6 % longer: those drifts are too low.
+kept no pack's seconds; there the drift is against what the fit says of these packs. In rows of commits before `d5b79a4`
+it is against their seconds earlier in the calibration, where they take longer: those drifts are 2 to 6 points too low.
 
 A pack's seconds are held against its price with what sums of gradients beside it take, where rows name commit
 `2eb7cef` or a later one; before, against its price alone, which made a rank's last backward look too short.

@@ -5,9 +5,9 @@ which they were measured. A comparison of measured with predicted seconds theref
 costs come from once more, beside what it measures: by how much *those* differ from what they took then (the cost file
 keeps it) is the machine's change, and what is left is the model's error.
 
-What they took then is measured as it is later, one round after the other, when all else of the calibration is measured
-(`reference`). Between its other packs, small and large ones, the same packs take 2 to 6 % longer on a CPU, and before its
-transfers, head and optimizer 1 to 4 %; why was not found out.
+What they took then is measured as it is later, one round after the other, and when all else of the calibration is
+measured (`reference`). On a CPU the same packs take 2 to 6 % longer between its other packs, small and large ones, and
+1 to 4 % longer before its transfers, head and optimizer; why was not found out.
 
 Price: at most five packs of up to 1,024 tokens forward and backward each time; three to seven times that at first.
 """
