@@ -63,7 +63,7 @@ def _reference_of_a_rank(wanted):
             yield Sample(direction, packs[0], 4.0 * seen.count(packs))
 
     yardstick.time_round, before = timed, yardstick.time_round
-    found = yardstick.reference(stage, wanted, (0, 0), None, mesh)
+    found = yardstick.reference(stage, wanted, None, mesh)
     yardstick.time_round = before
     return found, seen
 
@@ -75,7 +75,7 @@ def test_the_reference_is_of_the_yardsticks_rounds_that_were_timed(gloo_pool):
         assert seen == [whole(128), whole(512)] * (len(seen) // 2)
         median_s = 2.0 * statistics.median(range(1, len(seen) // 2 + 1))
         assert found == tuple(
-            Sample(direction, packs[0], median_s, windows=(0, 0))
+            Sample(direction, packs[0], median_s)
             for packs in (whole(128), whole(512))
             for direction in ("forward", "backward")
         )

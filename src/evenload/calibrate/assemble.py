@@ -22,6 +22,7 @@ from evenload.cost.coefficients import (
     PassCoefficients,
 )
 from evenload.cost.group_comm import context_seconds, weight_gather_seconds
+from evenload.cost.slice_features import MISSING_COLUMN, missing_share
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
@@ -211,10 +212,15 @@ def pass_timings(
 def knee_of(ranks: Sequence[RankMeasurement], tile: int) -> int:
     """Tokens below which packs take longer than in line with others (`SMALL_PACK_TOKENS`), in both directions; 0 = the
     line has no such knee."""
+    timings = [
+        (np.array(features), seconds)
+        for features, seconds, _ in (pass_timings(ranks, direction, tile) for direction in DIRECTIONS)
+    ]
 
     def error(small_pack_tokens: int) -> float:
-        timings = (pass_timings(ranks, direction, tile, small_pack_tokens) for direction in DIRECTIONS)
-        return sum(squared_error(features, seconds) for features, seconds, _ in timings)
+        for features, _ in timings:
+            features[:, MISSING_COLUMN] = missing_share(features[:, 0], small_pack_tokens)
+        return sum(squared_error(features, seconds) for features, seconds in timings)
 
     errors = {tokens: error(tokens) for tokens in SMALL_PACK_TOKENS}
     best = min(SMALL_PACK_TOKENS, key=lambda tokens: errors[tokens])
@@ -223,8 +229,7 @@ def knee_of(ranks: Sequence[RankMeasurement], tile: int) -> int:
 
 def _yardstick_packs(ranks: Sequence[RankMeasurement]) -> Iterator[MeasuredPack]:
     """Packs of the yardstick that were timed, in the order of its rounds."""
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    for direction, ranges in itertools.product(directions, itertools.chain(*YARDSTICK_ROUNDS)):
+    for direction, ranges in itertools.product(DIRECTIONS, itertools.chain(*YARDSTICK_ROUNDS)):
         seconds = [
             one.seconds
             for rank in ranks

@@ -19,7 +19,6 @@ to warm up and then while the time budget lasts; the longer ones are left out wh
 """
 
 import itertools
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,9 @@ from evenload.calibrate.rounds import (
     YARDSTICK_ROUNDS,
     Packs,
     Sample,
+    Timed,
     longest_of,
+    median_sample,
     part_of,
     rounds_up_to,
     time_round,
@@ -58,9 +59,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
-from evenload.types.token_range import Range
 
 _TIME_BUDGET_S = 4.0
 # A process asks its system for memory in the first seconds, and packs are up to 10 % slower by that; later it has some.
@@ -70,8 +69,6 @@ _MAX_REPEATS = 30
 _MAX_ATTEMPTS = 2
 # Of a GPU's memory, which holds weights, gradients and optimizer state already.
 _MEMORY_SHARE = 0.2
-
-_Timed = tuple[Direction, tuple[Range, ...]]
 
 
 class TimedRound(NamedTuple):
@@ -162,7 +159,7 @@ def _measured(
         part_s=part_seconds(first) if mesh.context else None,
         halves=beside_halves(mesh),
         # Last, because it is compared with what a process takes that has done all of this.
-        yardstick=reference(wanted[0].stage, [one.packs for one in wanted], wanted[0].windows, clock, mesh),
+        yardstick=reference(wanted[0].stage, [one.packs for one in wanted], clock, mesh),
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -203,25 +200,18 @@ def _time_layers(
     # Packs that ranks share take about as long as the others.
     budget_s = _TIME_BUDGET_S if sharing_group(mesh) is None else 2 * _TIME_BUDGET_S
     timings, shared = _repeated(rounds, clock, _MIN_REPEATS, budget_s, mesh)
-    samples = [_median(repeats) for repeats in timings.values()]
+    samples = [median_sample(repeats) for repeats in timings.values()]
     spread = spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values()])
     return tuple(samples), tuple(map(mean_shared, shared.values())), spread
 
 
-def _median(repeats: Sequence[Sample]) -> Sample:
-    return repeats[0]._replace(
-        seconds=statistics.median(one.seconds for one in repeats),
-        host_s=statistics.median(one.host_s for one in repeats),
-    )
-
-
 def _repeated(
     rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, mesh: Mesh
-) -> tuple[dict[_Timed, list[Sample]], dict[_Timed, list[SharedSample]]]:
+) -> tuple[dict[Timed, list[Sample]], dict[Timed, list[SharedSample]]]:
     """All repeats of each pack, and of those that ranks share, on one layer; at least so many, then while the budget
     lasts."""
-    timings: dict[_Timed, list[Sample]] = {}
-    shared: dict[_Timed, list[SharedSample]] = {}
+    timings: dict[Timed, list[Sample]] = {}
+    shared: dict[Timed, list[SharedSample]] = {}
     group, to_share = sharing_group(mesh), itertools.cycle(())
     if group is not None:
         to_share = itertools.cycle(shared_packs(max(longest_of(one.packs) for one in rounds), group.size))

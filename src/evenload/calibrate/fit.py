@@ -32,7 +32,9 @@ class LeftOut(NamedTuple):
     error: FitError
 
 
-def fit_relative(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+def fit_relative(
+    features: Sequence[Sequence[float]] | NDArray[np.float64], seconds: Sequence[float]
+) -> tuple[float, ...]:
     """Non-negative coefficients that minimise squared *relative* errors.
 
     Args:
@@ -48,10 +50,13 @@ def fit_relative(features: Sequence[Sequence[float]], seconds: Sequence[float]) 
     return tuple((solution / norms).tolist())
 
 
-def squared_error(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
-    """Sum of squared relative errors that `fit_relative` leaves."""
-    y = np.array(seconds)
-    return float(np.square(np.array(features) @ np.array(fit_relative(features, seconds)) / y - 1).sum())
+def squared_error(features: NDArray[np.float64], seconds: Sequence[float]) -> float:
+    """Sum of squared relative errors that `fit_relative` leaves.
+
+    Args:
+        features: float64[n, features].
+    """
+    return float(np.square(features @ np.array(fit_relative(features, seconds)) / np.array(seconds) - 1).sum())
 
 
 def left_out(

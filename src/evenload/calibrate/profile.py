@@ -129,8 +129,9 @@ def profile(
             write_partial(task.partial, found)
         on_pass(len(passes), _expected_passes(found, task))
     results = PassResults(passes=found.passes, layers=task.layers)
-    windows, rounds = windows_of(stage, task.timed), [GRID[index] for index in found.rounds]
-    mine = results.measurement(mesh.rank, work, windows, waits.share(), matmul_flops_per_s(stage.device, stage.dtype))
+    mine = results.measurement(
+        mesh.rank, work, windows_of(stage, task.timed), waits.share(), matmul_flops_per_s(stage.device, stage.dtype)
+    )
     mine = replace(
         mine,
         beside=beside_compute(mesh, "sums"),
@@ -139,7 +140,7 @@ def profile(
         context_beside=beside_compute(mesh, "context"),
         part_s=part_seconds(stage) if mesh.context else None,
         # Last, because it is compared with what a process takes that has done all of this.
-        yardstick=reference(stage, rounds, windows, pack_clock(stage, mesh), mesh),
+        yardstick=reference(stage, [GRID[index] for index in found.rounds], pack_clock(stage, mesh), mesh),
     )
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)

@@ -13,6 +13,7 @@ prefix; pairs and prefix by the windows of the layers that are timed, and with a
 """
 
 import functools
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -53,6 +54,18 @@ class Sample(NamedTuple):
     windows: tuple[int, ...] = (0,)
 
 
+Timed = tuple[Direction, tuple[Range, ...]]
+"""Which pack was timed, in which direction."""
+
+
+def median_sample(repeats: Sequence[Sample]) -> Sample:
+    """Of repeats of one pack."""
+    return repeats[0]._replace(
+        seconds=statistics.median(one.seconds for one in repeats),
+        host_s=statistics.median(one.host_s for one in repeats),
+    )
+
+
 def whole(*lengths: int) -> Packs:
     """One pack of whole documents."""
     return (tuple(Range(doc, 0, length) for doc, length in enumerate(lengths)),)
@@ -77,7 +90,7 @@ def longest_of(packs: Packs) -> int:
     return max(num_tokens_of(packs).values())
 
 
-SMALL_ROUNDS: tuple[Packs, ...] = (whole(16), whole(48), whole(*[8] * 16))
+_SMALL_ROUNDS: tuple[Packs, ...] = (whole(16), whole(48), whole(*[8] * 16))
 """Few tokens, and small pieces: they say how much longer small packs take, and what a slice costs."""
 YARDSTICK_ROUNDS: tuple[Packs, ...] = (
     whole(128),
@@ -87,7 +100,7 @@ YARDSTICK_ROUNDS: tuple[Packs, ...] = (
     cut(896, 1024),
 )
 """128 to 1,024 tokens: their seconds are kept beside the coefficients, and they are timed again later (`yardstick`)."""
-NEEDED_ROUNDS = (*SMALL_ROUNDS, *YARDSTICK_ROUNDS)
+NEEDED_ROUNDS = (*_SMALL_ROUNDS, *YARDSTICK_ROUNDS)
 """Fewer leave coefficients undetermined, so these run whatever they cost."""
 QUICK_ROUNDS: tuple[Packs, ...] = (
     *NEEDED_ROUNDS,

@@ -19,16 +19,14 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from evenload.calibrate.pack_clock import PackClock, pack_clock
-from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Packs, Sample, time_round, timed_part
+from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Packs, Sample, Timed, median_sample, time_round, timed_part
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import Direction
 from evenload.types.token_range import Range
 
-Timed = tuple[Direction, tuple[Range, ...]]
 _LEAST_PASSES, _MOST_PASSES = 3, 7
 _BUDGET_S = 4.0
 
@@ -77,24 +75,21 @@ class Yardstick:
         return statistics.mean(everyone)
 
 
-def reference(
-    stage: PipelineStage, timed: Sequence[Packs], windows: tuple[int, ...], clock: PackClock, mesh: Mesh
-) -> tuple[Sample, ...]:
+def reference(stage: PipelineStage, timed: Sequence[Packs], clock: PackClock, mesh: Mesh) -> tuple[Sample, ...]:
     """What packs of the yardstick take on one layer after a calibration, medians. Collective; adds to gradients.
 
     Args:
         timed: rounds of the calibration; those of the yardstick among them are timed again.
-        windows: of the layers of the stage, 0 = full.
     """
     rounds = [packs for packs in YARDSTICK_ROUNDS if packs in timed]
-    found: dict[Timed, list[float]] = {}
+    found: dict[Timed, list[Sample]] = {}
     deadline_s = time.perf_counter() + _BUDGET_S
     for number in range(_MOST_PASSES):
         if number >= _LEAST_PASSES and most_of_ranks(time.perf_counter() > deadline_s, mesh):
             break
         for took in _timed_once(stage, rounds, clock, mesh):
-            found.setdefault((took.direction, took.ranges), []).append(took.seconds)
-    return tuple(Sample(*pack, statistics.median(seconds), windows=windows) for pack, seconds in found.items())
+            found.setdefault((took.direction, took.ranges), []).append(took)
+    return tuple(map(median_sample, found.values()))
 
 
 def _timed_once(stage: PipelineStage, rounds: Sequence[Packs], clock: PackClock, mesh: Mesh) -> Iterator[Sample]:

@@ -39,10 +39,6 @@ class SliceFeatures:
     keeps_short_whole: bool
     small_pack_tokens: int = 0
 
-    @property
-    def num_columns(self) -> int:
-        return num_columns(len(self.windows))
-
     def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
         """float64[num_packs, num_columns], of one of the ranks that share each pack.
 
@@ -56,7 +52,7 @@ class SliceFeatures:
             slices = slices * chosen[:, None]
         packs = columns.num_packs
         out = np.empty((packs, slices.shape[1]))
-        for column in range(slices.shape[1]):
+        for column in (0, 1, *range(MISSING_COLUMN + 1, slices.shape[1])):
             out[:, column] = np.bincount(pack, weights=slices[:, column], minlength=packs)
         out[:, 2] = 1.0
         out[:, MISSING_COLUMN] = missing_share(out[:, 0], self.small_pack_tokens)
@@ -75,9 +71,8 @@ class SliceFeatures:
             return self._of_shared_slices(start, stop, ranks)
         tile = self.tile if tile is None else tile
         rows = stop - start
-        out = np.ones((len(rows), self.num_columns))
+        out = self._blank(len(rows))
         out[:, 0] = rows
-        out[:, MISSING_COLUMN] = 0.0
         missing_rows = -rows % tile
         for index, window in enumerate(self.windows):
             last_row_keys = np.minimum(stop, window) if window else stop
@@ -91,14 +86,19 @@ class SliceFeatures:
         shortest = 2 * ranks * self.tile if self.keeps_short_whole else 0
         return (ranks > 1) & (rows >= shortest)
 
+    def _blank(self, num_slices: int) -> NDArray[np.float64]:
+        """Ones, but for what slices lack of tokens."""
+        out = np.ones((num_slices, num_columns(len(self.windows))))
+        out[:, MISSING_COLUMN] = 0.0
+        return out
+
     def _of_shared_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
         """As `of_slices` of one of the ranks that share each slice, on average over them."""
         rows = stop - start
         sharded = self.is_sharded(rows, ranks)
         share = 1.0 / ranks
-        out = np.ones((len(rows), self.num_columns))
+        out = self._blank(len(rows))
         out[:, 0] = rows * share
-        out[:, MISSING_COLUMN] = 0.0
         out[:, 1] = np.where(sharded, 2.0, share)
         chunk = -(-rows // (2 * ranks))
         # Chunks i and 2·ranks - 1 - i of a rank begin and end, on average, here: the rows they lack to tiles see so
