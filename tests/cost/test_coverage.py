@@ -31,7 +31,8 @@ def measured(dp: int = 1, cp: int = 1, pp: int = 1, tp: int = 1, **changes) -> C
     if cp * tp > 1:
         links["intra_node"] = LINK
     on = MeasuredOn(model=MODEL, dp=dp, cp=cp, pp=pp, tp=tp)
-    return sample_coefficients(**{**links, "devices_per_node": world_size, "measured_on": on, **changes})
+    of_file = {"devices_per_node": world_size, "measured_on": on, "small_pack_tokens": 0}
+    return sample_coefficients(**{**links, **of_file, **changes})
 
 
 def layout(**sizes: int) -> ParallelLayout:
@@ -184,3 +185,12 @@ def test_a_file_of_an_older_version_says_what_it_lacks(sizes, names) -> None:
     }
     whole = measured(weight_share=0.5, **passes)
     assert unmeasured_coefficients(whole, layout(**sizes), on_cpu=True) == ()
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_file_without_small_packs_says_so(on_cpu) -> None:
+    """Of every layout and device; a measured 0 says that they take no longer."""
+    (said,) = unmeasured_coefficients(measured(small_pack_tokens=None), layout(), on_cpu=on_cpu)
+    assert said.startswith("small_pack_tokens, ")
+    assert "nothing is counted" in said
+    assert unmeasured_coefficients(measured(small_pack_tokens=0), layout(), on_cpu=on_cpu) == ()

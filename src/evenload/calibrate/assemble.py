@@ -199,7 +199,7 @@ def _halves(ranks: Sequence[RankMeasurement]) -> BesideHalves | None:
 
 
 def pass_timings(
-    ranks: Sequence[RankMeasurement], direction: Direction, tile: int, small_pack_tokens: int = 0
+    ranks: Sequence[RankMeasurement], direction: Direction, tile: int, small_pack_tokens: int | None = None
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
     """Features, the device's seconds and samples of all ranks' packs in one direction."""
     chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]

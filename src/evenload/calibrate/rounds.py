@@ -203,14 +203,14 @@ def pack_tokens(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
 
 
 def pack_features(
-    ranges: Sequence[Range], windows: Sequence[int], tile: int = 1, small_pack_tokens: int = 0
+    ranges: Sequence[Range], windows: Sequence[int], tile: int = 1, small_pack_tokens: int | None = None
 ) -> Features:
     """Of one pack, as `cost.pack_cost` counts them.
 
     Args:
         windows: of every layer that was timed, 0 = full.
         tile: query rows of one attention block; an incomplete one costs a whole one.
-        small_pack_tokens: packs of fewer lack some; 0 = none do.
+        small_pack_tokens: packs of fewer lack some; 0 or None = none do.
     """
     start, stop = (np.array([r[i] for r in ranges], dtype=np.int64) for i in (1, 2))
     missing_rows = -(stop - start) % tile

@@ -19,7 +19,7 @@ additive constant per pack, so it needs no non-linear term and sums stay sums.
 
 `small_pack_s` is for packs of so few tokens that it takes longer to read weights, and in backward to read and write
 their gradients, than to compute with them: as long whatever the tokens, so the line has a knee. Where that lies
-(`small_pack_tokens`) is measured with it; data sheets have none.
+(`small_pack_tokens`) is measured with it; data sheets do not say.
 
 A device that its host only queues work for is never ahead of its host, which needs a pack's kernels queued one by one:
 
@@ -193,7 +193,8 @@ class CostCoefficients(Frozen):
         peak_flops_per_s: of one device; MFU is a share of it.
         forward, backward: seconds per layer.
         attention_tile: query rows of one attention block; an incomplete block costs a whole one. 1 = no tiles.
-        small_pack_tokens: packs of fewer tokens on a rank take some `small_pack_s` of either direction; 0 = none do.
+        small_pack_tokens: packs of fewer tokens on a rank take some `small_pack_s` of either direction; 0 = none do;
+            None = not known, and nothing is counted.
         embedding_s_per_token: on the first stage, once in forward and once in backward.
         head_s_per_token, head_pack_s: final norm, logits, loss and their gradient. Charged to the LAST STAGE'S
             BACKWARD, because that is where the runtime computes them.
@@ -238,7 +239,7 @@ class CostCoefficients(Frozen):
     forward: PassCoefficients
     backward: PassCoefficients
     attention_tile: int = 1
-    small_pack_tokens: int = 0
+    small_pack_tokens: int | None = None
     embedding_s_per_token: float = 0.0
     head_s_per_token: float = 0.0
     head_pack_s: float = 0.0
@@ -283,7 +284,7 @@ class CostCoefficients(Frozen):
             raise ConfigError(
                 f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
             )
-        if self.small_pack_tokens < 0:
+        if self.small_pack_tokens is not None and self.small_pack_tokens < 0:
             raise ConfigError(
                 f"cost coefficients of {self.device}: small_pack_tokens is {self.small_pack_tokens}, must be >= 0"
             )

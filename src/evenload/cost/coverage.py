@@ -105,6 +105,11 @@ def unmeasured_coefficients(coefficients: CostCoefficients, layout: ParallelLayo
         lacking.append(
             "weight_share, of a backward that is split what its weight gradients take, was not measured: half is taken"
         )
+    if coefficients.small_pack_tokens is None:
+        lacking.append(
+            "small_pack_tokens, below how many tokens packs take longer than in line with others, was not measured: "
+            "nothing is counted, and packs of few tokens may take longer than predicted"
+        )
     of_passes = (coefficients.forward.meeting_s, coefficients.backward.meeting_s)
     if on_cpu and layout.dp * layout.cp > 1 and None in of_passes:
         lacking.append(

@@ -48,7 +48,7 @@ def native_table(
     table.shared_tile = coefficients.attention_tile if keeps_short_whole else 0
     table.devices_per_node = coefficients.devices_per_node
     table.windows = sorted(set(model.windows))
-    table.small_pack_tokens = coefficients.small_pack_tokens
+    table.small_pack_tokens = coefficients.small_pack_tokens or 0
     table.forward, table.backward = (
         _pass_table(model, coefficients, layout.tp, direction, stage_seconds[direction], host_seconds[direction])
         for direction in ("forward", "backward")

@@ -30,14 +30,14 @@ class SliceFeatures:
         tile: query rows of one attention block; an incomplete block costs a whole one.
         causal: every token sees those before it; else the whole document.
         keeps_short_whole: short slices of a shared pack stay whole on one rank.
-        small_pack_tokens: packs of fewer lack some (`missing_share`); 0 = none do.
+        small_pack_tokens: packs of fewer lack some (`missing_share`); 0 or None = none do.
     """
 
     windows: tuple[int, ...]
     tile: int
     causal: bool
     keeps_short_whole: bool
-    small_pack_tokens: int = 0
+    small_pack_tokens: int | None
 
     def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
         """float64[num_packs, num_columns], of one of the ranks that share each pack.
@@ -117,7 +117,7 @@ class SliceFeatures:
         return out
 
 
-def missing_share(tokens: NDArray, small_pack_tokens: int) -> NDArray[np.float64]:
+def missing_share(tokens: NDArray, small_pack_tokens: int | None) -> NDArray[np.float64]:
     """Of so many tokens what packs lack, as a share; float64, as `tokens`. Packs that are empty lack nothing: there is
     nothing that they compute."""
     if not small_pack_tokens:
