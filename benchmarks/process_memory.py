@@ -29,7 +29,8 @@ import numpy as np
 from transformers import LlamaConfig
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import MeasuredOn, write_coefficients
+from evenload.cost.coefficients import write_coefficients
+from evenload.cost.measured_on import MeasuredOn
 from evenload.hub.model_files import model_from
 from evenload.report.metrics_file import read_metrics
 from evenload.runtime.config.train_config import BYTES_PER_ELEMENT

@@ -13,7 +13,7 @@ from evenload.calibrate.assemble import RankMeasurement, coefficients_of
 from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.rounds import Sample, whole
 from evenload.calibrate.yardstick import Yardstick, can_tell_drift
-from evenload.cost.coefficients import MeasuredOn, MeasuredPack
+from evenload.cost.measured_on import MeasuredOn, MeasuredPack
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S

@@ -13,7 +13,8 @@ from evenload.bench.runs import BenchResult
 from evenload.cli.bench import show_result
 from evenload.cli.bench_worker import checked_bench
 from evenload.cli.main import main
-from evenload.cost.coefficients import MeasuredPack, read_coefficients, write_coefficients
+from evenload.cost.coefficients import read_coefficients, write_coefficients
+from evenload.cost.measured_on import MeasuredPack
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.runtime.config.train_config import load_train_config
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run

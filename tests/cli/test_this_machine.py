@@ -9,7 +9,8 @@ import pytest
 
 from evenload.cli import this_machine
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import MeasuredOn, write_coefficients
+from evenload.cost.coefficients import write_coefficients
+from evenload.cost.measured_on import MeasuredOn
 from evenload.errors import ConfigError
 from evenload.hub.model_files import model_from
 from evenload.runtime.config.machine_memory import machine_memory_bytes

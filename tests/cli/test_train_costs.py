@@ -11,8 +11,9 @@ from dist_training import COSTS
 from evenload.cli import worker_setup
 from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_device_line
 from evenload.cli.main import main
-from evenload.cost.coefficients import BesideCompute, BesideHalves, MeasuredOn, read_coefficients, write_coefficients
+from evenload.cost.coefficients import BesideCompute, BesideHalves, read_coefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
+from evenload.cost.measured_on import MeasuredOn
 from evenload.cost.profile_record import FitError, Profile, digest_of
 from evenload.hub.model_files import model_from
 from evenload.types.cluster_catalog import cluster_from

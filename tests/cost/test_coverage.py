@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import CostCoefficients, MeasuredOn
+from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.coverage import (
     completed_between_layouts,
     completed_from_cluster,
@@ -10,6 +10,7 @@ from evenload.cost.coverage import (
     require_covered,
     unmeasured_coefficients,
 )
+from evenload.cost.measured_on import MeasuredOn
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec

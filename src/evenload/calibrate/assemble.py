@@ -13,15 +13,9 @@ from evenload.calibrate.link_timings import TransferKind, median_link
 from evenload.calibrate.meeting_timings import SharedSample
 from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
 from evenload.calibrate.weight_timings import TOKENS
-from evenload.cost.coefficients import (
-    BesideCompute,
-    BesideHalves,
-    CostCoefficients,
-    MeasuredOn,
-    MeasuredPack,
-    PassCoefficients,
-)
+from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, PassCoefficients
 from evenload.cost.group_comm import context_seconds, weight_gather_seconds
+from evenload.cost.measured_on import MeasuredOn, MeasuredPack
 from evenload.cost.slice_features import MISSING_COLUMN, missing_share
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout

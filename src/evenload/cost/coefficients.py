@@ -36,11 +36,11 @@ from typing import Literal
 import msgspec
 
 from evenload.cost.copy_spec import CopySpec
+from evenload.cost.measured_on import MeasuredOn
 from evenload.cost.profile_record import Profile, digest_of
 from evenload.errors import ConfigError, unreadable
 from evenload.types.base import Frozen
 from evenload.types.cluster import LinkSpec, device_share, group_link
-from evenload.types.model import ModelSpec
 
 _SECONDS = (
     "embedding_s_per_token", "head_s_per_token", "head_pack_s", "optimizer_s_per_parameter", "p2p_latency_s",
@@ -51,45 +51,6 @@ BESIDE = ("reduction_beside", "gather_beside", "context_beside", "tensor_beside"
 """Fields with what transfers and compute cost each other."""
 _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 """Where the link inside a node is not known."""
-
-
-class MeasuredPack(Frozen):
-    """A pack that was timed, to be timed again later: the difference is the machine's (`calibrate.yardstick`).
-
-    Args:
-        slices: (document, start, stop).
-        seconds: of one layer, medians of repeats, the mean of all ranks.
-    """
-
-    direction: Literal["forward", "backward"]
-    slices: tuple[tuple[int, int, int], ...]
-    seconds: float
-
-
-class MeasuredOn(Frozen):
-    """What measured coefficients were measured on.
-
-    Args:
-        model: whose layers were timed, in the precision that they computed in.
-        dp, cp, pp, tp: sizes of the layout that ran; links between more devices than those are not known.
-        packs: a few that were timed, cheapest first; cost files of older versions hold none.
-    """
-
-    model: ModelSpec
-    dp: int
-    cp: int
-    pp: int
-    tp: int
-    packs: tuple[MeasuredPack, ...] = ()
-
-    def __post_init__(self) -> None:
-        for field in ("dp", "cp", "pp", "tp"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"measured_on: {field} is {getattr(self, field)}, must be at least 1")
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.cp * self.pp * self.tp
 
 
 class PassCoefficients(Frozen):
