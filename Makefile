@@ -35,7 +35,7 @@ test: .venv/dev  ## everything CI checks of code and pages: lint, types, import 
 	@$(BIN)/python -m pytest --collect-only -q >/dev/null & $(MAKE) --no-print-directory check; checked=$$?; wait; exit $$checked
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
 
-test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, and new random examples; an hour
+test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, new random examples, every benchmark with --quick; an hour and more
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile=explore
 
 test-docs: .venv/dev  ## README, tutorial and recipes as they stand; make test follows all pages on less data

@@ -190,7 +190,7 @@ def pack_with_packed_loader(path: Path) -> tuple[int, int, int]:
 
 def measure_packed(quick: bool) -> list[LoaderRow]:
     """Documents a second, from the memmap to packs."""
-    lengths = short_lengths(PACKED_DOCUMENTS // (20 if quick else 1))
+    lengths = short_lengths((WARM_UP_STEPS + 1) * BATCHES[-1] if quick else PACKED_DOCUMENTS)
     rows: list[LoaderRow] = []
     with work_directory() as directory:
         path = directory / "short"
