@@ -4,8 +4,10 @@ import fsspec
 import pytest
 
 from corpus_files import data_config
-from evenload.data.source.files import file_format, files_digest, list_files
+from evenload.data.source.files import files_digest
+from evenload.data.source.listing import file_format, list_sources
 from evenload.errors import ConfigError
+from format_files import list_files
 
 
 def make_tree(root, *names):
@@ -81,7 +83,7 @@ def test_include_that_matches_nothing_is_named(tmp_path):
         ("a.parquet", "parquet"),
         ("a.py", "text"),
         ("README", "text"),
-        ("a.json", "text"),
+        ("a.json", "json"),
     ],
 )
 def test_format_goes_by_name_unless_set(path, format):
@@ -122,3 +124,108 @@ def test_digest_ignores_where_files_lie_but_not_names_or_sizes(tmp_path):
     assert digest("here") != digest("there")
     (tmp_path / "here/a.txt").rename(tmp_path / "here/d.txt")
     assert digest("here") != digest("there")
+
+
+def test_links_to_files_and_directories_are_followed(tmp_path):
+    """The Hub's cache holds nothing but links, to files whose names say nothing."""
+    blobs = make_tree(tmp_path / "blobs", "0a1b", "2c3d")
+    more = make_tree(tmp_path / "elsewhere", "b.jsonl", "c/d.jsonl")
+    root = make_tree(tmp_path / "snapshot", "plain.jsonl")
+    (root / "a.jsonl").symlink_to(blobs / "0a1b")
+    (root / "z.jsonl").symlink_to("../blobs/2c3d")
+    (root / "more").symlink_to(more, target_is_directory=True)
+    expected = ["a.jsonl", "more/b.jsonl", "more/c/d.jsonl", "plain.jsonl", "z.jsonl"]
+    files = list_files(data_config(str(root)))
+    assert relative_paths(files) == expected
+    assert {file.format for file in files} == {"jsonl"}
+    assert [file.size_bytes for file in files] == [os.path.getsize(root / path) for path in expected]
+    (tmp_path / "link").symlink_to(root, target_is_directory=True)
+    assert relative_paths(list_files(data_config(str(tmp_path / "link")))) == expected
+    assert relative_paths(list_files(data_config(str(root / "*.jsonl")))) == ["a.jsonl", "plain.jsonl", "z.jsonl"]
+
+
+def test_a_directory_that_contains_itself_is_read_once(tmp_path):
+    root = make_tree(tmp_path, "a.txt", "below/b.txt")
+    (root / "below/again").symlink_to(root, target_is_directory=True)
+    (root / "self").symlink_to(".", target_is_directory=True)
+    assert relative_paths(list_files(data_config(str(root)))) == ["a.txt", "below/b.txt"]
+
+
+def test_a_file_reached_by_two_links_is_refused(tmp_path):
+    root = make_tree(tmp_path, "a.txt", "below/b.txt")
+    (root / "latest.txt").symlink_to("a.txt")
+    with pytest.raises(ConfigError, match=r"latest\.txt and .*a\.txt are the same file, .*twice"):
+        list_files(data_config(str(root)))
+    (root / "latest.txt").unlink()
+    (root / "copy").symlink_to("below", target_is_directory=True)
+    with pytest.raises(ConfigError, match=r"b\.txt and .*b\.txt are the same file"):
+        list_files(data_config(str(root)))
+
+
+@pytest.mark.parametrize("source", ["", "a.txt", "*.txt"])
+@pytest.mark.parametrize("target", ["gone", "a.txt"], ids=["dangling", "looping"])
+def test_a_link_to_nothing_is_named(tmp_path, source, target):
+    (tmp_path / "a.txt").symlink_to(target)
+    with pytest.raises(ConfigError, match=r"a\.txt") as caught:
+        list_files(data_config(str(tmp_path / source)))
+    assert "is not there" in str(caught.value) or "levels of symbolic links" in str(caught.value)
+
+
+def test_what_is_neither_file_nor_directory_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ConfigError, match=r"pipe\.txt is neither a file nor a directory"):
+        list_files(data_config(str(tmp_path)))
+
+
+def test_a_pattern_reads_directories_that_it_matches_as_a_shell_would(tmp_path):
+    make_tree(tmp_path, "en/a.txt", "en/deep/b.txt", "de/c.txt", "d.txt")
+    listed = list_files(data_config(str(tmp_path / "*")))
+    assert relative_paths(listed) == ["d.txt", "de/c.txt", "en/a.txt", "en/deep/b.txt"]
+    assert relative_paths(list_files(data_config(str(tmp_path / "**")))) == relative_paths(listed)
+    assert relative_paths(list_files(data_config(str(tmp_path / "e*")))) == ["en/a.txt", "en/deep/b.txt"]
+
+
+@pytest.mark.parametrize(
+    "beside", ["README.md", "LICENSE", "dataset_info.json", "state.json", "cache-1f.arrow", "_SUCCESS"]
+)
+def test_what_only_describes_data_is_left_out_and_told(tmp_path, beside):
+    make_tree(tmp_path, "train/a.parquet", beside)
+    (listing,) = list_sources(data_config(str(tmp_path)))
+    assert relative_paths(listing.files) == ["train/a.parquet"]
+    assert listing.left_out == (beside,)
+    if beside == "README.md":
+        (asked,) = list_sources(data_config(str(tmp_path), include=("*.md",)))
+        assert relative_paths(asked.files) == [beside]
+
+
+def test_a_readme_among_texts_is_a_text(tmp_path):
+    (listing,) = list_sources(data_config(str(make_tree(tmp_path, "README.md", "a.txt"))))
+    assert relative_paths(listing.files) == ["README.md", "a.txt"]
+    assert not listing.left_out
+
+
+def test_other_files_beside_data_are_text_only_if_asked_for(tmp_path):
+    make_tree(tmp_path, "a.jsonl", "notes.txt", "loader.py")
+    with pytest.raises(ConfigError, match=r"1 data file, and beside them loader\.py, notes\.txt.*\[\"\*\.jsonl\"\]"):
+        list_files(data_config(str(tmp_path)))
+    assert relative_paths(list_files(data_config(str(tmp_path), include=("*.jsonl",)))) == ["a.jsonl"]
+    both = list_files(data_config(str(tmp_path), include=("*.jsonl", "*.txt")))
+    assert [file.format for file in both] == ["jsonl", "text"]
+    texts = list_files(data_config(str(tmp_path), format="text"))
+    assert [file.format for file in texts] == ["text"] * 3
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv.gz", "b/a.xlsx", "a.zip", "a.npz", "a.PKL"])
+def test_tables_and_archives_are_refused(tmp_path, name):
+    make_tree(tmp_path, name, "b.txt")
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(ConfigError, match=r"of which no records are read; write them as \.jsonl or \.parquet"):
+            list_files(data_config(str(source)))
+    assert len(list_files(data_config(str(tmp_path), include=("*.txt",)))) == 1
+
+
+def test_a_directory_of_splits_is_refused_and_one_of_them_read(tmp_path):
+    make_tree(tmp_path, "dataset_dict.json", "test/data.arrow", "train/data.arrow", "train/state.json")
+    with pytest.raises(ConfigError, match=r"holds the splits test, train of a data set"):
+        list_files(data_config(str(tmp_path)))
+    assert relative_paths(list_files(data_config(str(tmp_path / "train")))) == ["data.arrow"]

@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from evenload.data.formats import npy_tokens, token_records
 from evenload.data.formats.record import FilePart
-from evenload.data.source.files import list_files
 from evenload.errors import ConfigError, DataError
-from format_files import END_ID, format_config, open_source, read_all, tokens_source, values_of, write_megatron
+from format_files import (
+    END_ID,
+    format_config,
+    list_files,
+    open_source,
+    read_all,
+    tokens_source,
+    values_of,
+    write_megatron,
+)
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9]]
 
@@ -182,8 +190,9 @@ def test_what_token_files_cannot_hold_is_refused(tmp_path):
     source = write_megatron(tmp_path / "a", DOCUMENTS)
     with pytest.raises(ConfigError, match=r'a\.bin is read as memmap, .* data.record is "text"; set data.record'):
         open_source(source)
-    with pytest.raises(ConfigError, match=r"has no labels, and data.labels_column is 'labels'"):
-        open_source(source, record="tokens", labels_column="labels")
+    for setting in ("labels_column", "mask_column"):
+        with pytest.raises(ConfigError, match=rf"holds nothing but ids, and data.{setting} is 'labels'"):
+            open_source(source, **{"record": "tokens", setting: "labels"})
     Path(source).rename(tmp_path / "b.bin.gz")
     with pytest.raises(ConfigError, match=r"b\.bin\.gz is a memmap file inside gzip"):
         open_source(str(tmp_path / "b.bin.gz"), record="tokens")

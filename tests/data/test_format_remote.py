@@ -9,12 +9,12 @@ import pytest
 from evenload.data.formats.readers import open_reader
 from evenload.data.formats.record import FilePart
 from evenload.data.source import remote
-from evenload.data.source.files import list_files
 from evenload.errors import DataError
 from format_files import (
     END_ID,
     TOKEN_FORMATS,
     format_config,
+    list_files,
     open_source,
     plain,
     read_all,

@@ -61,10 +61,10 @@ def test_undecodable_file_is_named_or_skipped_into_the_ledger(tmp_path, name, co
     (tmp_path / name).write_bytes(content)
     (tmp_path / "c.txt").write_text("after")
     with pytest.raises(DataError, match=why) as caught:
-        all_batches(GlobalBatchLoader(data_config(str(tmp_path))))
+        all_batches(GlobalBatchLoader(data_config(str(tmp_path), include=("*",))))
     assert name in str(caught.value)
 
-    skipping = GlobalBatchLoader(data_config(str(tmp_path), on_corrupt="skip"))
+    skipping = GlobalBatchLoader(data_config(str(tmp_path), include=("*",), on_corrupt="skip"))
     documents = [document for batch in all_batches(skipping) for document in documents_of(batch)]
     assert set(naive_documents(["before", "after"], 64, "error")) <= set(documents)
     assert skipping.ledger.state.dropped["corrupt"].documents == 1
@@ -76,7 +76,7 @@ def test_empty_texts_are_dropped_by_name(tmp_path):
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n')
     (tmp_path / "d.jsonl").write_text("")
-    loader = GlobalBatchLoader(data_config(str(tmp_path)))
+    loader = GlobalBatchLoader(data_config(str(tmp_path), include=("*",)))
     (batch,) = all_batches(loader)
     assert documents_of(batch) == [(98, 256)]
     assert loader.ledger.state.dropped["empty"].documents == 2

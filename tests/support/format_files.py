@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from evenload.data.config import DataConfig
 from evenload.data.formats.readers import open_reader
 from evenload.data.formats.record import FilePart, Record, RecordReader
-from evenload.data.source.files import SourceFile, list_files
+from evenload.data.source.files import SourceFile
+from evenload.data.source.listing import list_sources
 
 END_ID = 0
 ROW_FORMATS = ("jsonl", "jsonl.gz", "parquet", "stream.arrow", "file.arrow", "feather")
@@ -23,6 +24,11 @@ ARROW_TYPES = {
     "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
     "input_ids": pa.list_(pa.int32()),
 }
+
+
+def list_files(config: DataConfig) -> tuple[SourceFile, ...]:
+    """All files of all sources."""
+    return tuple(file for listing in list_sources(config) for file in listing.files)
 
 
 def write_rows(root: Path, format: str, rows: list[dict], rows_at_once: int = 3) -> str:

@@ -380,6 +380,8 @@ def _show_start(
         console.print(line, soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
+    for line in trainer.source_lines():
+        console.print(f"source {line}", soft_wrap=True, markup=False)
     warn(position_warning(trainer.hf_config, config.data.max_document_tokens), console)
     warn(trainer.resume_warning, console)
     if not isinstance(resumed, KeptStep):

@@ -8,7 +8,7 @@ from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.nearest_name import did_you_mean
 
-Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "memmap"]
+Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow", "memmap"]
 RecordKind = Literal["text", "messages", "prompt_completion", "tokens"]
 LossOn = Literal["auto", "all", "completion"]
 Overlong = Literal["error", "split", "truncate", "drop"]
@@ -38,7 +38,7 @@ class RecordSettings(Frozen):
     Args:
         format, record, include: as in `DataConfig`.
         text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
-        labels_column, document_end_id, loss_on: likewise.
+        labels_column, mask_column, ignore_columns, document_end_id, loss_on: likewise.
     """
 
     format: Format | None = None
@@ -50,6 +50,8 @@ class RecordSettings(Frozen):
     completion_column: str | None = None
     tokens_column: str | None = None
     labels_column: str | None = None
+    mask_column: str | None = None
+    ignore_columns: tuple[str, ...] | None = None
     document_end_id: int | None = None
     loss_on: LossOn | None = None
 
@@ -62,7 +64,7 @@ class MixturePart(RecordSettings):
         weight: its share of the *tokens* while all parts have some left, relative to the other weights.
         sources, format, record, include: as in `DataConfig`; unset ones are taken from there.
         text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
-        labels_column, document_end_id, loss_on: likewise.
+        labels_column, mask_column, ignore_columns, document_end_id, loss_on: likewise.
     """
 
     name: str
@@ -85,18 +87,25 @@ class DataConfig(Frozen):
     All but `epochs`, `workers`, `prefetch_steps` and `stall_timeout_s` decide which tokens a step holds.
 
     Args:
-        sources: files, directories (read recursively; names that begin with "." are left out), glob
-            patterns, or fsspec URLs of any of these. Either `sources` or `mixture` is set.
+        sources: files, directories (read recursively and through links; names that begin with "." are left out),
+            glob patterns, or fsspec URLs of any of these. Either `sources` or `mixture` is set.
         mixture: several data sets with weights instead of one.
         mixture_end: "once" reads every part exactly once an epoch (weights hold until a part ends); "repeat" begins
             an ended part anew, so that the weights always hold (then `epochs` has no meaning and is not set).
-        format: "auto" goes by file name: `.jsonl`/`.ndjson`, `.parquet`, `.arrow`/`.feather`, `.bin`/`.idx`/`.npy`
-            (token files), anything else is text (one document per file). A compression suffix that fsspec knows
-            (`.gz`, `.xz`, `.bz2`, ...) may follow; resuming inside a compressed file reads it from its beginning.
+        format: "auto" goes by file name: `.jsonl`/`.ndjson`, `.json` (a list of records, held in memory, or one a
+            line), `.parquet`, `.arrow`/`.feather`, `.bin`/`.idx`/`.npy` (token files); tables and archives (`.csv`,
+            `.zip`, ...) are refused; anything else is text (one document per file), but not beside data files unless
+            `include` names it. A compression suffix that fsspec knows (`.gz`, `.xz`, `.bz2`, ...) may follow; resuming
+            inside a compressed file reads it from its beginning.
         record: what a record holds: "text"; "messages" (a chat: role and content); "prompt_completion"; "tokens"
             (ids, made by someone else's tokeniser).
         text_column, messages_column, prompt_column, completion_column, tokens_column: names of keys or columns.
-        labels_column: of "tokens" records: ids to be predicted, -100 = no loss; "" = every token after the first.
+        labels_column: of "tokens" records: ids to be predicted, -100 = no loss; "" = "labels" of records that have it,
+            else every token after the first.
+        mask_column: of "tokens" records: a number a token, 0 = no loss; "" = "completion_mask", "assistant_masks" and
+            "loss_mask" of records that have them.
+        ignore_columns: keys or columns that are passed over although their name says that they decide what is trained,
+            such as "attention_mask" (docs/loader.md lists them).
         document_end_id: of `.npy` token files: the id that ends a document and belongs to it, where no
             `<name>.idx.npy` beside the file holds the documents' edges.
         loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
@@ -143,6 +152,8 @@ class DataConfig(Frozen):
     completion_column: str = "completion"
     tokens_column: str = "input_ids"
     labels_column: str = ""
+    mask_column: str = ""
+    ignore_columns: tuple[str, ...] = ()
     document_end_id: int | None = None
     loss_on: LossOn = "auto"
     chat_template: str | None = None

@@ -113,8 +113,7 @@ def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     columns = set(data.column_names)
     found = [kind for kind, needed in _TOLD_BY.items() if needed <= columns]
     if len(found) == 1:
-        has_labels = found == ["tokens"] and "labels" in columns
-        return {"record": found[0]} | ({"labels_column": "labels"} if has_labels else {})
+        return {"record": found[0]}
     kinds = ", ".join(found) or "none of the kinds"
     raise ConfigError(
         f"the data set's columns {sorted(columns)} could be records of {kinds}; set record to one of text, messages, "

@@ -37,6 +37,8 @@ class LoaderSettings(TypedDict, total=False):
     completion_column: str
     tokens_column: str
     labels_column: str
+    mask_column: str
+    ignore_columns: Sequence[str]
     document_end_id: int | None
     loss_on: LossOn
     chat_template: str | None

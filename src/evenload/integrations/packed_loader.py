@@ -144,6 +144,7 @@ class PackedLoader:
         fact = loader_tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
         self.start_lines: Sequence[str] = start_lines(config, fact, options, place, planner.costs)
         if place.is_first:
+            self.start_lines = [*self.start_lines, *(f"source        {line}" for line in self._loader.source_lines())]
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
 
     def balance_for(self, model: Any) -> None:

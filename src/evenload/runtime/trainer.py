@@ -340,6 +340,10 @@ class Trainer:
         files = [file for part in self._loader.parts for file in part.files]
         return len(files), sum(file.size_bytes or 0 for file in files)
 
+    def source_lines(self) -> list[str]:
+        """As of the loader."""
+        return self._loader.source_lines()
+
     def export(self) -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
         return export_run(self.config, self.hf_config, self.state.buffers, self.mesh)

@@ -39,6 +39,7 @@ from evenload.data.reading.block import BlockRequest, DocumentBlock, StreamKey
 from evenload.data.reading.block_reader import BlockReader
 from evenload.data.reading.block_service import BlockService
 from evenload.data.reading.part_files import open_part
+from evenload.data.reading.source_facts import source_lines
 from evenload.data.reading.workers import ReadingJob
 from evenload.data.source.files import files_digest
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
@@ -90,6 +91,14 @@ class GlobalBatchLoader:
         self._deferred: dict[int, Deferral] = {}
         self._lost: tuple[DeferredDocument, ...] = ()
         self._step = 0
+
+    def source_lines(self) -> list[str]:
+        """What is read of every source and what is not, a line each; looks at some of the files.
+
+        Raises:
+            DataError: a file that cannot be opened.
+        """
+        return [line for config, part, _ in self._job for line in source_lines(config, part)]
 
     def next_batch(self) -> GlobalBatch | None:
         """The next global batch; None after the last epoch. Collective.

@@ -15,6 +15,7 @@ from evenload.data.encoding.tokenize import (
     open_tokenizer,
     required_eos,
 )
+from evenload.data.formats.columns import record_columns, value_names
 from evenload.errors import ConfigError
 
 
@@ -39,7 +40,9 @@ def open_encoder(
         # Bytes are what the setting is by default, so they say nothing about ids that others made.
         own = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
         limit = min((size for size in (own, vocab_size) if size is not None), default=None)
-        return TokenIds(config.tokens_column, config.labels_column, limit)
+        columns = record_columns(config)
+        masks = [column.name for column in columns if column.kind == "mask"]
+        return TokenIds(value_names(columns), masks, limit)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokeniser {describe_tokenizer(tokenizer)} makes ids that the model has no embedding for: its "
@@ -70,9 +73,10 @@ def _optional_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
 
 
 def _check(config: DataConfig) -> None:
-    if config.labels_column and config.record != "tokens":
+    named = [setting for setting in ("labels_column", "mask_column") if getattr(config, setting)]
+    if named and config.record != "tokens":
         raise ConfigError(
-            f'data.labels_column is \'{config.labels_column}\' with data.record "{config.record}"; only "tokens" '
+            f'data.{named[0]} is \'{getattr(config, named[0])}\' with data.record "{config.record}"; only "tokens" '
             "have labels of their own: leave it out"
         )
     if config.record == "text" and config.loss_on == "completion":
@@ -80,15 +84,15 @@ def _check(config: DataConfig) -> None:
             'data.loss_on is "completion" with data.record "text", which has no completion; set data.record to '
             '"prompt_completion" or "messages", or leave data.loss_on out'
         )
-    if config.record == "tokens" and config.loss_on == "completion" and not config.labels_column:
+    if config.record == "tokens" and config.loss_on == "completion" and not named:
         raise ConfigError(
             'data.loss_on is "completion" with data.record "tokens", which do not say what the completion is; set '
-            "data.labels_column, or leave data.loss_on out"
+            "data.labels_column or data.mask_column, or leave data.loss_on out"
         )
-    if config.record == "tokens" and config.loss_on == "all" and config.labels_column:
+    if config.record == "tokens" and config.loss_on == "all" and named:
         raise ConfigError(
-            f"data.loss_on is \"all\" with data.labels_column '{config.labels_column}', which says where the loss is; "
-            "leave one of them out"
+            f"data.loss_on is \"all\" with data.{named[0]} '{getattr(config, named[0])}', which says where the loss "
+            "is; leave one of them out"
         )
     if config.format == "text" and config.record != "text":
         raise ConfigError(

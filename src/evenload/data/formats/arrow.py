@@ -21,7 +21,7 @@ import pyarrow as pa
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema, check_values, is_nested
 from evenload.data.formats.columns import Column
 from evenload.data.formats.mapped import ByteRanges, open_ranges
-from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.formats.record import FILE_END, FileFacts, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile
 
 _FILE_MAGIC, _FILE_MAGIC_BYTES = b"ARROW1", 8
@@ -55,6 +55,21 @@ class ArrowReader(RecordReader):
     def can_share(self, file: SourceFile) -> bool:
         return file.is_local
 
+    def look(self, file: SourceFile) -> FileFacts:
+        columns, num_rows = (), 0
+        with open_ranges(file) as ranges:
+            try:
+                for message in _messages(ranges):
+                    ranges.release(0)
+                    if message.content.type == "schema":
+                        columns = tuple(pa.ipc.read_schema(message.content).names)
+                        if not file.is_local:  # whose bodies would be read
+                            return FileFacts(columns)
+                    num_rows += message.num_rows
+            except _DamagedError:
+                return FileFacts(columns)  # its reader tells the damage
+        return FileFacts(columns, num_rows)
+
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
         with open_ranges(file) as ranges:
             span = part.range_of(ranges.size_bytes or 0)
@@ -63,8 +78,8 @@ class ArrowReader(RecordReader):
             try:
                 for first_row, arrays in _slices(ranges, start, stop, row, self.columns, file.name):
                     yield from arrow_records(arrays, self.columns, first_row)
-                    row = first_row + len(arrays[0])
-                    ranges.release(sum(array.nbytes for array in arrays))
+                    row = first_row + len(next(iter(arrays.values())))
+                    ranges.release(sum(array.nbytes for array in arrays.values()))
             except _DamagedError as err:
                 if start <= err.position and (stop is None or err.position < stop):
                     yield Record(row, FILE_END, None, f"the Arrow file is damaged from byte {err.position} on: {err}")
@@ -72,22 +87,22 @@ class ArrowReader(RecordReader):
 
 def _slices(
     ranges: ByteRanges, start: int, stop: int | None, row: int, wanted: tuple[Column, ...], name: str
-) -> Iterator[tuple[int, list[pa.Array]]]:
+) -> Iterator[tuple[int, dict[str, pa.Array]]]:
     """First row and wanted columns of slices of the batches that begin in `[start, stop)`, from that row on."""
     for message, batch in _batches(ranges, start, stop, row, wanted, name):
-        arrays = [batch.column(column.name) for column in wanted]
+        arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
         try:
-            for array in arrays:
+            for array in arrays.values():
                 # A slice of a nested array cannot be checked without checking all of its items. Of others the ends of
                 # the offsets are enough here; unchecked, even the size of an array is read outside of its buffers.
                 if is_nested(array.type):
                     check_values(array)
                 else:
                     array.validate()
-            size = batch_rows(len(batch), sum(array.nbytes for array in arrays))
+            size = batch_rows(len(batch), sum(array.nbytes for array in arrays.values()))
             for begin in range(max(0, row - message.first_row), len(batch), size):
-                sliced = [array.slice(begin, size) for array in arrays]
-                for array in sliced:
+                sliced = {name: array.slice(begin, size) for name, array in arrays.items()}
+                for array in sliced.values():
                     if not is_nested(array.type):
                         check_values(array)
                 yield message.first_row + begin, sliced
@@ -112,8 +127,7 @@ def _batches(
             chosen.add(message.content)
             if message.content.type == "schema":
                 schema = pa.ipc.read_schema(message.content)
-                check_schema(schema, wanted, name)
-                fields = [schema.get_field_index(column.name) for column in wanted]
+                fields = [schema.get_field_index(column.name) for column in check_schema(schema, wanted, name)]
                 options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
             if message.content.type != "record batch":
                 continue
@@ -167,6 +181,21 @@ class _ChosenMessages:
     def add(self, message: pa.Message) -> None:
         prefix = struct.pack("<II", 0xFFFFFFFF, len(message.metadata))
         self._contents += [memoryview(part) for part in (prefix, message.metadata, message.body or b"") if len(part)]
+
+    def look(self, file: SourceFile) -> FileFacts:
+        columns, num_rows = (), 0
+        with open_ranges(file) as ranges:
+            try:
+                for message in _messages(ranges):
+                    ranges.release(0)
+                    if message.content.type == "schema":
+                        columns = tuple(pa.ipc.read_schema(message.content).names)
+                        if not file.is_local:  # whose bodies would be read
+                            return FileFacts(columns)
+                    num_rows += message.num_rows
+            except _DamagedError:
+                return FileFacts(columns)  # its reader tells the damage
+        return FileFacts(columns, num_rows)
 
     def read(self, count: int = -1) -> memoryview:
         """The next bytes, of one buffer only: the decoder asks for whole ones."""

@@ -3,17 +3,31 @@
 A batch of a column is converted at once and then cut: token ids stay one array per batch, and a record's ids are a
 slice of it (0.2 µs) without a copy where the column holds int32. Values of a wrong type are found per record; a column
 of a wrong type is found in the schema. Price: O(values); one Python object a record, more for texts and messages.
+
+Arrow gives every struct all keys of all structs, so a key that is null, at any depth, is left out: a template must not
+read what only other rows have. Values of the extension type `arrow.json`, at any depth, are the values that the JSON
+spells, with their nulls. Any other extension type is refused, since what it means is not known.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from evenload.data.formats.columns import KIND_WORDS, Column, beyond_int32, narrow_ids
+from evenload.data.formats.columns import (
+    KIND_WORDS,
+    Column,
+    ColumnKind,
+    ValueProblem,
+    beyond_int32,
+    convert_named,
+    narrow_ids,
+    neighbour_values,
+)
 from evenload.data.formats.record import Record, make_records
 from evenload.errors import DataError
 
@@ -21,6 +35,9 @@ BATCH_BYTES = 1 << 22
 """Batches are about so large, whatever the size of a record: small, so that long documents do not pile up."""
 
 _MOST_ROWS = 4096
+_JSON = "arrow.json"
+# Their values are plain ones; what a template would make of them is as with any other value.
+_KNOWN_EXTENSIONS = (_JSON, "arrow.bool8", "arrow.uuid")
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
@@ -28,27 +45,55 @@ def batch_rows(num_rows: int, num_bytes: int) -> int:
     return max(1, min(_MOST_ROWS, BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
-def check_schema(schema: pa.Schema, wanted: Sequence[Column], name: str) -> None:
-    """Refuse a schema without these columns or with types that cannot hold their kind: a `DataError` that names it."""
-    for column in wanted:
+def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> tuple[Column, ...]:
+    """The columns that a schema has.
+
+    Raises:
+        DataError: one that is needed is missing or cannot hold its kind, one comes twice or holds an unknown extension
+            type; names the file.
+    """
+    present = []
+    for column in columns:
         if column.name not in schema.names:
+            if not column.is_needed:
+                continue
             raise DataError(
                 f"{name} has no column '{column.name}', only {', '.join(schema.names)}; set {column.setting}"
             )
         if len(schema.get_all_field_indices(column.name)) > 1:
             raise DataError(f"{name} has several columns '{column.name}'; rename all but one")
-        kind = schema.field(column.name).type
-        held = _held_by(kind)
-        fits = held == column.kind or (column.kind == "text_or_messages" and held in ("text", "messages"))
-        if not fits:
+        field = schema.field(column.name)
+        held = _held_by(field.type)
+        fits = held in (column.kind, "any") or (column.kind == "text_or_messages" and held in ("text", "messages"))
+        if column.is_needed and not (fits or (column.kind == "mask" and held == "tokens")):
             raise DataError(
-                f"{name}: column '{column.name}' is {kind}, not {KIND_WORDS[column.kind]}; set {column.setting}"
+                f"{name}: column '{column.name}' is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}"
             )
+        if unknown := next(_unknown_extensions(field), None):
+            raise DataError(
+                f"{name}: column '{column.name}' holds values of the extension type '{unknown}', which are not known; "
+                "write them as plain values or JSON"
+            )
+        present.append(column)
+    return tuple(present)
+
+
+def _unknown_extensions(field: pa.Field) -> Iterator[str]:
+    """Names of extension types in a field, at any depth, whose values would not be what they stand for."""
+    kind = field.type
+    name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    if isinstance(kind, pa.BaseExtensionType):
+        name = kind.extension_name
+        name = "" if name in _KNOWN_EXTENSIONS else name
+    if name:
+        yield name
+    for index in range(kind.num_fields):
+        yield from _unknown_extensions(kind.field(index))
 
 
 def is_nested(kind: pa.DataType) -> bool:
-    """Whether it is the type of a column of messages."""
-    return _held_by(kind) == "messages"
+    """Whether it is a type of values inside values, other than lists of numbers."""
+    return pa.types.is_nested(kind) and _held_by(kind) != "tokens"
 
 
 def check_values(array: pa.Array) -> None:
@@ -62,83 +107,155 @@ def check_values(array: pa.Array) -> None:
     array.validate(full=True)
 
 
-def arrow_records(arrays: Sequence[pa.Array], wanted: Sequence[Column], first_row: int) -> Iterator[Record]:
+def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], first_row: int) -> Iterator[Record]:
     """The rows of a batch.
 
     Args:
-        arrays: one per wanted column, of equal length; types as `check_schema` allows.
+        arrays: of those columns that there are, by name, of equal length; types as `check_schema` allows.
+        columns: as of `record_columns`.
         first_row: offset of the first; every row is one further.
     """
-    if not len(arrays[0]):
+    num_rows = len(next(iter(arrays.values())))
+    if not num_rows:
         return iter(())
     problems: dict[int, str] = {}
-    values = []
-    for array, column in zip(arrays, wanted, strict=True):
-        found, wrong = _values(array, column)
-        values.append(found)
-        problems = wrong | problems
-    return make_records(range(first_row, first_row + len(arrays[0]) + 1), list(zip(*values, strict=True)), problems)
+    needed, none = [], [None] * num_rows
+    neighbours = [column for column in columns if not column.is_needed]
+    for column in columns:
+        if column.is_needed:
+            found, wrong = _values(arrays[column.name], column)
+            needed.append(found)
+            problems = wrong | problems
+    values = list(zip(*needed, strict=True))
+    if any(column.name in arrays for column in neighbours):
+        beside = []
+        for column in neighbours:
+            found, wrong = _plain_values(arrays[column.name], column) if column.name in arrays else (none, {})
+            beside.append(found)
+            problems = wrong | problems
+        for row, found in enumerate(zip(*beside, strict=True)):
+            try:
+                values[row] += neighbour_values(neighbours, found)
+            except ValueProblem as problem:
+                problems.setdefault(row, str(problem))
+    return make_records(range(first_row, first_row + num_rows + 1), values, problems)
 
 
-def _held_by(kind: pa.DataType) -> str:
-    """The kind of column that an Arrow type can hold; "" = none."""
+def _held_by(kind: pa.DataType) -> ColumnKind | None:
+    """The kind of column that an Arrow type can hold; "any" = only its values tell."""
     if pa.types.is_dictionary(kind):
-        return "text" if _held_by(kind.value_type) == "text" else ""
+        return "text" if _held_by(kind.value_type) == "text" else None
+    if isinstance(kind, pa.BaseExtensionType):
+        return "any" if kind.extension_name == _JSON else None
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return "text"
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list(kind):
         if pa.types.is_integer(kind.value_type):
             return "tokens"
+        if pa.types.is_boolean(kind.value_type):
+            return "mask"
         if pa.types.is_struct(kind.value_type):
             return "messages"
-    return ""
+        if _held_by(kind.value_type) == "any":
+            return "any"
+    return None
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _values(array: pa.Array, column: Column) -> tuple[Sequence[Any], dict[int, str]]:
-    """Value of every row, and what is wrong by row."""
+    """Value of every row of a needed column, and what is wrong by row."""
     held = _held_by(array.type)
-    if held == "tokens":
+    if held == "tokens" and column.kind == "tokens":
         return _token_values(array, column)
-    problems: dict[int, str] = {}
-    try:
-        values = array.to_pylist()
-    except UnicodeDecodeError:
-        values = []
-        for index, scalar in enumerate(array):
+    values, problems = _plain_values(array, column)
+    if held != "text":
+        for index, value in enumerate(values):
+            if value is None:
+                continue
+            if isinstance(value, list) and None in value:
+                problems[index] = f"an item of '{column.name}' is null"
+                continue
             try:
-                values.append(scalar.as_py())
-            except UnicodeDecodeError as err:
-                values.append(None)
-                problems[index] = f"the text in '{column.name}' is not UTF-8: {err}"
-    if array.null_count:
-        problems = {index: _null(column) for index, value in enumerate(values) if value is None} | problems
-    if held == "messages":
-        values = _messages(values, column, problems)
+                values[index] = convert_named(column, value)
+            except ValueProblem as problem:
+                problems[index] = str(problem)
+    return values, {index: _null(column) for index, value in enumerate(values) if value is None} | problems
+
+
+def _plain_values(array: pa.Array, column: Column) -> tuple[list[Any], dict[int, str]]:
+    """The rows as Python values, and what is wrong by row.
+
+    JSON is decoded, null keys of structs are left out, lists of numbers are arrays.
+    """
+    if _held_by(array.type) in ("tokens", "mask"):
+        flat, edges = _flat_lists(array)
+        numbers = flat.to_numpy(zero_copy_only=False)
+        is_null = array.is_null().to_pylist()
+        spans = zip(pairwise(edges.tolist()), is_null, strict=True)
+        return [None if null else numbers[start:stop] for (start, stop), null in spans], {}
+    decode = _decoder(array.type)
+
+    def rows(part: pa.Array) -> list[Any]:
+        values = part.to_pylist(maps_as_pydicts="strict")
+        return values if decode is None else [None if value is None else decode(value) for value in values]
+
+    try:
+        return rows(array), {}
+    except (UnicodeDecodeError, msgspec.DecodeError):
+        values, problems = [], {}
+    for index in range(len(array)):
+        try:
+            values += rows(array.slice(index, 1))
+        except (UnicodeDecodeError, msgspec.DecodeError) as err:
+            values.append(None)
+            what = "text" if isinstance(err, UnicodeDecodeError) else "JSON"
+            problems[index] = f"the {what} in '{column.name}' is not {'UTF-8' if what == 'text' else what}: {err}"
     return values, problems
 
 
-def _messages(values: list[Any], column: Column, problems: dict[int, str]) -> list[Any]:
-    """Without the keys that are null: Arrow cannot leave a key out, so that is how it is told."""
-    for index, messages in enumerate(values):
-        if messages is None:
-            continue
-        if None in messages:
-            problems[index] = f"a message in '{column.name}' is null"
-            continue
-        values[index] = [
-            {key: value for key, value in message.items() if value is not None} if None in message.values() else message
-            for message in messages
-        ]
-    return values
-
-
-def _token_values(array: Any, column: Column) -> tuple[list[NDArray[np.int32]], dict[int, str]]:
+def _flat_lists(array: Any) -> tuple[pa.Array, NDArray[Any]]:
+    """Items of all lists, and where in them each list begins, and the last ends."""
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.list_(array.type.value_type))
     edges: NDArray[Any] = array.offsets.to_numpy()
     # `values` and `offsets` are those of the whole buffer, of which the array may be a slice.
-    flat = array.values.slice(edges[0], edges[-1] - edges[0])
-    edges = edges - edges[0]
+    return array.values.slice(edges[0], edges[-1] - edges[0]), edges - edges[0]
+
+
+def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Makes of a value that pyarrow gives the one that is meant; None = they are the same."""
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == _JSON:
+        return _decode_json
+    if is_list(kind):
+        item = _decoder(kind.value_type)
+        return item and (lambda values: [None if value is None else item(value) for value in values])
+    if pa.types.is_map(kind):
+        item = _decoder(kind.item_type)
+        return item and (lambda values: {key: value and item(value) for key, value in values.items()})
+    if pa.types.is_struct(kind):
+        fields = {kind.field(index).name: _decoder(kind.field(index).type) for index in range(kind.num_fields)}
+
+        def decode(value: dict[str, Any]) -> dict[str, Any]:
+            found = {}
+            for key, item in value.items():
+                if item is not None:
+                    change = fields[key]
+                    found[key] = item if change is None else change(item)
+            return found
+
+        return decode
+    return None
+
+
+def _decode_json(value: str) -> Any:
+    return msgspec.json.decode(value)
+
+
+def _token_values(array: Any, column: Column) -> tuple[list[NDArray[np.int32]], dict[int, str]]:
+    flat, edges = _flat_lists(array)
     problems: dict[int, str] = {}
     if flat.null_count:
         is_null = flat.is_null().to_numpy(zero_copy_only=False)

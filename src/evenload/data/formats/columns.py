@@ -1,21 +1,62 @@
-"""`Column`: what the values of a column have to be, and how Python values become that."""
+"""`Column`: what the values of a column have to be, how Python values become that, and which columns matter.
 
+What a reader does not use is either known to be harmless, or said at the start, or refused until a setting says
+"ignore". A *neighbour* is a column beside the needed ones whose name says, in the field's libraries, that it decides
+what is trained: it is used (labels, masks, tools), or checked record by record to change nothing (an attention mask of
+ones), and a record in which it would change something is refused. `data.ignore_columns` passes over it.
+"""
+
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig
+from evenload.errors import DataError
 
-ColumnKind = Literal["text", "messages", "text_or_messages", "tokens"]
+ColumnKind = Literal[
+    "text", "messages", "text_or_messages", "tokens", "mask", "any", "ones", "counting", "one", "equal", "empty"
+]
+"""The first six are read; what the others hold is only checked, and gives no value."""
 
 _INT32 = np.iinfo(np.int32)
+_CHECKED: tuple[ColumnKind, ...] = ("ones", "counting", "one", "equal", "empty")
 KIND_WORDS: dict[ColumnKind, str] = {
     "text": "text",
     "messages": "a list of message objects",
     "text_or_messages": "text or a list of message objects",
     "tokens": "a list of token ids",
+    "mask": "a list of 0 and 1",
 }
+_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+_PACKED = "says that the record holds several documents, which would attend to each other; store them one a record"
+_PADDED = "marks tokens as padding, which would be trained; leave them out of the record"
+_WEIGHTED = "weighs the loss, which is not done; remove it"
+_MEDIA = ("images image videos video audios audio", "empty", "is not empty, and only text is trained; remove it")
+_CHAT: tuple[tuple[str, ColumnKind, str], ...] = (
+    ("tools chat_template_kwargs", "any", ""),
+    ("weight weights sample_weight loss_weight", "ones", _WEIGHTED),
+    ("system system_prompt", "empty", "is no message of the conversation; make it the first one"),
+    _MEDIA,
+)
+_NEIGHBOURS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
+    "text": (),
+    "messages": _CHAT,
+    "prompt_completion": _CHAT,
+    "tokens": (
+        ("labels", "tokens", ""),
+        (" ".join(_MASKS), "mask", ""),
+        ("attention_mask", "ones", _PADDED),
+        ("position_ids", "counting", _PACKED),
+        ("seq_lengths", "one", _PACKED),
+        ("seq_idx segment_ids document_ids", "equal", _PACKED),
+        ("cu_seqlens cu_seq_lens", "empty", _PACKED),
+        ("weight weights sample_weight loss_weight loss_weights token_weights", "ones", _WEIGHTED),
+        _MEDIA,
+    ),
+}
+"""Neighbours by kind of record: names, what they have to hold, and what is wrong where they do not."""
 
 
 class Column(NamedTuple):
@@ -23,17 +64,21 @@ class Column(NamedTuple):
 
     Args:
         name: key (jsonl) or column.
-        kind: "text" values are str; "messages" list[dict]; "tokens" int32[num_tokens].
-        setting: name of the `DataConfig` field that holds `name`.
+        kind: "text" values are str; "messages" list[dict]; "tokens" int32[num_tokens]; "mask" bool[num_tokens].
+        setting: name of the `DataConfig` field that holds `name`, or that passes over it.
+        is_needed: every record must have it; else a neighbour, of which a record may have none.
+        problem: of a neighbour that is only checked: what is wrong where it does not hold its kind.
     """
 
     name: str
     kind: ColumnKind
     setting: str
+    is_needed: bool = True
+    problem: str = ""
 
 
 def record_columns(config: DataConfig) -> tuple[Column, ...]:
-    """The columns of a record of `config.record`, in the order of `DocumentEncoder.encode`'s values."""
+    """The columns of a record of `config.record`: those needed, then neighbours."""
     fields: dict[str, ColumnKind]
     match config.record:
         case "text":
@@ -46,17 +91,103 @@ def record_columns(config: DataConfig) -> tuple[Column, ...]:
             fields = {"tokens_column": "tokens"}
             if config.labels_column:
                 fields["labels_column"] = "tokens"
-    return tuple(Column(getattr(config, field), kind, f"data.{field}") for field, kind in fields.items())
+            if config.mask_column:
+                fields["mask_column"] = "mask"
+    needed = tuple(Column(getattr(config, field), kind, f"data.{field}") for field, kind in fields.items())
+    passed_over = {column.name for column in needed} | set(config.ignore_columns)
+    neighbours = [
+        _neighbour(config, name, kind, problem)
+        for names, kind, problem in _NEIGHBOURS[config.record]
+        for name in names.split()
+        if name not in passed_over
+    ]
+    return needed + tuple(neighbours)
+
+
+def value_names(columns: Sequence[Column]) -> tuple[str, ...]:
+    """Names of the columns whose values a record holds, in their order; trailing ones may be missing."""
+    return tuple(column.name for column in columns if column.kind not in _CHECKED)
+
+
+def _neighbour(config: DataConfig, name: str, kind: ColumnKind, problem: str) -> Column:
+    told_by = {"labels": config.labels_column} | dict.fromkeys(_MASKS, config.mask_column)
+    if config.record == "tokens" and name in told_by and (told_by[name] or config.loss_on == "all"):
+        told = f'"{told_by[name]}" was named instead' if told_by[name] else 'data.loss_on is "all"'
+        kind, problem = "empty", f"says where the loss is, and {told}"
+    return Column(name, kind, "data.ignore_columns", False, problem)
+
+
+def neighbour_values(columns: Sequence[Column], values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values of neighbours that are read, in the order of `value_names`, without `None` at the end.
+
+    Args:
+        values: one a column; None where a record has none.
+
+    Raises:
+        NeighbourProblem: one that is only checked would change what is trained.
+        ValueProblem: another value that is not what its column has to hold.
+    """
+    if all(value is None for value in values):
+        return ()
+    found = []
+    for column, value in zip(columns, values, strict=True):
+        if column.kind not in _CHECKED:
+            found.append(None if value is None else convert_named(column, value))
+        elif value is not None and not _holds(column.kind, value):
+            raise NeighbourProblem(
+                f"'{column.name}' {column.problem}, or set data.ignore_columns = [\"{column.name}\"] to train as if it "
+                "were not there"
+            )
+    while found and found[-1] is None:
+        found.pop()
+    return tuple(found)
+
+
+def convert_named(column: Column, value: Any) -> Any:
+    """What `convert_value` makes of a value of a column, which problems name."""
+    try:
+        return convert_value(column.kind, value)
+    except ValueProblem as problem:
+        raise ValueProblem(f"column '{column.name}': {problem}") from problem
+
+
+def _holds(kind: ColumnKind, value: Any) -> bool:
+    """Whether a value of a neighbour is one that changes nothing."""
+    if kind == "empty":
+        return value in ("", [], {}) if isinstance(value, str | list | dict) else False
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return False
+    if array.dtype.kind not in "biuf":
+        return False
+    match kind:
+        case "ones":
+            return bool((array == 1).all())
+        case "counting":
+            return array.ndim == 1 and np.array_equal(array, np.arange(len(array)))
+        case "one":
+            return array.size <= 1
+        case _:
+            return not array.size or bool((array == array.flat[0]).all())
 
 
 class ValueProblem(ValueError):
     """A value that is not what its column has to hold."""
 
 
+class NeighbourProblem(DataError):
+    """A column decides what is trained, and that is not done. No damage of one record, so it always stops the run."""
+
+
 def convert_value(kind: ColumnKind, value: Any) -> Any:
     """One Python value as its column holds it; a `ValueProblem` for another type and ids that int32 cannot hold."""
+    if kind == "any":
+        return value
     if kind == "tokens":
         return token_array(value)
+    if kind == "mask":
+        return _mask_array(value)
     is_text = type(value) is str
     is_messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if not ((is_text and kind != "messages") or (is_messages and kind != "text")):
@@ -78,6 +209,17 @@ def token_array(value: Any) -> NDArray[np.int32]:
     if fits is not None:
         raise ValueProblem(beyond_int32(array))
     return narrowed
+
+
+def _mask_array(value: Any) -> NDArray[np.bool_]:
+    """bool[num_tokens] of a list or array of 0 and 1; raises as `convert_value`."""
+    try:
+        array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
+    except ValueError:  # lists of unequal lengths
+        array = None
+    if array is None or array.ndim != 1 or not np.isin(array, (0, 1)).all():
+        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['mask']}")
+    return array.astype(bool)
 
 
 def narrow_ids(values: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:

@@ -10,13 +10,14 @@ Price: one batch in memory. A `Dataset` that was shuffled gathers its rows one b
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
-from evenload.data.formats.columns import Column, ValueProblem, convert_value
-from evenload.data.formats.record import FilePart, Record, RecordReader
+from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema, is_list
+from evenload.data.formats.columns import Column, ValueProblem, convert_named, neighbour_values
+from evenload.data.formats.record import FileFacts, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile
 from evenload.errors import ConfigError, DataError, EvenloadError
 
@@ -66,27 +67,28 @@ class DatasetReader(RecordReader):
         records = self._transformed if is_transformed else self._batches
         return _guarded(records(file.name, rows), file.name)
 
+    def look(self, file: SourceFile) -> FileFacts:
+        return FileFacts(tuple(self.dataset.column_names), len(self.dataset))
+
     def _batches(self, name: str, rows: range) -> Iterator[Record]:
-        check_schema(self.dataset.features.arrow_schema, self.columns, name)
-        names = [column.name for column in self.columns]
+        names = [each.name for each in check_schema(self.dataset.features.arrow_schema, self.columns, name)]
         table = self.dataset.data
         size = batch_rows(table.num_rows, sum(table.column(column).nbytes for column in names))
         dataset = self.dataset.with_format("arrow", columns=names)
         for start in range(rows.start, rows.stop, size):
             found: Any = dataset[start : min(rows.stop, start + size)]
             for batch in found.to_batches():
-                yield from arrow_records([batch.column(column) for column in names], self.columns, start)
+                yield from arrow_records({each: batch.column(each) for each in names}, self.columns, start)
                 start += len(batch)
 
     def _transformed(self, name: str, rows: range) -> Iterator[Record]:
-        wanted = self.columns
         for start in range(rows.start, rows.stop, _TRANSFORMED_ROWS):
             found: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
-            columns = {column.name: found[column.name] for column in wanted if column.name in found}
-            if len(columns) < len(wanted):
-                _make_record(wanted, name, found, start)  # raises what is missing
+            columns = {column.name: found[column.name] for column in self.columns if column.name in found}
+            if not columns:
+                _make_record(self.columns, name, found, start)  # raises what is missing
             for index, values in enumerate(zip(*columns.values(), strict=True), start):
-                yield _make_record(wanted, name, dict(zip(columns, values, strict=True)), index)
+                yield _make_record(self.columns, name, dict(zip(columns, values, strict=True)), index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,33 +108,65 @@ class IterableDatasetReader(RecordReader):
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
         return _guarded(self._examples(file.name, part, offset), file.name)
 
+    def look(self, file: SourceFile) -> FileFacts:
+        return FileFacts(tuple(self.dataset.column_names or ()))
+
     def origin(self, file: SourceFile, offset: int) -> str:
         shard, example = _place(offset)
         return f"{file.name}:shard {shard}, example {example + 1}"
 
     def _examples(self, name: str, part: FilePart, offset: int | None) -> Iterator[Record]:
         dataset, num_shards = self.dataset.with_format(None), self.dataset.num_shards
-        shards = part.range_of(num_shards)
+        shards, features = part.range_of(num_shards), self.dataset.features
+        kinds = {} if features is None else {field.name: field.type for field in features.arrow_schema}
         first_shard, skipped = (shards.start, 0) if offset is None else _place(offset)
         for shard in range(first_shard, shards.stop):
             examples: Any = dataset.shard(num_shards=num_shards, index=shard)
             if skipped:
                 examples = examples.skip(skipped)
             for at, example in enumerate(examples, (shard << _EXAMPLE_BITS) + skipped):
-                yield _make_record(self.columns, name, example, at)
+                yield _make_record(self.columns, name, example, at, kinds)
             skipped = 0
 
 
-def _make_record(columns: Sequence[Column], name: str, example: Mapping[str, Any], offset: int) -> Record:
-    values = []
+def _make_record(
+    columns: Sequence[Column],
+    name: str,
+    example: Mapping[str, Any],
+    offset: int,
+    kinds: Mapping[str, pa.DataType] = MappingProxyType({}),
+) -> Record:
+    """The record of an example; `kinds` = types of its columns where they are known."""
+    found = []
     for column in columns:
-        if column.name not in example:
+        if column.is_needed and column.name not in example:
             raise DataError(f"{name} has no column '{column.name}', only {', '.join(example)}; set {column.setting}")
-        try:
-            values.append(convert_value(column.kind, example[column.name]))
-        except ValueProblem as problem:
-            return Record(offset, offset + 1, None, f"column '{column.name}': {problem}")
-    return Record(offset, offset + 1, tuple(values))
+        found.append(_without_nulls(example.get(column.name), kinds.get(column.name)))
+    needed = sum(column.is_needed for column in columns)
+    try:
+        values = [convert_named(column, value) for column, value in zip(columns[:needed], found, strict=False)]
+        beside = neighbour_values(columns[needed:], found[needed:])
+    except ValueProblem as problem:
+        return Record(offset, offset + 1, None, str(problem))
+    return Record(offset, offset + 1, (*values, *beside))
+
+
+def _without_nulls(value: Any, kind: pa.DataType | None) -> Any:
+    """The value without keys of objects that are None, at any depth, which Arrow gives to rows that lack them.
+
+    Args:
+        kind: its type where that is known; JSON has the keys that it spells.
+    """
+    if isinstance(value, dict):
+        kinds = {field.name: field.type for field in kind} if kind is not None and pa.types.is_struct(kind) else {}
+        if kind is not None and not kinds:
+            return value
+        return {key: _without_nulls(item, kinds.get(key)) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict | list):
+        if kind is not None and not is_list(kind):
+            return value
+        return [_without_nulls(item, None if kind is None else kind.value_type) for item in value]
+    return value
 
 
 def _place(offset: int) -> tuple[int, int]:

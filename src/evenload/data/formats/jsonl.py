@@ -7,6 +7,9 @@ and bytes that are not UTF-8 make a line corrupt, as does a line without the wan
 
 Price: one line in memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compressed file, everything before it is
 read).
+
+`JsonReader` takes the same objects as the items of one list, too: `.json` files hold either. Offsets in a list are
+items. A list is one part and is held in memory while it is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,20 +19,23 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from evenload.data.formats.columns import KIND_WORDS, Column, ColumnKind
-from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.formats.columns import KIND_WORDS, Column, ColumnKind, ValueProblem, convert_named, neighbour_values
+from evenload.data.formats.record import FILE_END, FileFacts, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile, damaged_compression
+from evenload.errors import DataError
 
 MAX_LINE_BYTES = 1 << 28
 """A longer line is a corrupt record: what has no line ends is no JSON lines file, and would fill memory."""
 
 _COUNT_BYTES = 1 << 20
+_LOOKED_AT = 100  # records whose keys are told
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TYPES: dict[ColumnKind, Any] = {
     "text": str,
     "messages": list[dict[str, Any]],
     "text_or_messages": str | list[dict[str, Any]],
     "tokens": list[int],
+    "mask": list[bool | int | float],
 }
 
 
@@ -68,6 +74,23 @@ class JsonlReader(RecordReader):
         except Exception as err:  # decompressors raise classes of their own
             yield Record(position, FILE_END, None, damaged_compression(file, err))
 
+    def look(self, file: SourceFile) -> FileFacts:
+        """Of its first `_COUNT_BYTES`."""
+        try:
+            with file.open() as stream:
+                begin = stream.read(_COUNT_BYTES)
+                is_whole = not stream.read(1)
+        except DataError:
+            raise
+        except Exception:  # decompressors raise classes of their own; its reader tells the damage
+            return FileFacts()
+        lines = [line for line in begin.removeprefix(_BYTE_ORDER_MARK).split(b"\n") if line.strip()]
+        keys = _keys(lines[:_LOOKED_AT])
+        if is_whole:
+            return FileFacts(keys, len(lines))
+        is_estimated = file.compression is None and file.size_bytes is not None and len(lines) > 1
+        return FileFacts(keys, len(lines) * (file.size_bytes or 0) // len(begin) if is_estimated else None, False)
+
     def origin(self, file: SourceFile, offset: int) -> str:
         """File and 1-based line. Reads the file up to there."""
         lines, left = 1, offset
@@ -81,6 +104,77 @@ class JsonlReader(RecordReader):
         return f"{file.name}:{lines}"
 
 
+@dataclass(frozen=True)
+class JsonReader(JsonlReader):
+    """Reader of format "json": a list of objects, or one object a line."""
+
+    def can_share(self, file: SourceFile) -> bool:
+        return False
+
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        if (items := _list_items(file)) is None:
+            yield from super().read(file, part, offset)
+        elif isinstance(items, str):
+            yield Record(0, FILE_END, None, items)
+        else:
+            decode = _line_decoder(self.columns)
+            for index in range(offset or 0, len(items)):
+                yield decode(index, index + 1, bytes(items[index]))
+
+    def look(self, file: SourceFile) -> FileFacts:
+        items = _list_items(file)
+        if items is None:
+            return super().look(file)
+        return FileFacts() if isinstance(items, str) else FileFacts(_keys(items[:_LOOKED_AT]), len(items))
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        is_list = isinstance(_list_items(file), list)
+        return f"{file.name}:item {offset + 1}" if is_list else super().origin(file, offset)
+
+
+def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
+    """The items of a JSON list; None where the file holds lines, and what is wrong where it holds neither."""
+    kind: Any = list[msgspec.Raw]
+    try:
+        with file.open() as stream:
+            begin = stream.read(_COUNT_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+            if not begin.startswith(b"["):
+                if not begin.startswith(b"{") or _is_json(begin.split(b"\n", 1)[0]):
+                    return None
+                kind = dict[str, msgspec.Raw]
+            stream.seek(0)
+            content = stream.read().removeprefix(_BYTE_ORDER_MARK)
+        found = msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        # Lines of which the first is broken are told line by line.
+        return f"the JSON list is damaged: {err}" if kind == list[msgspec.Raw] else None
+    except Exception as err:  # decompressors raise classes of their own
+        return damaged_compression(file, err)
+    if isinstance(found, list):
+        return found
+    keys = ", ".join(map(repr, found))
+    return f"the file is one JSON object over several lines, with the keys {keys}; write its records as a list"
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _keys(rows: Sequence[bytes | msgspec.Raw]) -> tuple[str, ...]:
+    """Keys of objects in the order in which they come; of what is no object none."""
+    found: dict[str, None] = {}
+    for row in rows:
+        try:
+            found |= dict.fromkeys(msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return tuple(found)
+
+
 def _pass_line(stream: IO[bytes]) -> int:
     """Go to the beginning of the next line; bytes passed."""
     passed = 0
@@ -91,28 +185,34 @@ def _pass_line(stream: IO[bytes]) -> int:
     return passed
 
 
-def _line_decoder(wanted: Sequence[Column]) -> Callable[[int, int, bytes], Record]:
+def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Record]:
     """Makes a record of a line and its place."""
     # Keys may be no Python names, so fields are numbered.
-    fields = [(f"value_{index}", _TYPES[column.kind]) for index, column in enumerate(wanted)]
-    keys = {name: column.name for (name, _), column in zip(fields, wanted, strict=True)}
+    keys = {f"value_{index}": column.name for index, column in enumerate(columns)}
+    fields: list[Any] = [
+        (field, _TYPES[column.kind]) if column.is_needed else (field, Any, None)
+        for field, column in zip(keys, columns, strict=True)
+    ]
     decoder = msgspec.json.Decoder(msgspec.defstruct("JsonlRow", fields, rename=keys))
-    is_tokens = [column.kind == "tokens" for column in wanted]
-    has_tokens = any(is_tokens)
-    names = ", ".join(f"'{column.name}'" for column in wanted)
-    described = " and ".join(f"{KIND_WORDS[kind].removeprefix('a ')} under key '{name}'" for name, kind, _ in wanted)
+    needed = [column for column in columns if column.is_needed]
+    others = columns[len(needed) :]
+    has_numbers = any(column.kind in ("tokens", "mask") for column in needed)
+    names = ", ".join(f"'{column.name}'" for column in needed)
+    described = " and ".join(f"{KIND_WORDS[each.kind].removeprefix('a ')} under key '{each.name}'" for each in needed)
 
     def decode(position: int, after: int, line: bytes) -> Record:
         if position == 0:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         try:
-            values = msgspec.structs.astuple(decoder.decode(line))
-            if has_tokens:
+            row = msgspec.structs.astuple(decoder.decode(line))
+            values = row[: len(needed)]
+            if has_numbers:
+                # Faster than `convert_value`, and they are whole numbers already.
                 values = tuple(
-                    np.array(value, dtype=np.int32) if tokens else value
-                    for value, tokens in zip(values, is_tokens, strict=True)
+                    np.array(value, dtype=np.int32) if column.kind == "tokens" else convert_named(column, value)
+                    for value, column in zip(values, needed, strict=True)
                 )
-            return Record(position, after, values)
+            return Record(position, after, values + neighbour_values(others, row[len(needed) :]))
         except UnicodeDecodeError as err:
             problem = f"a text under {names} is not UTF-8: {err}"
         except OverflowError as err:
@@ -121,6 +221,8 @@ def _line_decoder(wanted: Sequence[Column]) -> Callable[[int, int, bytes], Recor
             problem = f"no {described} ({err}{_keys_of(line)})"
         except (msgspec.DecodeError, RecursionError) as err:
             problem = f"the line is not JSON ({err})"
+        except ValueProblem as err:
+            problem = str(err)
         return Record(position, after, None, problem)
 
     return decode

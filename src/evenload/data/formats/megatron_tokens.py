@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.formats.mapped import ByteRanges, DamagedError, NumberArray, open_ranges
-from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.formats.record import FILE_END, FileFacts, FilePart, Record, RecordReader
 from evenload.data.formats.token_records import records_by_edges
 from evenload.data.source.files import SourceFile
 from evenload.errors import DataError
@@ -38,13 +38,7 @@ class MegatronReader(RecordReader):
     """Reader of a `.bin` of format "memmap"."""
 
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        suffix = ".bin" if file.path.endswith(".bin") else ""
-        index_file = file.beside(suffix, ".idx")
-        if index_file is None:
-            raise DataError(
-                f"{file.name} has no {file.name.removesuffix(suffix).rsplit('/', 1)[-1]}.idx beside it, which says "
-                "where its documents are; put it there (a bare array of ids can be read as .npy)"
-            )
+        index_file = _index_file(file)
         document, opened = offset or 0, False
         with open_ranges(index_file) as index_ranges, open_ranges(file) as ranges:
             try:
@@ -60,8 +54,25 @@ class MegatronReader(RecordReader):
                 if opened or part.index == 0:
                     yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")
 
+    def look(self, file: SourceFile) -> FileFacts:
+        with open_ranges(_index_file(file)) as ranges:
+            try:
+                return FileFacts(num_records=max(0, _open_index(ranges, file.size_bytes).documents.size - 1))
+            except DamagedError:
+                return FileFacts()  # its reader tells the damage
+
     def origin(self, file: SourceFile, offset: int) -> str:
         return f"{file.name}:document {offset + 1}"
+
+
+def _index_file(file: SourceFile) -> SourceFile:
+    suffix = ".bin" if file.path.endswith(".bin") else ""
+    if (found := file.beside(suffix, ".idx")) is None:
+        raise DataError(
+            f"{file.name} has no {file.name.removesuffix(suffix).rsplit('/', 1)[-1]}.idx beside it, which says where "
+            "its documents are; put it there (a bare array of ids can be read as .npy)"
+        )
+    return found
 
 
 @dataclass(frozen=True)

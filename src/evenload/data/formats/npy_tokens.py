@@ -22,7 +22,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from evenload.data.formats.mapped import ByteRanges, DamagedError, NumberArray, open_ranges
-from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.formats.record import FILE_END, FileFacts, FilePart, Record, RecordReader
 from evenload.data.formats.token_records import records_by_edges, token_records
 from evenload.data.source.files import SourceFile
 from evenload.errors import DataError
@@ -68,6 +68,15 @@ class NpyReader(RecordReader):
             except DamagedError as err:
                 if opened or part.index == 0:
                     yield Record(at, FILE_END, None, f"the token file is damaged: {err}")
+
+    def look(self, file: SourceFile) -> FileFacts:
+        if (edges_file := file.beside(".npy", ".idx.npy")) is None:
+            return FileFacts()
+        with open_ranges(edges_file) as ranges:
+            try:
+                return FileFacts(num_records=max(0, _find_array(ranges, edges_file.name).size - 1))
+            except DamagedError:
+                return FileFacts()  # its reader tells the damage
 
     def origin(self, file: SourceFile, offset: int) -> str:
         """File and 1-based document. May read the file up to there."""

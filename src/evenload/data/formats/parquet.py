@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema
 from evenload.data.formats.columns import Column
-from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.formats.record import FILE_END, FileFacts, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile, is_storage_failure, unreadable
 
 _BUFFER_BYTES = 1 << 20
@@ -33,15 +33,21 @@ class ParquetReader(RecordReader):
 
     columns: tuple[Column, ...]
 
+    def look(self, file: SourceFile) -> FileFacts:
+        try:
+            with nullcontext(file.path) if file.is_local else file.open() as place, pq.ParquetFile(place) as parquet:
+                return FileFacts(tuple(parquet.schema_arrow.names), parquet.metadata.num_rows)
+        except pa.ArrowException:
+            return FileFacts()  # its reader tells the damage
+
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        names = [column.name for column in self.columns]
         row, opened = offset or 0, False
         # Arrow reads local files faster itself.
         source: Any = nullcontext(file.path) if file.is_local else file.open()
         try:
             # By default all chunks of a row group are read at once.
             with source as place, pq.ParquetFile(place, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
-                check_schema(parquet.schema_arrow, self.columns, file.name)
+                names = [each.name for each in check_schema(parquet.schema_arrow, self.columns, file.name)]
                 metadata = parquet.metadata
                 num_groups = metadata.num_row_groups
                 edges = list(accumulate((metadata.row_group(at).num_rows for at in range(num_groups)), initial=0))
@@ -58,7 +64,7 @@ class ParquetReader(RecordReader):
                     ):
                         left = batch.slice(min(skip, len(batch)))
                         skip = max(0, skip - len(batch))
-                        yield from arrow_records([left.column(name) for name in names], self.columns, row)
+                        yield from arrow_records({name: left.column(name) for name in names}, self.columns, row)
                         row += len(left)
                     if row != edges[group + 1]:
                         raise pa.ArrowInvalid(f"row group {group} ends at row {row} instead of {edges[group + 1]}")

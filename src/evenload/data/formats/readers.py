@@ -8,7 +8,7 @@ from evenload.data.config import DataConfig
 from evenload.data.formats.arrow import ArrowReader
 from evenload.data.formats.columns import record_columns
 from evenload.data.formats.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
-from evenload.data.formats.jsonl import JsonlReader
+from evenload.data.formats.jsonl import JsonlReader, JsonReader
 from evenload.data.formats.megatron_tokens import MegatronReader
 from evenload.data.formats.npy_tokens import NpyReader
 from evenload.data.formats.parquet import ParquetReader
@@ -42,17 +42,20 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
             return TextReader()
         case "jsonl":
             return JsonlReader(columns)
+        case "json":
+            return JsonReader(columns)
         case "parquet":
             return ParquetReader(columns)
         case "arrow":
             return ArrowReader(columns)
         case "memmap":
             _check_record(file, config, "tokens", 'set data.record = "tokens"')
-            if config.labels_column:
-                raise ConfigError(
-                    f"{file.name} is a token file, which has no labels, and data.labels_column is "
-                    f"'{config.labels_column}'; leave it out"
-                )
+            for setting in ("labels_column", "mask_column"):
+                if column := getattr(config, setting):
+                    raise ConfigError(
+                        f"{file.name} is a token file, which holds nothing but ids, and data.{setting} is '{column}'; "
+                        "leave it out"
+                    )
             return NpyReader(config.document_end_id) if file.path.endswith(".npy") else MegatronReader()
         case "dataset":
             reader = IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader

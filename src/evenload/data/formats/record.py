@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from evenload.data.formats.columns import NeighbourProblem
 from evenload.data.source.files import SourceFile
+from evenload.errors import DataError
 
 FILE_END = -1
 """`next_offset` after the last record of a part whose reader cannot or need not go on."""
@@ -61,6 +63,20 @@ def make_records(
     return map(Record._make, zip(offsets, offsets[1:], readable, said, strict=False))
 
 
+class FileFacts(NamedTuple):
+    """What a look at a file tells.
+
+    Args:
+        columns: names of its columns, or keys of its first records; none where records have no names.
+        num_records: how many it holds; None = reading it would tell.
+        is_exact: whether they were counted, not estimated.
+    """
+
+    columns: tuple[str, ...] = ()
+    num_records: int | None = None
+    is_exact: bool = True
+
+
 class RecordReader(ABC):
     """One format's way to stream a file. Holds no open files between calls, so that it can go to another process."""
 
@@ -81,12 +97,19 @@ class RecordReader(ABC):
         """The part's records from an offset on; None = from the part's beginning. Bounded memory.
 
         Raises:
-            DataError: the file or its index cannot be read, it has no such column or one of another type, or nothing
-                tells where its documents end.
+            DataError: the file or its index cannot be read, it has no such column or one of another type, a neighbour
+                of the columns would change what is trained, or nothing tells where its documents end.
         """
         if offset == FILE_END or (part.index > 0 and not self.can_share(file)):
-            return iter(())
-        return self.read(file, part if self.can_share(file) else FilePart(), offset)
+            return
+        try:
+            yield from self.read(file, part if self.can_share(file) else FilePart(), offset)
+        except NeighbourProblem as problem:
+            raise DataError(f"{file.name}: {problem}") from problem
+
+    @abstractmethod
+    def look(self, file: SourceFile) -> FileFacts:
+        """What a short look at the file tells; raises as `records`."""
 
     @abstractmethod
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from evenload.data.formats.record import FILE_END, FilePart, Record, RecordReader
+from evenload.data.formats.record import FILE_END, FileFacts, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile, damaged_compression
 
 
@@ -28,6 +28,9 @@ class TextReader(RecordReader):
             yield Record(0, FILE_END, None, problem)
         except Exception as err:  # decompressors raise classes of their own
             yield Record(0, FILE_END, None, damaged_compression(file, err))
+
+    def look(self, file: SourceFile) -> FileFacts:
+        return FileFacts(num_records=1)
 
     def origin(self, file: SourceFile, offset: int) -> str:
         return file.name

@@ -16,7 +16,8 @@ from evenload.data.config import DataConfig
 from evenload.data.formats.readers import dataset_file, open_reader
 from evenload.data.formats.record import FilePart, RecordReader
 from evenload.data.reading.random_order import SEGMENTS, permutation
-from evenload.data.source.files import SourceFile, list_files
+from evenload.data.source.files import SourceFile
+from evenload.data.source.listing import SourceListing, list_sources
 
 # Small enough that a stream gets several segments of a small data set, so that their permutation mixes it; large enough
 # that opening a file at an offset (a request to a remote store) stays rare.
@@ -33,8 +34,13 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartFiles:
-    """Files of one part of the mixture in their fixed order, a reader of each, and their segments in file order."""
+    """Files of one part of the mixture in their fixed order, a reader of each, and their segments in file order.
 
+    Args:
+        listings: the same files by source, and what beside them is not read.
+    """
+
+    listings: tuple[SourceListing, ...]
     files: tuple[SourceFile, ...]
     readers: tuple[RecordReader, ...]
     segments: tuple[Segment, ...]
@@ -45,9 +51,14 @@ class PartFiles:
 
 def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
     """The files of a part, or the Hugging Face data set that is read instead of `config.sources`."""
-    files = list_files(config) if dataset is None else (dataset_file(dataset),)
+    if dataset is None:
+        listings = list_sources(config)
+    else:
+        listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
+    files = tuple(file for listing in listings for file in listing.files)
     readers = tuple(open_reader(file, config, dataset) for file in files)
-    return PartFiles(files=files, readers=readers, segments=_cut_segments(files, readers, config.num_streams))
+    segments = _cut_segments(files, readers, config.num_streams)
+    return PartFiles(listings=listings, files=files, readers=readers, segments=segments)
 
 
 def _cut_segments(

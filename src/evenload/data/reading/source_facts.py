@@ -1,0 +1,60 @@
+"""`source_lines`: what is read of every source and what is not, for the start of a run.
+
+Whatever a reader does not use is told here, so that nothing is passed over without a word: formats, numbers of files
+and records, columns or keys that are used and those that are not, files that are left out. Price: a short look at
+`_LOOKED_AT` files a source, spread over it; the number of records is an estimate where that is not all of them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from evenload.data.config import DataConfig
+from evenload.data.formats.columns import record_columns
+from evenload.data.formats.record import FileFacts
+from evenload.data.reading.part_files import PartFiles
+from evenload.data.source.listing import SourceListing
+from evenload.types.counted import counted
+
+_LOOKED_AT = 16
+_NAMED = 8
+
+
+def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
+    """One line a source of a part of the mixture (see `mixture_configs`).
+
+    Raises:
+        DataError: a file that cannot be opened.
+    """
+    readers = iter(part.readers)
+    for listing in part.listings:
+        step = -(-len(listing.files) // _LOOKED_AT)
+        read_by = list(zip(listing.files, readers, strict=False))
+        yield _source_line(config, listing, [reader.look(file) for file, reader in read_by[::step]], step)
+
+
+def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileFacts], step: int) -> str:
+    files = listing.files
+    counts = [fact.num_records for fact in facts if fact.num_records is not None]
+    records = ""
+    if len(counts) == len(facts):
+        is_exact = step == 1 and all(fact.is_exact for fact in facts)
+        number = round(sum(counts) * len(files) / len(facts))
+        records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
+    formats = Counter(file.format for file in files)
+    pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
+    columns = dict.fromkeys(column for fact in facts for column in fact.columns)
+    if columns:
+        read = {column.name for column in record_columns(config)}
+        used = [column for column in columns if column in read]
+        unused = [column for column in columns if column not in read]
+        pieces.append(f"used: {_names(used)}")
+        if unused:
+            pieces.append(f"not used: {_names(unused)}")
+    if listing.left_out:
+        pieces.append(f"files left out: {_names(listing.left_out)}")
+    return " | ".join(pieces)
+
+
+def _names(names: list[str] | tuple[str, ...]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown or "nothing"

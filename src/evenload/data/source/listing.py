@@ -1,0 +1,305 @@
+"""`list_sources`: expands sources (files, directories, globs, fsspec URLs) into sorted lists of files.
+
+The list does not depend on the order in which a file system answers: files are sorted by their path below the source,
+sources keep the order in which they were given. Links are followed; a directory that contains itself through a link is
+entered once. Nothing is passed over without a word: what stands beside data files and only describes them (`README.md`,
+`dataset_info.json`) is left out and told; any other file whose name is not that of a data file is refused there, since
+it would be trained as a text. Names that begin with "." are hidden, as everywhere. Price: one listing per source.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.compression import compr
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import infer_compression
+
+from evenload.data.config import DataConfig, Format
+from evenload.data.source.files import FileFormat, SourceFile
+from evenload.errors import ConfigError
+from evenload.types.counted import counted
+
+_SUFFIX_FORMATS: dict[str, FileFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".bin": "memmap",
+    ".idx": "memmap",
+    ".npy": "memmap",
+}
+# An index is read with the token file it belongs to and is no source of its own.
+_INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
+_COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
+# They hold records or archives, which nobody means as one text a file.
+_UNREAD_SUFFIXES = (
+    ".csv", ".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".pkl", ".pickle", ".npz", ".h5", ".hdf5", ".msgpack",
+    ".tfrecord", ".sqlite", ".db", ".tar", ".tgz", ".zip", ".7z", ".rar", ".pt", ".pth", ".safetensors", ".gguf",
+)  # fmt: skip
+# What data sets bring along beside their data: cards, licences, what `datasets` and Spark write.
+_DESCRIBING = (
+    "README*", "LICENSE*", "LICENCE*", "NOTICE*", "CITATION*", "CHANGELOG*", "dataset_info.json", "dataset_infos.json",
+    "state.json", "cache-*.arrow", "*.lock", "_SUCCESS", "_metadata", "_common_metadata",
+)  # fmt: skip
+_SPLITS = "dataset_dict.json"
+_DECOMPRESSORS: dict[Any, Any] = compr
+_NAMED = 5  # in a message, of many files
+
+
+class SourceListing(NamedTuple):
+    """The files of one source.
+
+    Args:
+        source: as it is named in the settings.
+        files: what is read, sorted by path.
+        left_out: paths below the source of what only describes the data.
+    """
+
+    source: str
+    files: tuple[SourceFile, ...]
+    left_out: tuple[str, ...] = ()
+
+
+class _Entry(NamedTuple):
+    """A file below a source: `relative` is "" where the source is the file."""
+
+    relative: str
+    path: str
+    size_bytes: int | None
+
+
+def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
+    """All files of every source, in their fixed order.
+
+    Raises:
+        ConfigError: a source without files, a file that would be trained twice, a file that is no data, a link to
+            nothing, a protocol or compression that needs a package that is not installed.
+    """
+    listings: list[SourceListing] = []
+    seen: dict[str, str] = {}
+    for index, source in enumerate(config.sources):
+        filesystem, root, found, is_asked = _expand(source, config.include)
+        entries, left_out = _data_files(found, source, config.format, is_asked=is_asked)
+        entries = _without_indexes(entries, source, config.format)
+        if not entries:
+            among = f" with a name like {' or '.join(config.include)}" if config.include else ""
+            only = f" but {', '.join(left_out[:_NAMED])}, which describe data" if left_out else ""
+            raise ConfigError(f"data source '{source}' has no files{among}{only}; check data.sources and data.include")
+        files = []
+        for relative, path, size_bytes in entries:
+            name = os.path.join(root, relative) if relative else source
+            is_local = isinstance(filesystem, LocalFileSystem)
+            unique = os.path.realpath(path) if is_local else filesystem.unstrip_protocol(path)
+            if unique in seen:
+                raise ConfigError(
+                    f"{name} and {seen[unique]} are the same file, which would be trained twice an epoch; name it once "
+                    "in data.sources, or leave one out by data.include"
+                )
+            seen[unique] = name
+            files.append(
+                SourceFile(
+                    name=name,
+                    path=path,
+                    key=f"{index}:{relative or os.path.basename(path)}",
+                    size_bytes=size_bytes,
+                    format=file_format(path, config.format),
+                    compression=_compression(path, name),
+                    filesystem=filesystem,
+                )
+            )
+        listings.append(SourceListing(source, tuple(files), left_out))
+    return tuple(listings)
+
+
+def file_format(path: str, format: Format) -> FileFormat:
+    """The format of a file by its name, unless the settings name one."""
+    return _SUFFIX_FORMATS.get(_suffix(path), "text") if format == "auto" else format
+
+
+def _suffix(path: str) -> str:
+    """The end of a file's name that tells what it holds, in lower case."""
+    base, suffix = os.path.splitext(path.lower())
+    return os.path.splitext(base)[1] if suffix in _COMPRESSION_SUFFIXES else suffix
+
+
+def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[_Entry], bool]:
+    """The directory as the user wrote it, its files sorted, and whether these were asked for by their names."""
+    try:
+        filesystem, root = fsspec.url_to_fs(source)
+        # A web server has no directories (fsspec would take a page with links for one), and "?" is no wildcard.
+        is_page = source.startswith(("http://", "https://")) and "*" not in source and not source.endswith("/")
+        if not is_page and filesystem.isdir(root):
+            found = [entry for entry in _below(filesystem, root, root) if _included(entry.relative, include)]
+            return filesystem, source, sorted(found), bool(include)
+        if is_page or filesystem.exists(root):
+            return filesystem, source, [_Entry("", root, filesystem.info(root).get("size"))], True
+        if any(mark in source for mark in "*?["):
+            found = sorted(set(_matching(filesystem, root)))
+            is_asked = os.path.basename(source) not in ("*", "**", "")
+            return filesystem, _magic_root(source), found, is_asked
+        if os.path.islink(root):
+            raise _dangling(root, f"data source '{source}'")
+        raise ConfigError(f"data source '{source}' does not exist; check its path")
+    except ImportError as err:
+        raise ConfigError(f"data source '{source}' needs a package that is not installed: {err}") from err
+    except OSError as err:
+        raise ConfigError(f"data source '{source}' cannot be listed: {err}; check data.sources") from err
+    except ConfigError:
+        raise
+    except ValueError as err:
+        raise ConfigError(f"data source '{source}' is not a path or fsspec URL: {err}") from err
+
+
+def _below(filesystem: AbstractFileSystem, directory: str, base: str) -> Iterator[_Entry]:
+    """Every file below a directory but hidden ones; paths are relative to `base`."""
+    if isinstance(filesystem, LocalFileSystem):
+        files = _local_files(directory)
+    else:
+        found: Any = filesystem.find(directory, detail=True)
+        files = ((path, info.get("size")) for path, info in found.items() if info.get("type") != "directory")
+    for path, size_bytes in files:
+        relative = path[len(base) :].lstrip("/") if path.startswith(base) else path
+        if not any(part.startswith(".") for part in relative.split("/")):
+            yield _Entry(relative, path, size_bytes)
+
+
+def _local_files(directory: str) -> Iterator[tuple[str, int]]:
+    pending: list[tuple[str, tuple[str, ...]]] = [(directory, (os.path.realpath(directory),))]
+    while pending:
+        place, above = pending.pop()
+        with os.scandir(place) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    real = os.path.realpath(entry.path)
+                    # A link to a directory that it lies in: all of it is read already.
+                    if real not in above:
+                        pending.append((entry.path, (*above, real)))
+                elif entry.is_file():
+                    yield entry.path, entry.stat().st_size
+                elif entry.is_symlink():
+                    raise _dangling(entry.path, entry.path)
+                else:
+                    raise ConfigError(f"{entry.path} is neither a file nor a directory; remove it from the data")
+
+
+def _dangling(path: str, name: str) -> ConfigError:
+    return ConfigError(f"{name} is a link to {os.readlink(path)}, which is not there; repair or remove the link")
+
+
+def _matching(filesystem: AbstractFileSystem, pattern: str) -> Iterator[_Entry]:
+    """Files that match, and those below directories that match, as if a shell had expanded the pattern."""
+    base = _magic_root(pattern)
+    for path, info in dict(filesystem.glob(pattern, detail=True)).items():
+        relative = path[len(base) :].lstrip("/") if path.startswith(base) else path
+        if any(part.startswith(".") for part in relative.split("/")):
+            continue
+        if isinstance(filesystem, LocalFileSystem):
+            if not os.path.exists(path):
+                raise _dangling(path, path)
+            info = filesystem.info(path)  # of what a link leads to
+        if info.get("type") != "directory":
+            yield _Entry(relative, path, info.get("size"))
+        elif "**" not in pattern:  # which matches what is in there, too
+            yield from _below(filesystem, path, base)
+
+
+def _data_files(
+    entries: list[_Entry], source: str, format: Format, *, is_asked: bool
+) -> tuple[list[_Entry], tuple[str, ...]]:
+    """The entries that are read, and paths of those that only describe them.
+
+    Args:
+        is_asked: the files were named, or chosen by patterns of names.
+    """
+    if format == "auto":
+        for relative, path, _ in entries:
+            if (suffix := _suffix(path)) in _UNREAD_SUFFIXES:
+                raise ConfigError(
+                    f"data source '{source}'{f' holds {relative}, which' if relative else ''} is a {suffix} file, of "
+                    "which no records are read; write them as .jsonl or .parquet, leave the file out by data.include, "
+                    'or set data.format = "text" to train it as one text'
+                )
+    if is_asked or format == "text":
+        return entries, ()
+    for relative, _, _ in entries:
+        directory, name = os.path.split(relative)
+        if name == _SPLITS:
+            here = os.path.join(source, directory)
+            below = [entry.relative.removeprefix(directory).lstrip("/") for entry in entries]
+            splits = sorted({path.split("/")[0] for path in below if "/" in path})
+            raise ConfigError(
+                f"{here} holds the splits {', '.join(splits)} of a data set, which would all be trained; name one of "
+                f"them in data.sources, such as '{os.path.join(here, splits[0] if splits else '...')}'"
+            )
+    data, left_out = [], []
+    for entry in entries:
+        describes = any(fnmatch(os.path.basename(entry.relative), pattern) for pattern in _DESCRIBING)
+        (left_out if describes else data).append(entry)
+    texts = [entry.relative for entry in data if file_format(entry.path, format) == "text"]
+    if len(texts) == len(data):
+        # Beside texts a README is one, too.
+        data += [entry for entry in left_out if file_format(entry.path, format) == "text"]
+        texts = []
+    if texts:
+        others = f"{', '.join(texts[:_NAMED])}{', ...' if len(texts) > _NAMED else ''}"
+        wanted = next(os.path.splitext(entry.path)[1] for entry in data if entry.relative not in texts)
+        raise ConfigError(
+            f"data source '{source}' has {counted(len(data) - len(texts), 'data file')}, and beside them {others}, "
+            f'which would be trained as one text a file; name what is meant by data.include (such as ["*{wanted}"]), '
+            'or set data.format = "text" to train everything as texts'
+        )
+    return sorted(data), tuple(entry.relative for entry in left_out if entry not in data)
+
+
+def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list[_Entry]:
+    """The entries but for indexes of token files, which are read with those."""
+    paths = {entry.path for entry in entries}
+    kept = []
+    for entry in entries:
+        path = entry.path
+        suffix = next((suffix for suffix in _INDEX_SUFFIXES if path.endswith(suffix)), None)
+        if suffix is None or file_format(path, format) != "memmap":
+            kept.append(entry)
+            continue
+        tokens = path.removesuffix(suffix) + _INDEX_SUFFIXES[suffix]
+        if tokens not in paths:
+            raise ConfigError(
+                f"data source '{source}' names {os.path.basename(path)}, the index of a token file, without "
+                f"{os.path.basename(tokens)}; name that one instead"
+            )
+    return kept
+
+
+def _included(relative: str, include: Sequence[str]) -> bool:
+    name = relative.rsplit("/", 1)[-1]
+    return not include or any(fnmatch(relative if "/" in pattern else name, pattern) for pattern in include)
+
+
+def _magic_root(pattern: str) -> str:
+    """The directory above the first part of a glob pattern that has a wildcard."""
+    first = min(at for at in (pattern.find(mark) for mark in "*?[") if at >= 0)
+    return pattern[: pattern.rfind("/", 0, first) + 1]
+
+
+def _compression(path: str, name: str) -> str | None:
+    found = infer_compression(path)
+    suffix = os.path.splitext(path.lower())[1]
+    # The package zstandard takes the end of a truncated file for the end of the data.
+    if suffix in (".zst", ".zstd") and getattr(_DECOMPRESSORS.get("zstd"), "__name__", "") != "ZstdFile":
+        raise ConfigError(f"{name} is compressed as {suffix}; install evenload[zstd], or decompress the file")
+    if suffix == ".zstd":
+        found = "zstd"
+    if found is None and suffix in _COMPRESSION_SUFFIXES:
+        raise ConfigError(
+            f"{name} is compressed as {suffix}, which fsspec cannot read here; install the package for it "
+            "(lz4 for .lz4) or decompress the file"
+        )
+    return None if found == "zip" else found
