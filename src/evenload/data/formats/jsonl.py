@@ -196,6 +196,7 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
     decoder = msgspec.json.Decoder(msgspec.defstruct("JsonlRow", fields, rename=keys))
     needed = [column for column in columns if column.is_needed]
     others = columns[len(needed) :]
+    nothing = (None,) * len(others)
     has_numbers = any(column.kind in ("tokens", "mask") for column in needed)
     names = ", ".join(f"'{column.name}'" for column in needed)
     described = " and ".join(f"{KIND_WORDS[each.kind].removeprefix('a ')} under key '{each.name}'" for each in needed)
@@ -212,7 +213,9 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
                     np.array(value, dtype=np.int32) if column.kind == "tokens" else convert_named(column, value)
                     for value, column in zip(values, needed, strict=True)
                 )
-            return Record(position, after, values + neighbour_values(others, row[len(needed) :]))
+            if (beside := row[len(needed) :]) != nothing:
+                values += neighbour_values(others, beside)
+            return Record(position, after, values)
         except UnicodeDecodeError as err:
             problem = f"a text under {names} is not UTF-8: {err}"
         except OverflowError as err:
