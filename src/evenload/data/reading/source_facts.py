@@ -33,14 +33,13 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
 
 
 def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileFacts], step: int) -> str:
-    files = listing.files
+    files, formats = listing.files, Counter(file.format for file in listing.files)
     counts = [fact.num_records for fact in facts if fact.num_records is not None]
     records = ""
-    if len(counts) == len(facts):
+    if len(counts) == len(facts) and set(formats) != {"text"}:  # of which every file is one
         is_exact = step == 1 and all(fact.is_exact for fact in facts)
         number = round(sum(counts) * len(files) / len(facts))
         records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
-    formats = Counter(file.format for file in files)
     pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
     columns = dict.fromkeys(column for fact in facts for column in fact.columns)
     if columns:
