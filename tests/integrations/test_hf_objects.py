@@ -46,7 +46,7 @@ def test_a_data_set_resumes_inside_an_epoch(tmp_path):
 def test_columns_say_what_records_hold():
     ids = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [-100, -100]]})
     loader = PackedLoader(ids, **SETTINGS)
-    assert (loader.config.record, loader.config.labels_column) == ("tokens", "labels")
+    assert loader.config.record == "tokens"
     (batch,) = loader
     assert sorted(documents_of(batch)) == [(1, 2, 3), (4, 5)]
     assert sorted(batch["labels"][0].tolist()) == [IGNORE_INDEX] * 3 + [2, 3]

@@ -22,7 +22,7 @@ def test_every_option_is_named_once_with_its_type():
     expected |= {field.name: options[field.name] for field in fields(LoaderOptions)}
     for name in NAMED | OF_THE_DATA:
         expected.pop(name, None)
-    expected["include"] = Sequence[str]  # a list, too
+    expected["include"] = expected["ignore_columns"] = Sequence[str]  # a list, too
     assert get_type_hints(LoaderSettings) == expected
 
 
