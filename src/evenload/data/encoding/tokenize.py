@@ -2,8 +2,13 @@
 
 Truncation and padding that a `tokenizer.json` may carry are switched off: how long a document may be
 is decided in one place (`DataConfig.overlong`), never silently by a tokeniser. No special tokens are
-added; the loader appends the end-of-document token. Text that spells a special token becomes that
-token, as with Hugging Face tokenisers.
+added; encoders put what a post-processor writes before a text there (`opening_ids`), and the end-of-document token
+after it. Text that spells a special token becomes that token, as with Hugging Face tokenisers.
+
+Files beside `tokenizer.json` may add tokens (`tokenizer_settings`). What other classes of transformers than its
+`TokenizersBackend` do with `add_prefix_space`, `do_lower_case`, `legacy` and the like is not known here: a run compares
+ids before it starts (`runtime.model.export_files`). `clean_up_tokenization_spaces` is about decoding alone, and
+transformers reads no `add_bos_token` and `add_eos_token` where there is a `tokenizer.json`.
 """
 
 import hashlib
@@ -12,14 +17,14 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from evenload.data.encoding.tokenizer_settings import add_tokens_beside, special_settings, special_token_text
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import local_path
 
@@ -53,11 +58,15 @@ class DocumentTokenizer(Protocol):
         name: identifies the tokeniser and its content; equal names give equal tokens.
         vocab_size: token ids are in `[0, vocab_size)`.
         eos_id: id of the end-of-document token; None where there is none.
+        bos_id: likewise of the token that begins a document.
+        opening_ids: what the tokeniser itself writes before a text where special tokens are asked for.
     """
 
     name: str
     vocab_size: int
     eos_id: int | None
+    bos_id: int | None
+    opening_ids: tuple[int, ...]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """int32[num_tokens] of each text, without the end-of-document token; on all cores."""
@@ -74,6 +83,8 @@ class ByteTokenizer:
     name: str = BYTES
     vocab_size: int = _BYTE_VALUES + 1
     eos_id: int | None = _BYTE_VALUES
+    bos_id: int | None = None
+    opening_ids: tuple[int, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """int32[number of UTF-8 bytes]."""
@@ -106,7 +117,8 @@ class FileTokenizer:
             beside the file, else the one usual name among the special tokens.
 
     Raises:
-        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary.
+        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary; files beside it that are
+            not what they should be.
     """
 
     def __init__(self, path: str | Path, eos_token: str | None = None) -> None:
@@ -121,13 +133,21 @@ class FileTokenizer:
             raise ConfigError(f"tokenizer '{file}' is not a tokenizer.json that tokenizers can read: {err}") from err
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # It would add special tokens, which nobody asks for here, and cut white space out of offsets.
+        settings = special_settings(file.parent)
+        is_changed = add_tokens_beside(self._tokenizer, file.parent, settings)
+        splits = self._tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+        self.opening_ids: tuple[int, ...] = _opening_ids(self._tokenizer)
+        # It would cut white space out of offsets, and add special tokens, which are not the text's.
         self._tokenizer.post_processor = None  # type: ignore[missing-attribute]
         # Ids may have gaps, so the largest one counts, not the number of entries.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.eos_id: int | None = self._find_eos(file, eos_token)
+        told = eos_token if eos_token is not None else special_token_text(settings.get("eos_token"))
+        self.eos_id: int | None = self._find_eos(file, told)
+        self.bos_id: int | None = self._tokenizer.token_to_id(special_token_text(settings.get("bos_token")) or "")
         self.path = file
         self.kind: str = type(self._tokenizer.model).__name__
+        if is_changed or splits:
+            content += repr((self._tokenizer.get_added_tokens_decoder(), splits)).encode()
         self.name = f"{file.name} {hashlib.sha256(content).hexdigest()[:16]}"
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -162,10 +182,7 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[index].content: index for index in sorted(added) if added[index].special}
 
-    def _find_eos(self, file: Path, eos_token: str | None) -> int | None:
-        told = eos_token
-        if told is None:
-            told = special_token_text(read_settings(file.parent / "tokenizer_config.json").get("eos_token"))
+    def _find_eos(self, file: Path, told: str | None) -> int | None:
         if told is not None:
             index = self._tokenizer.token_to_id(told)
             if index is None:
@@ -244,17 +261,10 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
     return FileTokenizer(path)
 
 
-def read_settings(file: Path) -> dict[str, Any]:
-    """A JSON object beside a tokeniser; empty where there is no such file, a `ConfigError` where it is no object."""
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict)
-    except msgspec.DecodeError as err:
-        raise ConfigError(f"'{file}' is not a JSON object: {err}; repair or remove it") from err
-
-
-def special_token_text(value: Any) -> str | None:
-    """A special token as `tokenizer_config.json` writes it: text, or an object with `content`."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
+def _opening_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the post-processor writes before any text, found by one of which some token is left."""
+    for text in chain(("a",), tokenizer.get_vocab()):
+        encoding = tokenizer.encode(text)
+        if not all(encoding.special_tokens_mask):
+            return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
+    return ()
