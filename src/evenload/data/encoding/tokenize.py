@@ -60,6 +60,8 @@ class DocumentTokenizer(Protocol):
         eos_id: id of the end-of-document token; None where there is none.
         bos_id: likewise of the token that begins a document.
         opening_ids: what the tokeniser itself writes before a text where special tokens are asked for.
+
+    `bos_id` and `opening_ids` may be missing.
     """
 
     name: str
@@ -227,6 +229,22 @@ def required_eos(tokenizer: DocumentTokenizer) -> int:
             f"(special tokens: {special}); set data.eos_token, or data.append_eos = false"
         )
     return tokenizer.eos_id
+
+
+def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> tuple[int, ...]:
+    """The ids that `DataConfig.prepend_bos` puts before a text; a `ConfigError` where no file says which."""
+    if prepend_bos is False:
+        return ()
+    # Tokenisers of other people's may know nothing of either.
+    own, bos_id = getattr(tokenizer, "opening_ids", ()), getattr(tokenizer, "bos_id", None)
+    if prepend_bos is None or own:
+        return own
+    if bos_id is None:
+        raise ConfigError(
+            f"data.prepend_bos is on, but tokenizer '{tokenizer.name}' does not say which token begins a document; set "
+            "bos_token in tokenizer_config.json beside it, or leave data.prepend_bos out"
+        )
+    return (bos_id,)
 
 
 def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
