@@ -74,7 +74,9 @@ def test_tokens_that_other_files_add_have_the_ids_of_transformers(directory, fil
     assert ours.name != plain.name
 
 
-flags = st.fixed_dictionaries({}, optional={name: st.booleans() for name in ("lstrip", "rstrip", "normalized", "special")})
+flags = st.fixed_dictionaries(
+    {}, optional={name: st.booleans() for name in ("lstrip", "rstrip", "normalized", "special")}
+)
 texts = st.sampled_from(TOKENS)
 objects = st.builds(lambda text, options: {"__type": "AddedToken", "content": text, **options}, texts, flags)
 lists = st.lists(texts, unique=True, max_size=3)

@@ -25,6 +25,8 @@ import msgspec
 
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import LoaderState, decode_state, encode_state, state_at_epoch
+from evenload.data.encoding.open_encoder import stop_warnings
+from evenload.data.ledger import untaught_warning
 from evenload.errors import ConfigError, DataError
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import StepMaker
@@ -119,6 +121,8 @@ class PackedLoader:
         require_choice(config, tokenizer, vocab_size)
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
+            ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
+            unstopped = stop_warnings(named, self._loader.tokenizer, ends)
         planner = make_planner(
             model,
             options.costs,
@@ -145,6 +149,8 @@ class PackedLoader:
         self.start_lines: Sequence[str] = start_lines(config, fact, options, place, planner.costs)
         if place.is_first:
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
+            for line in unstopped:
+                _log.warning("%s", line)
 
     def balance_for(self, model: Any) -> None:
         """Balance packs by the times of this model, from the first step on. Collective: all ranks, the same model.
@@ -297,6 +303,8 @@ class PackedLoader:
         self.ledger_lines = planned.ledger_lines
         if not self._has_logged and self._place.is_first:
             _log.info(first_step_line(step, self.options))
+            if step.num_label_tokens and (untaught := untaught_warning(planned.plan.documents, planned.origin)):
+                _log.warning("%s", untaught)
         self._has_logged = True
         if not step.num_label_tokens:
             _log.warning(

@@ -1,9 +1,11 @@
 """`open_encoder`: the encoder that the settings ask for, or why there cannot be one."""
 
-from evenload.data.config import DataConfig
+from typing import Any
+
+from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoding.chat_template import ChatTemplate
 from evenload.data.encoding.chats import Chats
-from evenload.data.encoding.document_encoder import DocumentEncoder
+from evenload.data.encoding.document_encoder import DocumentEncoder, RecordProblem
 from evenload.data.encoding.prompt_completion import PromptCompletion
 from evenload.data.encoding.template_file import open_chat_template
 from evenload.data.encoding.text_encoder import PlainText, TextEncoder
@@ -11,6 +13,7 @@ from evenload.data.encoding.token_ids import TokenIds
 from evenload.data.encoding.tokenize import (
     ByteTokenizer,
     DocumentTokenizer,
+    FileTokenizer,
     describe_tokenizer,
     open_tokenizer,
     required_eos,
@@ -59,6 +62,38 @@ def open_encoder(
     template = _optional_template(config, tokenizer)
     renderer = PromptCompletion(config.prompt_column, config.completion_column, template, masked)
     return TextEncoder(renderer, tokenizer, end_id, opening, config.prepend_bos is True)
+
+
+def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
+    """What to say of chat templates that do not teach the assistant to stop.
+
+    Args:
+        model_ends: ids with which the model's generation ends, besides the tokeniser's own: one, several, or none.
+    """
+    ends = {*(model_ends if isinstance(model_ends, list | tuple) else [model_ends]), tokenizer.eos_id} - {None}
+    chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    values = {"messages": ([*chat[0], *chat[1]],), "prompt_completion": chat}
+    found: list[str] = []
+    for part in mixture_configs(config):
+        # Bytes have no token that a template could write.
+        if not ends or part.record not in values or not isinstance(tokenizer, FileTokenizer):
+            continue
+        try:
+            document = open_encoder(part, tokenizer).encode(values[part.record])
+        except RecordProblem:  # a template for other conversations, or none, which only strings need
+            continue
+        labels = document.tokens if document.labels is None else document.labels
+        if not ends & set(labels.tolist()):
+            last = tokenizer.token_text(int(document.tokens[-1]))
+            special = [text for text in tokenizer.special_tokens() if tokenizer.special_tokens()[text] in labels]
+            found.append(
+                f"the chat template teaches none of the tokens with which generation ends "
+                f"({', '.join(repr(tokenizer.token_text(end)) for end in sorted(ends))}) after what the assistant says, "
+                f"which ends with {last!r}, so the trained model will not stop; set data.eos_token to the special token "
+                f"that the template writes there ({', '.join(special) or 'it writes none'}), or write eos_token there, "
+                "inside its {% generation %} block where it has one"
+            )
+    return found
 
 
 def _optional_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate | str:

@@ -20,7 +20,9 @@ _TEXT = "Qz7"
 _PARTS = [{"type": "text", "text": _TEXT}]
 _USER = {"role": "user", "content": "q"}
 # Python's repr of what was given, or JSON that holds JSON.
-_IS_REPR, _IS_PARTS, _IS_TWICE = (re.compile(form) for form in (r"\{'Qz7'", r"""['"]text\\*['"]: *\\*['"]Qz7""", r'\\"Qz7'))
+_IS_REPR, _IS_PARTS, _IS_TWICE = (
+    re.compile(form) for form in (r"\{'Qz7'", r"""['"]text\\*['"]: *\\*['"]Qz7""", r'\\"Qz7')
+)
 
 
 class TemplateForms:
@@ -59,7 +61,9 @@ class TemplateForms:
         if of not in self._known:
             if of == "arguments":
                 forms = {"object": {_TEXT: 1}, "text": json.dumps({_TEXT: 1})}
-                written = {form: self._written("assistant", tool_calls=[_call(arguments=forms[form])]) for form in forms}
+                written = {
+                    form: self._written("assistant", tool_calls=[_call(arguments=forms[form])]) for form in forms
+                }
             else:
                 forms = {"parts": _PARTS, "text": _TEXT}
                 written = {form: self._written(of, content=forms[form]) for form in forms}

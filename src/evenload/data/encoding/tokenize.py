@@ -138,7 +138,7 @@ class FileTokenizer:
         settings = special_settings(file.parent)
         is_changed = add_tokens_beside(self._tokenizer, file.parent, settings)
         splits = self._tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
-        self.opening_ids: tuple[int, ...] = _opening_ids(self._tokenizer)
+        self.opening_ids: tuple[int, ...] = written_around(self._tokenizer)[0]
         # It would cut white space out of offsets, and add special tokens, which are not the text's.
         self._tokenizer.post_processor = None  # type: ignore[missing-attribute]
         # Ids may have gaps, so the largest one counts, not the number of entries.
@@ -183,6 +183,10 @@ class FileTokenizer:
         """The special tokens and their ids, ascending by id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[index].content: index for index in sorted(added) if added[index].special}
+
+    def added_tokens(self) -> set[str]:
+        """The special tokens and all others that are no part of the algorithm's vocabulary."""
+        return {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
 
     def _find_eos(self, file: Path, told: str | None) -> int | None:
         if told is not None:
@@ -279,10 +283,10 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
     return FileTokenizer(path)
 
 
-def _opening_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the post-processor writes before any text, found by one of which some token is left."""
+def written_around(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor writes before and after any text, found by one of which some token is left."""
     for text in chain(("a",), tokenizer.get_vocab()):
-        encoding = tokenizer.encode(text)
-        if not all(encoding.special_tokens_mask):
-            return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
-    return ()
+        ids, is_written = (encoding := tokenizer.encode(text)).ids, encoding.special_tokens_mask
+        if not all(is_written):
+            return tuple(ids[: is_written.index(0)]), tuple(ids[len(ids) - is_written[::-1].index(0) :])
+    return (), ()
