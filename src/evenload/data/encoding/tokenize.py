@@ -285,7 +285,7 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
 
 def written_around(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the post-processor writes before and after any text, found by one of which some token is left."""
-    for text in chain(("a",), tokenizer.get_vocab()):
+    for text in tokenizer.get_vocab() if tokenizer.num_special_tokens_to_add(False) else ():
         ids, is_written = (encoding := tokenizer.encode(text)).ids, encoding.special_tokens_mask
         if not all(is_written):
             return tuple(ids[: is_written.index(0)]), tuple(ids[len(ids) - is_written[::-1].index(0) :])

@@ -107,14 +107,15 @@ def require_same_ids(tokenizer: DocumentTokenizer) -> None:
 
 def _compared(ours: FileTokenizer, loader: Any) -> tuple[Any, bool]:
     """The tokeniser that transformers loads from the same directory, and whether it makes the same ids of the probe,
-    which holds every added token of both; also of what comes before a text."""
+    which holds every added token of both, and before it."""
     loaded = loader.from_pretrained(ours.path.parent, trust_remote_code=False, local_files_only=True)
     added = sorted(ours.added_tokens() | set(loaded.get_added_vocab()))
     text = _PROBE + "".join(f"a{token}b {token} c" for token in added)
-    ids = ours.encode(text).tolist()
-    whole = [*ours.opening_ids, *ids]
-    is_same = loaded(text, add_special_tokens=False)["input_ids"] == ids
-    return loaded, is_same and loaded(text)["input_ids"][: len(whole)] == whole
+    whole = [*ours.opening_ids, *ours.encode(text).tolist()]
+    try:
+        return loaded, loaded(text)["input_ids"][: len(whole)] == whole
+    except Exception:  # its class looks for tokens that the vocabulary lacks
+        return loaded, False
 
 
 def _difference(directory: Path) -> str:
