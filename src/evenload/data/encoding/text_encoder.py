@@ -107,7 +107,7 @@ class TextEncoder(DocumentEncoder):
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._end = np.array([] if end_id is None else [end_id], dtype=np.int32)
-        self._opening, self._opens_all = np.array(opening, dtype=np.int32), opens_all
+        self._opening, self._opens_all = opening, opens_all
 
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
         rendered = [self._renderer.render(values) for values in records]
@@ -133,11 +133,18 @@ class TextEncoder(DocumentEncoder):
         # An empty text stays empty: an end-of-document token alone teaches nothing.
         if not len(tokens):
             return tokens, 0
-        end = self._end[:0] if not is_bare or tokens[-1] in self._end else self._end
-        opening = self._opening if is_bare or self._opens_all else self._end[:0]
-        if np.array_equal(tokens[: len(opening)], opening):
-            opening = opening[:0]
-        return np.concatenate((opening, tokens, end)) if len(opening) + len(end) else tokens, len(opening)
+        framed = with_opening(tokens, self._opening) if is_bare or self._opens_all else tokens
+        before = len(framed) - len(tokens)
+        if is_bare and len(self._end) and tokens[-1] != self._end[0]:
+            framed = np.concatenate((framed, self._end))
+        return framed, before
+
+
+def with_opening(tokens: NDArray[np.int32], opening: tuple[int, ...]) -> NDArray[np.int32]:
+    """The tokens after these, unless they begin with them; none at all stay none."""
+    if not opening or not len(tokens) or tuple(tokens[: len(opening)].tolist()) == opening:
+        return tokens
+    return np.concatenate((np.array(opening, dtype=np.int32), tokens))
 
 
 def _tokenize(encode: Callable[[Sequence[str]], list[_Encoded]], texts: list[str]) -> list[_Encoded]:
