@@ -115,5 +115,5 @@ def test_any_settings_give_the_ids_of_transformers(directory, config, named, spe
 def test_tokens_that_are_none_are_told(directory, token):
     opened(directory, FAST)
     (directory / "tokenizer_config.json").write_text(json.dumps(FAST | {"extra_special_tokens": [token]}))
-    with pytest.raises(ConfigError, match="must be text or an object with content"):
+    with pytest.raises(ConfigError, match="must be a token: text or an object with content"):
         FileTokenizer(directory)

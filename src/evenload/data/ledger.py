@@ -93,18 +93,15 @@ def masked_and_untaught(documents: Collection[Document]) -> tuple[int, int]:
 
 
 def untaught_warning(documents: Collection[Document], origin: Callable[[int], str]) -> str:
-    """What to say of a batch some of whose documents have no loss, by no fault of their length; "" = none.
-
-    Args:
-        origin: where a document was read.
-    """
+    """What to say of a first batch some of whose documents have no loss, although they have tokens for one; "" = none.
+    `origin` says where a document was read."""
     found = [document for document in documents if not document.num_label_tokens and document.num_tokens > 1]
     if not found:
         return ""
     return (
-        f"{len(found):,} of the first {counted(len(documents), 'document')} have no token with a loss and teach nothing, "
-        f"such as {origin(found[0].doc_id)}; either nobody answers in them, or the answer lies beyond "
-        "data.max_document_tokens: look at data.record, data.loss_on and data.overlong. The ledger counts such documents"
+        f"{len(found):,} of the first {counted(len(documents), 'document')} have no token with a loss and teach "
+        f"nothing, such as {origin(found[0].doc_id)}: nobody answers in them, or beyond data.max_document_tokens only; "
+        "see data.record, data.loss_on and data.overlong. The ledger counts all such documents"
     )
 
 

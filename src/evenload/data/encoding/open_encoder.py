@@ -70,7 +70,8 @@ def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: 
     Args:
         model_ends: ids with which the model's generation ends, besides the tokeniser's own: one, several, or none.
     """
-    ends = {*(model_ends if isinstance(model_ends, list | tuple) else [model_ends]), tokenizer.eos_id} - {None}
+    several = [tokenizer.eos_id, *(model_ends if isinstance(model_ends, list | tuple) else [model_ends])]
+    ends = sorted({index for index in several if index is not None})
     chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
     values = {"messages": ([*chat[0], *chat[1]],), "prompt_completion": chat}
     found: list[str] = []
@@ -79,19 +80,18 @@ def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: 
         if not ends or part.record not in values or not isinstance(tokenizer, FileTokenizer):
             continue
         try:
-            document = open_encoder(part, tokenizer).encode(values[part.record])
+            tokens, labels = open_encoder(part, tokenizer).encode(values[part.record])
         except RecordProblem:  # a template for other conversations, or none, which only strings need
             continue
-        labels = document.tokens if document.labels is None else document.labels
-        if not ends & set(labels.tolist()):
-            last = tokenizer.token_text(int(document.tokens[-1]))
-            special = [text for text in tokenizer.special_tokens() if tokenizer.special_tokens()[text] in labels]
+        taught = set((tokens if labels is None else labels).tolist())
+        if not taught & set(ends):
+            special = [text for text, index in tokenizer.special_tokens().items() if index in taught]
             found.append(
-                f"the chat template teaches none of the tokens with which generation ends "
-                f"({', '.join(repr(tokenizer.token_text(end)) for end in sorted(ends))}) after what the assistant says, "
-                f"which ends with {last!r}, so the trained model will not stop; set data.eos_token to the special token "
-                f"that the template writes there ({', '.join(special) or 'it writes none'}), or write eos_token there, "
-                "inside its {% generation %} block where it has one"
+                f"after what the assistant says, the chat template teaches none of the tokens with which generation "
+                f"ends ({', '.join(repr(tokenizer.token_text(end)) for end in ends)}), so the trained model will not "
+                "stop; set data.eos_token to the special token that the template writes there "
+                f"({', '.join(special) or 'it writes none'}), or write eos_token there, inside its "
+                "{% generation %} block where it has one"
             )
     return found
 

@@ -1,9 +1,8 @@
 """What the files beside a `tokenizer.json` say: special tokens by name, and tokens that it lacks.
 
 Read as `TokenizersBackend` of transformers 5 reads them, so that ids agree: `added_tokens_decoder` of
-`tokenizer_config.json`; where that has none, `special_tokens_map.json` goes before it, and `added_tokens.json` adds
-tokens; then every special token, by name or in a list, that is not there yet. New tokens get the next free ids, whatever
-ids those files give them, as in transformers.
+`tokenizer_config.json`; where that has none, `added_tokens.json`, and `special_tokens_map.json` goes before it; then every
+special token that is not there yet. New tokens get the next free ids, whatever ids the files give them.
 """
 
 from collections.abc import Mapping
@@ -34,16 +33,16 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 def special_settings(directory: Path) -> dict[str, Any]:
     """`tokenizer_config.json` of a directory, with what transformers takes from `special_tokens_map.json`."""
-    settings = read_settings(directory / TOKENIZER_CONFIG)
-    special = {} if _DECODER in settings else read_settings(directory / SPECIAL_TOKENS_MAP)
+    own = read_settings(directory / TOKENIZER_CONFIG)
+    special = {} if _DECODER in own else read_settings(directory / SPECIAL_TOKENS_MAP)
     named = {}
-    for part in (settings, special):
+    for part in (own, special):
         if isinstance(part.get(_EXTRA), dict):
             named |= part.pop(_EXTRA)
-    old = special.get(_OLD_EXTRA) if not {_EXTRA, _OLD_EXTRA} & set(settings) and _EXTRA not in special else None
-    extras = [settings.get(_EXTRA) or settings.get(_OLD_EXTRA) or [], special.get(_EXTRA) or old or []]
-    kept = {key: text for key, text in settings.items() if key not in NAMED_TOKENS and isinstance(text, str)}
-    return {**settings, **special, **kept, **named, _EXTRA: [*extras[0], *extras[1]]}
+    is_old = _OLD_EXTRA in special and _EXTRA not in special and not {_EXTRA, _OLD_EXTRA} & own.keys()
+    extra = [*(own.get(_EXTRA) or own.get(_OLD_EXTRA) or []), *(special.get(_OLD_EXTRA if is_old else _EXTRA) or [])]
+    kept = {key: text for key, text in own.items() if key not in NAMED_TOKENS and isinstance(text, str)}
+    return {**own, **special, **kept, **named, _EXTRA: extra}
 
 
 def special_token_text(value: Any) -> str | None:
@@ -62,12 +61,12 @@ def add_tokens_beside(tokenizer: tokenizers.Tokenizer, directory: Path, settings
         ConfigError: a token that is neither text nor an object with `content`.
     """
     own = tokenizer.get_added_tokens_decoder()
-    listed = {int(index): _token(token, directory) for index, token in settings.get(_DECODER, {}).items()}
-    keys = [*NAMED_TOKENS, *(key for key in settings if key.endswith("_token") and key not in NAMED_TOKENS)]
     # Others that end so are switches, such as add_bos_token.
+    keys = [*NAMED_TOKENS, *(key for key in settings if key.endswith("_token") and key not in NAMED_TOKENS)]
     special = [_token(settings[key], directory) for key in keys if special_token_text(settings.get(key))]
     named = {token.content for token in special}
     special += [_token(token, directory) for token in settings[_EXTRA]]
+    listed = {int(index): _token(token, directory) for index, token in settings.get(_DECODER, {}).items()}
     if _DECODER not in settings:
         known = {token.content for token in special}
         for text, index in read_settings(directory / "added_tokens.json").items():
@@ -84,13 +83,9 @@ def add_tokens_beside(tokenizer: tokenizers.Tokenizer, directory: Path, settings
 
 
 def _token(value: Any, directory: Path) -> AddedToken:
-    if isinstance(value, str):
-        return AddedToken(value, special=True)
-    fields = {key: item for key, item in value.items() if key != "__type"} if isinstance(value, dict) else {}
-    try:
-        return AddedToken(fields.pop("content"), **fields)
-    except (KeyError, TypeError) as err:
+    if not special_token_text(value):
         raise ConfigError(
-            f"a token in the settings beside tokenizer '{directory}' is {value!r}, must be text or an object with "
-            "content; repair it"
-        ) from err
+            f"beside tokenizer '{directory}' stands {value!r}, must be a token: text or an object with content; repair it"
+        )
+    fields = {"content": value, "special": True} if isinstance(value, str) else value
+    return AddedToken(**{key: field for key, field in fields.items() if key != "__type"})

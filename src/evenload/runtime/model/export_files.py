@@ -70,7 +70,7 @@ def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
     tokens than those that were trained."""
     source = tokenizer_source(data, model_path)
     if source is not None:
-        return f"with the tokeniser of {source.parent}{_difference(directory)}"
+        return f"with the tokeniser of {source.parent}{_difference(directory, FileTokenizer(source), data)}"
     return "without a tokeniser: " + (
         "records hold token ids" if trains_given_ids(data) else "it trained on plain bytes"
     )
@@ -88,12 +88,12 @@ def require_same_ids(tokenizer: DocumentTokenizer) -> None:
     if not isinstance(tokenizer, FileTokenizer) or tokenizer.path.name != TOKENIZER_FILE:
         return
     directory = tokenizer.path.parent
-    if not (settings := read_settings(directory / TOKENIZER_CONFIG)):
+    named = read_settings(directory / TOKENIZER_CONFIG).get("tokenizer_class", _FAST)
+    if not (directory / TOKENIZER_CONFIG).is_file():
         return
-    named = settings.get("tokenizer_class", _FAST)
-    loader = PreTrainedTokenizerFast if named in (_FAST, "TokenizersBackend") else AutoTokenizer
     try:
-        loaded, is_same = _compared(tokenizer, loader)
+        loader = PreTrainedTokenizerFast if named in (_FAST, "TokenizersBackend") else AutoTokenizer
+        loaded, is_same = _compared(tokenizer, tokenizer.opening_ids, loader, directory)
     except Exception:  # transformers has no common class; what it cannot load cannot differ
         return
     if not is_same:
@@ -105,24 +105,25 @@ def require_same_ids(tokenizer: DocumentTokenizer) -> None:
         )
 
 
-def _compared(ours: FileTokenizer, loader: Any) -> tuple[Any, bool]:
-    """The tokeniser that transformers loads from the same directory, and whether it makes the same ids of the probe,
-    which holds every added token of both, and before it."""
-    loaded = loader.from_pretrained(ours.path.parent, trust_remote_code=False, local_files_only=True)
+def _compared(ours: FileTokenizer, opening: tuple[int, ...], loader: Any, directory: Path) -> tuple[Any, bool]:
+    """The tokeniser that transformers loads from a directory, and whether it makes our ids of the probe, which holds
+    every added token of both, after `opening`."""
+    loaded = loader.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     added = sorted(ours.added_tokens() | set(loaded.get_added_vocab()))
     text = _PROBE + "".join(f"a{token}b {token} c" for token in added)
-    whole = [*ours.opening_ids, *ours.encode(text).tolist()]
+    whole = [*opening, *ours.encode(text).tolist()]
     try:
-        return loaded, loaded(text)["input_ids"][: len(whole)] == whole
+        return loaded, loaded(text, verbose=False)["input_ids"][: len(whole)] == whole
     except Exception:  # its class looks for tokens that the vocabulary lacks
         return loaded, False
 
 
-def _difference(directory: Path) -> str:
+def _difference(directory: Path, trained: FileTokenizer, data: DataConfig) -> str:
     """transformers has classes of its own for some kinds of models, which split text by their own rules whatever
     `tokenizer.json` says; published models agree with theirs, a tokeniser that somebody trained need not."""
     try:
-        loaded, is_same = _compared(FileTokenizer(directory), AutoTokenizer)
+        opening = required_opening(trained, data.prepend_bos)
+        loaded, is_same = _compared(trained, opening, AutoTokenizer, directory)
     except Exception as error:  # transformers has no common class
         return f", which transformers' AutoTokenizer cannot load ({' '.join(str(error).split())})"
     if is_same:
@@ -195,16 +196,15 @@ def _write_settings(directory: Path, data: DataConfig) -> None:
 
 
 def _write_end(directory: Path, eos_id: int) -> None:
-    """Generation ends with this id, and with those that ended it before."""
-    model = read_settings(directory / MODEL_FILE)
-    for name, before in ((MODEL_FILE, model), (GENERATION_FILE, read_settings(directory / GENERATION_FILE) or model)):
-        known = before.get("eos_token_id")
-        ends = known if isinstance(known, list) else [] if known is None else [known]
+    """Generation ends with this id, and with those that ended it before. Where there is no generation_config.json,
+    transformers takes it from config.json."""
+    for name in (MODEL_FILE, GENERATION_FILE):
+        known = (before := read_settings(directory / name)).get("eos_token_id")
+        ends = known if isinstance(known, list) else [known]
         if before and eos_id not in ends:
-            ids = {key: before[key] for key in ("bos_token_id", "pad_token_id") if before.get(key) is not None}
-            # One end of the model's gives way to ours; a list, and one that only generation knows, stays beside it.
-            keeps = isinstance(known, list) or (name == GENERATION_FILE and before is not model)
-            _update(directory / name, ids | {"eos_token_id": [eos_id, *ends] if keeps and ends else eos_id})
+            # A single end in config.json is the one of the model, which gives way.
+            kept = ends if known is not None and (name == GENERATION_FILE or isinstance(known, list)) else []
+            _update(directory / name, {"eos_token_id": [eos_id, *kept] if kept else eos_id})
 
 
 def _update(file: Path, changed: dict[str, Any]) -> None:
