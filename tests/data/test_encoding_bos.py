@@ -101,9 +101,8 @@ def test_what_the_text_spells_itself_is_not_written_again(directory, record):
 
 @pytest.mark.parametrize("setting", [None, True, False])
 def test_a_chat_template_decides_for_chats(directory, setting, tmp_path):
-    """With and without a BOS of its own, as `apply_chat_template` has it, which adds nothing; unless it is asked for."""
+    """With and without a BOS of its own, as `apply_chat_template` has it, which adds nothing."""
     root = directory("bos")
-    bos_id = FileTokenizer(root).bos_id
     question, answer = {"role": "user", "content": "and"}, {"role": "assistant", "content": "so"}
     for source in (MISTRAL.plain, MISTRAL.plain.replace("{{ bos_token }}", "")):
         (tmp_path / "own.jinja").write_text(source)
@@ -113,8 +112,7 @@ def test_a_chat_template_decides_for_chats(directory, setting, tmp_path):
             theirs = AutoTokenizer.from_pretrained(root).apply_chat_template(
                 [question, answer], chat_template=source, return_dict=True
             )["input_ids"]
-            wanted = theirs if setting is not True or theirs[0] == bos_id else [bos_id, *theirs]
-            assert document.tokens.tolist() == wanted
+            assert document.tokens.tolist() == theirs
             assert (document.labels >= 0).sum() == len(FileTokenizer(root).encode(" so</s>"))
 
 

@@ -140,7 +140,8 @@ def test_a_role_by_another_name_is_refused_with_the_usual_one(role, usual):
 
 
 def test_roles_that_the_template_itself_names_are_its_own_affair():
-    loop = "{% for m in messages %}{{ {'human': 'H', 'gpt': 'G'}[m.role] }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    loop = "{% for m in messages %}{{ {'human': 'H', 'gpt': 'G'}[m.role] }}"
+    loop += "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     messages = [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]
     assert rendered(template_of(loop=loop), messages) == "HaGb"
     without = template_of(loop=loop.replace("{% generation %}", "").replace("{% endgeneration %}", ""))

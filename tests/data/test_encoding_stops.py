@@ -10,6 +10,7 @@ from chat_cases import CHATML, TEMPLATES, chat, encoder_config, train_chat_token
 from evenload import PackedLoader
 from evenload.data.encoding.open_encoder import stop_warnings
 from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
+from evenload.errors import ConfigError
 
 OUTSIDE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
@@ -94,6 +95,14 @@ def test_a_loader_says_both_what_does_not_stop_and_what_teaches_nothing(director
     assert "2 of the first 4 documents have no token with a loss and teach nothing, such as number" in caplog.text
     assert "rows.jsonl" in caplog.text
     assert any("2 of these documents taught nothing" in line for line in lines)
+
+
+def test_a_loader_refuses_settings_that_change_ids(directory):
+    (directory / "text.txt").write_text("a text")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "add_prefix_space": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="GPT2Tokenizer .*makes other ids"):
+        PackedLoader(str(directory / "text.txt"), tokenizer=str(directory), max_tokens=256, workers=0)
 
 
 def test_a_tokeniser_that_writes_nothing_itself_need_not_take_every_text(directory):

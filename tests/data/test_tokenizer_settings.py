@@ -52,7 +52,7 @@ ADDED = {"content": "<tool_call>", "lstrip": False, "normalized": False, "rstrip
     [
         {"config": FAST | {"added_tokens_decoder": {"281": ADDED | {"special": False}}}},
         {"config": FAST | {"added_tokens_decoder": {"900": ADDED | {"special": True, "lstrip": True}}}},
-        {"config": FAST | {"added_tokens_decoder": {"0": ADDED | {"content": "[A]", "rstrip": False, "special": True}}}},
+        {"config": FAST | {"added_tokens_decoder": {"0": ADDED | {"content": "[A]", "special": True}}}},
         {"config": FAST, "added": {"<tool_call>": 281, "<think>": 282}},
         {"config": FAST, "special": {"additional_special_tokens": ["<tool_call>"], "cls_token": "<CLS>"}},
         {"config": FAST | {"bos_token": "<think>", "image_token": "<|image|>"}},

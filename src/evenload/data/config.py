@@ -110,9 +110,9 @@ class DataConfig(Frozen):
         eos_token: text of the end-of-document token; by default looked up beside or in the tokenizer file.
         append_eos: end every text, and every completion that is a string, with the end-of-document token, unless it
             ends with it already.
-        prepend_bos: begin them with the token that begins a document, unless they begin with it already; unset = with
-            what the tokeniser itself writes there (its post-processor in `tokenizer.json`). What a chat template
-            begins with is left to the template, unless this is true.
+        prepend_bos: begin every text, and every prompt that is a string, with the token that begins a document, unless
+            it begins with it already; unset = with what the tokeniser itself writes there (its post-processor in
+            `tokenizer.json`). A chat begins as its template writes it.
         batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes
             documents in stream order until the next one would exceed it; a document that is larger than
             the budget is a batch of its own. The last batch of an epoch may be smaller.

@@ -26,6 +26,7 @@ import msgspec
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import LoaderState, decode_state, encode_state, state_at_epoch
 from evenload.data.encoding.open_encoder import stop_warnings
+from evenload.data.encoding.tokenize import FileTokenizer
 from evenload.data.ledger import untaught_warning
 from evenload.errors import ConfigError, DataError
 from evenload.feed.read_ahead import ReadAhead
@@ -121,6 +122,10 @@ class PackedLoader:
         require_choice(config, tokenizer, vocab_size)
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
+            if isinstance(tokenizer, str | Path) and isinstance(self._loader.tokenizer, FileTokenizer):
+                from evenload.runtime.model.export_files import require_same_ids  # transformers takes seconds to import
+
+                require_same_ids(self._loader.tokenizer)
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
             unstopped = stop_warnings(named, self._loader.tokenizer, ends)
         planner = make_planner(

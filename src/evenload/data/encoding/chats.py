@@ -93,9 +93,7 @@ def _read_message(value: Any, where: str, forms: TemplateForms) -> Message:
             f"{where} has no 'role' (it has {sorted(map(str, message))}); rename its keys to role, content"
         )
     if usual := forms.usual_role(message["role"]):
-        raise RecordProblem(
-            f"{where} has role '{message['role']}', which nothing would be taught of; call it '{usual}'"
-        )
+        raise RecordProblem(f"{where} has role '{message['role']}', another name of a usual one; call it '{usual}'")
     content = message.get("content")
     if content is None:
         if not message.get("tool_calls"):

@@ -51,17 +51,17 @@ def open_encoder(
             "larger vocab_size"
         )
     masked = config.loss_on != "all"
-    opening = required_opening(tokenizer, config.prepend_bos)
     if config.record == "messages":
-        template = open_chat_template(config, tokenizer)
-        opens_all = config.prepend_bos is True
-        return TextEncoder(Chats(config.messages_column, template, masked), tokenizer, None, opening, opens_all)
+        return TextEncoder(
+            Chats(config.messages_column, open_chat_template(config, tokenizer), masked), tokenizer, None
+        )
+    opening = required_opening(tokenizer, config.prepend_bos)
     end_id = required_eos(tokenizer) if config.append_eos else None
     if config.record == "text":
         return TextEncoder(PlainText(config.text_column), tokenizer, end_id, opening)
     template = _optional_template(config, tokenizer)
     renderer = PromptCompletion(config.prompt_column, config.completion_column, template, masked)
-    return TextEncoder(renderer, tokenizer, end_id, opening, config.prepend_bos is True)
+    return TextEncoder(renderer, tokenizer, end_id, opening)
 
 
 def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:

@@ -1,9 +1,9 @@
 """`TemplateForms`: in which form a chat template wants what data sets write in several.
 
-Content is text or a list of parts of text; arguments of a tool call are an object or JSON text (OpenAI's form). A template
-that expects the other form writes it wrong without an error: parts as a Python repr, JSON text encoded once more, text
-that it walks through as parts as nothing. So a short conversation is rendered in both forms, once a template and role.
-Where one comes out right and the other does not, messages are given in that one; else they stay as they are.
+Content is text or a list of parts of text; arguments of a tool call are an object or JSON text (OpenAI's form). A
+template that expects the other form writes it wrong without an error: parts as a Python repr, JSON text encoded once
+more, text that it walks through as parts as nothing. So a short conversation is rendered in both forms, once a template
+and role. Where one comes out right and the other does not, messages are given in that one; else they stay as they are.
 """
 
 import json

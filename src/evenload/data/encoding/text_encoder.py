@@ -90,24 +90,18 @@ class TextEncoder(DocumentEncoder):
     Args:
         end_id: the end-of-document token to append to bare texts; None = none is appended.
         opening: ids that bare texts begin with.
-        opens_all: all others begin with them too.
     """
 
     def __init__(
-        self,
-        renderer: Renderer,
-        tokenizer: DocumentTokenizer,
-        end_id: int | None,
-        opening: tuple[int, ...] = (),
-        opens_all: bool = False,
+        self, renderer: Renderer, tokenizer: DocumentTokenizer, end_id: int | None, opening: tuple[int, ...] = ()
     ) -> None:
         self.columns = renderer.columns
-        begins = f", begin {'all' if opens_all else 'bare'} {list(opening)}" if opening else ""
+        begins = f", begin {list(opening)}" if opening else ""
         self.name = f"{renderer.name}, tokenizer {tokenizer.name}, end {end_id}{begins}"
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._end = np.array([] if end_id is None else [end_id], dtype=np.int32)
-        self._opening, self._opens_all = opening, opens_all
+        self._opening = opening
 
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
         rendered = [self._renderer.render(values) for values in records]
@@ -131,11 +125,11 @@ class TextEncoder(DocumentEncoder):
     def _framed(self, tokens: NDArray[np.int32], is_bare: bool) -> tuple[NDArray[np.int32], int]:
         """The tokens between what begins and what ends a document, each unless it is there; and how many came first."""
         # An empty text stays empty: an end-of-document token alone teaches nothing.
-        if not len(tokens):
+        if not len(tokens) or not is_bare:
             return tokens, 0
-        framed = with_opening(tokens, self._opening) if is_bare or self._opens_all else tokens
+        framed = with_opening(tokens, self._opening)
         before = len(framed) - len(tokens)
-        if is_bare and len(self._end) and tokens[-1] != self._end[0]:
+        if len(self._end) and tokens[-1] != self._end[0]:
             framed = np.concatenate((framed, self._end))
         return framed, before
 

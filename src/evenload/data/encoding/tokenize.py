@@ -58,17 +58,11 @@ class DocumentTokenizer(Protocol):
         name: identifies the tokeniser and its content; equal names give equal tokens.
         vocab_size: token ids are in `[0, vocab_size)`.
         eos_id: id of the end-of-document token; None where there is none.
-        bos_id: likewise of the token that begins a document.
-        opening_ids: what the tokeniser itself writes before a text where special tokens are asked for.
-
-    `bos_id` and `opening_ids` may be missing.
     """
 
     name: str
     vocab_size: int
     eos_id: int | None
-    bos_id: int | None
-    opening_ids: tuple[int, ...]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """int32[num_tokens] of each text, without the end-of-document token; on all cores."""
@@ -85,8 +79,6 @@ class ByteTokenizer:
     name: str = BYTES
     vocab_size: int = _BYTE_VALUES + 1
     eos_id: int | None = _BYTE_VALUES
-    bos_id: int | None = None
-    opening_ids: tuple[int, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """int32[number of UTF-8 bytes]."""
@@ -111,7 +103,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json`.
 
-    `path` is the file and `kind` its algorithm, such as BPE.
+    `path` is the file and `kind` its algorithm, such as BPE; `opening_ids` are what it writes before a text itself
+    where special tokens are asked for, and `bos_id` is the token that begins a document, None where no file says.
 
     Args:
         path: the file, or a directory that holds `tokenizer.json`.
@@ -141,6 +134,7 @@ class FileTokenizer:
         self.opening_ids: tuple[int, ...] = written_around(self._tokenizer)[0]
         # It would cut white space out of offsets, and add special tokens, which are not the text's.
         self._tokenizer.post_processor = None  # type: ignore[missing-attribute]
+        self.added_tokens = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         # Ids may have gaps, so the largest one counts, not the number of entries.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         told = eos_token if eos_token is not None else special_token_text(settings.get("eos_token"))
@@ -183,10 +177,6 @@ class FileTokenizer:
         """The special tokens and their ids, ascending by id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[index].content: index for index in sorted(added) if added[index].special}
-
-    def added_tokens(self) -> set[str]:
-        """The special tokens and all others that are no part of the algorithm's vocabulary."""
-        return {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
 
     def _find_eos(self, file: Path, told: str | None) -> int | None:
         if told is not None:
@@ -237,12 +227,10 @@ def required_eos(tokenizer: DocumentTokenizer) -> int:
 
 def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> tuple[int, ...]:
     """The ids that `DataConfig.prepend_bos` puts before a text; a `ConfigError` where no file says which."""
-    if prepend_bos is False:
-        return ()
-    # Tokenisers of other people's may know nothing of either.
-    own, bos_id = getattr(tokenizer, "opening_ids", ()), getattr(tokenizer, "bos_id", None)
-    if prepend_bos is None or own:
-        return own
+    is_file = isinstance(tokenizer, FileTokenizer)
+    own, bos_id = (tokenizer.opening_ids, tokenizer.bos_id) if is_file else ((), None)
+    if not prepend_bos or own:
+        return own if prepend_bos is not False else ()
     if bos_id is None:
         raise ConfigError(
             f"data.prepend_bos is on, but tokenizer '{tokenizer.name}' does not say which token begins a document; set "

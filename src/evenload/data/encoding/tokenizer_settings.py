@@ -1,8 +1,8 @@
 """What the files beside a `tokenizer.json` say: special tokens by name, and tokens that it lacks.
 
 Read as `TokenizersBackend` of transformers 5 reads them, so that ids agree: `added_tokens_decoder` of
-`tokenizer_config.json`; where that has none, `added_tokens.json`, and `special_tokens_map.json` goes before it; then every
-special token that is not there yet. New tokens get the next free ids, whatever ids the files give them.
+`tokenizer_config.json`; where that has none, `added_tokens.json`, and `special_tokens_map.json` goes before it; then
+every special token that is not there yet. New tokens get the next free ids, whatever ids the files give them.
 """
 
 from collections.abc import Mapping
@@ -85,7 +85,7 @@ def add_tokens_beside(tokenizer: tokenizers.Tokenizer, directory: Path, settings
 def _token(value: Any, directory: Path) -> AddedToken:
     if not special_token_text(value):
         raise ConfigError(
-            f"beside tokenizer '{directory}' stands {value!r}, must be a token: text or an object with content; repair it"
+            f"beside tokenizer '{directory}' is {value!r}, must be a token: text or an object with content; repair it"
         )
-    fields = {"content": value, "special": True} if isinstance(value, str) else value
+    fields: dict[str, Any] = {"content": value, "special": True} if isinstance(value, str) else value
     return AddedToken(**{key: field for key, field in fields.items() if key != "__type"})

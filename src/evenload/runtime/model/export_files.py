@@ -109,7 +109,7 @@ def _compared(ours: FileTokenizer, opening: tuple[int, ...], loader: Any, direct
     """The tokeniser that transformers loads from a directory, and whether it makes our ids of the probe, which holds
     every added token of both, after `opening`."""
     loaded = loader.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    added = sorted(ours.added_tokens() | set(loaded.get_added_vocab()))
+    added = sorted(ours.added_tokens | set(loaded.get_added_vocab()))
     text = _PROBE + "".join(f"a{token}b {token} c" for token in added)
     whole = [*opening, *ours.encode(text).tolist()]
     try:
