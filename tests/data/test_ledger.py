@@ -62,7 +62,7 @@ def test_documents_without_any_label_are_counted_and_told():
     lines = ledger.state.lines()
     assert "4 documents" in lines[1]
     assert "52 of them masked" in lines[1]
-    assert lines[2].split() == "3 of these documents taught nothing: no loss at all".split()
+    assert lines[2].split() == ["3", "of", "these", "documents", "taught", "nothing:", "no", "loss", "at", "all"]
     skipped = with_skipped(ledger.state, "nonfinite", tally(2, 50), 50, 2)
     assert (skipped.trained, skipped.masked, skipped.untaught) == (tally(2, 11), 2, 1)
     warning = untaught_warning(documents, lambda doc_id: f"place {doc_id}")

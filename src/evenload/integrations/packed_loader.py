@@ -122,10 +122,11 @@ class PackedLoader:
         require_choice(config, tokenizer, vocab_size)
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
-            if isinstance(tokenizer, str | Path) and isinstance(self._loader.tokenizer, FileTokenizer):
+            opened = self._loader.tokenizer
+            if isinstance(opened, FileTokenizer) and not hasattr(tokenizer, "save_pretrained") and opened.has_settings:
                 from evenload.runtime.model.export_files import require_same_ids  # transformers takes seconds to import
 
-                require_same_ids(self._loader.tokenizer)
+                require_same_ids(opened)
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
             unstopped = stop_warnings(named, self._loader.tokenizer, ends)
         planner = make_planner(

@@ -24,7 +24,12 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from evenload.data.encoding.tokenizer_settings import add_tokens_beside, special_settings, special_token_text
+from evenload.data.encoding.tokenizer_settings import (
+    TOKENIZER_CONFIG,
+    add_tokens_beside,
+    special_settings,
+    special_token_text,
+)
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import local_path
 
@@ -105,6 +110,8 @@ class FileTokenizer:
 
     `path` is the file and `kind` its algorithm, such as BPE; `opening_ids` are what it writes before a text itself
     where special tokens are asked for, and `bos_id` is the token that begins a document, None where no file says.
+    `added_tokens` are those that are no part of the algorithm's vocabulary; `has_settings` says whether a
+    `tokenizer_config.json` lies beside it.
 
     Args:
         path: the file, or a directory that holds `tokenizer.json`.
@@ -129,6 +136,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = special_settings(file.parent)
+        self.has_settings = (file.parent / TOKENIZER_CONFIG).is_file()
         is_changed = add_tokens_beside(self._tokenizer, file.parent, settings)
         splits = self._tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
         self.opening_ids: tuple[int, ...] = written_around(self._tokenizer)[0]

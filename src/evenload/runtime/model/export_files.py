@@ -85,12 +85,10 @@ def require_same_ids(tokenizer: DocumentTokenizer) -> None:
     Raises:
         ConfigError: the ids differ; says how to train either.
     """
-    if not isinstance(tokenizer, FileTokenizer) or tokenizer.path.name != TOKENIZER_FILE:
+    if not isinstance(tokenizer, FileTokenizer) or not tokenizer.has_settings or tokenizer.path.name != TOKENIZER_FILE:
         return
     directory = tokenizer.path.parent
     named = read_settings(directory / TOKENIZER_CONFIG).get("tokenizer_class", _FAST)
-    if not (directory / TOKENIZER_CONFIG).is_file():
-        return
     try:
         loader = PreTrainedTokenizerFast if named in (_FAST, "TokenizersBackend") else AutoTokenizer
         loaded, is_same = _compared(tokenizer, tokenizer.opening_ids, loader, directory)
