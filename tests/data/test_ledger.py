@@ -68,7 +68,7 @@ def test_documents_without_any_label_are_counted_and_told():
     warning = untaught_warning(documents, lambda doc_id: f"place {doc_id}")
     # One token has nothing before it that it could be predicted from, which is no fault of the data's.
     assert warning.startswith(
-        "2 of the first 4 documents have no token with a loss and teach nothing, such as place 1;"
+        "2 of the first 4 documents have no token with a loss and teach nothing, such as place 1:"
     )
     assert untaught_warning(documents[:1] + documents[2:3], str) == ""
     assert not any("taught" in line for line in LedgerState(trained=tally(1, 5)).lines())
