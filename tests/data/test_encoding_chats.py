@@ -11,6 +11,7 @@ from evenload.data.encoding.chat_template import ChatTemplate
 from evenload.data.encoding.chats import Chats, read_messages
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.encoding.template_forms import TemplateForms
 from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 
@@ -126,7 +127,8 @@ def test_thoughts_reach_the_template_under_any_of_their_names(their_tokenizers, 
     question, answer = chat("a", "b")
     messages = [question, answer | {key: "hm", "name": None}]
     expected = their_tokenizers[CHATML].apply_chat_template(messages, chat_template=source, tokenize=False)
-    assert ChatTemplate(source, {}, "t").render(read_messages(messages, "messages")) == expected
+    template = ChatTemplate(source, {}, "t")
+    assert template.render(read_messages(messages, "messages", TemplateForms(template))) == expected
     assert "(hm|hm)b" in expected
 
 

@@ -111,8 +111,7 @@ def test_lists_of_messages_go_through_the_template(directory):
     several = encoder.encode((prompt, [answer, question, last]))
     assert several.tokens.tolist() == one.tokens.tolist()
     told = decode(several.labels[several.labels >= 0])
-    assert told == "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
-    assert decode(one.tokens).endswith(told)
+    assert told == "b<|im_end|>\nd<|im_end|>\n", "what the user asks in a completion is no answer of the assistant's"
     assert 256 not in one.tokens
 
 
@@ -125,7 +124,7 @@ def test_lists_of_messages_go_through_the_template(directory):
         ("a", chat("a"), "'prompt' holds a value of type str instead of a list"),
         ([], chat("a"), "'prompt' holds no message"),
         (chat("a"), [], "'completion' holds no message"),
-        (chat("a", "b"), chat("c"), "last message of 'prompt' is the assistant's"),
+        (chat("a", "b"), chat("c", "d")[1:], "last message of 'prompt' is the assistant's"),
         ("a", "\ud800", "not Unicode"),
     ],
 )
@@ -135,6 +134,35 @@ def test_values_that_are_no_prompt_and_completion_are_told_apart(directory, prom
         encoder = open_encoder(encoder_config(record="prompt_completion", chat_template=template, tokenizer=tokenizer))
         with pytest.raises(RecordProblem, match=what):
             encoder.encode((prompt, completion))
+
+
+TOOL = {"role": "tool", "content": "5 degrees", "tool_call_id": "abcdefghi", "name": "weather"}
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_conversation_cut_anywhere_has_the_labels_of_the_whole_one(directory, tagged, data):
+    """From the cut on: the same labels as record kind "messages" gives it, whatever tools and users say there."""
+    turn = st.lists(texts.map(lambda text: f"x{text}y"), min_size=2, max_size=3)
+    messages = []
+    for question, answer, *second in data.draw(st.lists(turn, min_size=1, max_size=3)):
+        messages += chat(question, answer) + ([TOOL, chat("", second[0])[1]] if second else [])
+    cut = data.draw(st.integers(1, len(messages) - 1))
+    (directory / "tagged.jinja").write_text(CHATML.tagged)
+    template = str(directory / ("tagged.jinja" if tagged else "chatml.jinja"))
+    options = {"chat_template": template, "tokenizer": str(directory)}
+    whole = open_encoder(encoder_config(record="messages", **options)).encode((messages,))
+    encoder = open_encoder(encoder_config(record="prompt_completion", **options))
+    document = encoder.encode((messages[:cut], messages[cut:]))
+    assert document.tokens.tolist() == whole.tokens.tolist()
+    before = open_encoder(encoder_config(record="messages", **options)).encode((messages[:cut],))
+    start = int(np.count_nonzero(before.labels >= 0))
+    labelled = np.flatnonzero(whole.labels >= 0)
+    expected = np.full_like(whole.labels, -100)
+    expected[labelled[start:]] = whole.labels[labelled[start:]]
+    assert document.labels.tolist() == expected.tolist()
+    assert "degrees" not in FileTokenizer(directory).decode(document.labels[document.labels >= 0])
 
 
 def test_strings_need_no_template_and_messages_say_that_there_is_none(encoder):

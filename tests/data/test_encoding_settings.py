@@ -153,13 +153,13 @@ def test_special_tokens_come_from_the_files_beside_the_tokenizer(model):
     path = model(
         {
             "chat_template.jinja": source,
-            "special_tokens_map.json": {"bos_token": "<s>", "eos_token": "<never>"},
-            "tokenizer_config.json": {"eos_token": {"content": "</s>"}, "image_token": "<i>", "add_bos_token": True},
+            "special_tokens_map.json": {"bos_token": "<s>", "eos_token": "</s>"},
+            "tokenizer_config.json": {"eos_token": {"content": "<never>"}, "image_token": "<i>", "add_bos_token": True},
         }
     )
     assert template_of(path).render(chat("a")) == "<s>|</s>|<i>"
     assert template_of(path, eos_token="<|im_end|>").render(chat("a")) == "<s>|<|im_end|>|<i>"
-    model({"tokenizer_config.json": {"bos_token": None, "eos_token": None}})
+    model({"tokenizer_config.json": {"bos_token": None, "eos_token": None}, "special_tokens_map.json": {}})
     assert template_of(path).render(chat("a")) == "||"
 
 

@@ -1,6 +1,7 @@
+import msgspec
 import pytest
 
-from evenload.data.ledger import Ledger, Tally
+from evenload.data.ledger import Ledger, LedgerState, Tally, untaught_warning, with_skipped
 from evenload.errors import DataError, InvalidPlanError
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -47,6 +48,32 @@ def test_every_token_ends_up_in_one_row():
         "read", "trained", "dropped", "dropped", "deferred", "waiting",
     ]  # fmt: skip
     assert "150 tokens" in ledger.state.lines()[0]
+
+
+def test_documents_without_any_label_are_counted_and_told():
+    ledger = Ledger()
+    for num_tokens in (10, 20, 1, 30):
+        ledger.note_read(tally(1, num_tokens))
+    ledger.note_handed_out(tally(4, 61), tally(0, 0))
+    lengths = {0: (10, 9), 1: (20, 0), 2: (1, 0), 3: (30, 0)}
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=m) for i, (n, m) in lengths.items())
+    ledger.note_step(msgspec.structs.replace(make_plan([]), documents=documents))
+    assert (ledger.state.masked, ledger.state.untaught) == (52, 3)
+    lines = ledger.state.lines()
+    assert "4 documents" in lines[1]
+    assert "52 of them masked" in lines[1]
+    assert lines[2].split() == ["3", "of", "these", "documents", "taught", "nothing:", "no", "loss", "at", "all"]
+    skipped = with_skipped(ledger.state, "nonfinite", tally(2, 50), 50, 2)
+    assert (skipped.trained, skipped.masked, skipped.untaught) == (tally(2, 11), 2, 1)
+    warning = untaught_warning(documents, lambda doc_id: f"place {doc_id}")
+    # One token has nothing before it that it could be predicted from, which is no fault of the data's.
+    assert warning.startswith(
+        "2 of the first 4 documents have no token with a loss and teach nothing, such as place 1:"
+    )
+    assert untaught_warning(documents[:1] + documents[2:3], str) == ""
+    assert not any("taught" in line for line in LedgerState(trained=tally(1, 5)).lines())
+    old = msgspec.json.decode(b'{"read": [2, 11], "trained": [2, 11], "masked": 2}', type=LedgerState)
+    assert old.untaught == 0, "a state from before the count goes on"
 
 
 def test_lost_or_doubled_tokens_are_found():

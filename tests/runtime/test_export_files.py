@@ -5,13 +5,22 @@ import os
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from evenload.data.config import DataConfig
+from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.tokenize import FileTokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.model.export_files import copy_tokenizer, save_tensors, tokenizer_note
+from evenload.runtime.model.export_files import copy_tokenizer, require_same_ids, save_tensors, tokenizer_note
 from reference_training import tiny_config
 
 TEXT = "a text,  with spaces\nand <|endoftext|>"
@@ -110,3 +119,147 @@ def test_an_export_onto_its_own_source_changes_nothing(base):
 def test_a_file_that_cannot_be_copied_is_told(base, tmp_path):
     with pytest.raises(ConfigError, match=r"exported to .*, but a file of its tokeniser could not be copied there"):
         copy_tokenizer(tmp_path / "missing", data_of(tokenizer=str(base)), str(base))
+
+
+def with_token(base, *tokens, **settings):
+    """More special tokens, and what `tokenizer_config.json` says."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(tokens))
+    tokenizer.save(str(base / "tokenizer.json"))
+    file = base / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return FileTokenizer(base, tokens[0])
+
+
+def written(directory, name):
+    return json.loads((directory / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("generation", "generated"),
+    [({"eos_token_id": 0, "top_p": 0.5}, "both"), ({"eos_token_id": [0, 5]}, "all"), (None, "one")],
+    ids=["one", "several", "no file"],
+)
+@pytest.mark.parametrize("special_map", [False, True])
+def test_the_end_that_was_trained_is_in_the_tokeniser_and_in_generation(
+    base, exported, generation, generated, special_map
+):
+    eos_id = with_token(base, "<stop>").eos_id
+    (base / "generation_config.json").unlink()
+    if generation is not None:
+        (base / "generation_config.json").write_text(json.dumps(generation))
+    if special_map:
+        (base / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "pad_token": "!"}))
+    copy_tokenizer(exported, data_of(tokenizer=str(base), eos_token="<stop>"), str(base))
+    loaded = AutoTokenizer.from_pretrained(exported)
+    assert (loaded.eos_token, loaded.eos_token_id, loaded.pad_token) == ("<stop>", eos_id, "!")
+    assert AutoConfig.from_pretrained(exported).eos_token_id == eos_id
+    if generation is None:
+        settings = GenerationConfig.from_model_config(AutoConfig.from_pretrained(exported))
+    else:
+        settings = GenerationConfig.from_pretrained(exported)
+    assert settings.eos_token_id == {"both": [eos_id, 0], "all": [eos_id, 0, 5], "one": eos_id}[generated]
+    assert settings.top_p == (generation or {}).get("top_p", None)
+
+
+def test_an_exported_model_stops_where_it_was_taught_to(base, exported):
+    """A model whose likeliest token always is the trained end."""
+    eos_id = with_token(base, "<stop>").eos_id
+    config = tiny_config("qwen2", vocab_size=280)
+    model = AutoModelForCausalLM.from_config(config)
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    head = torch.nn.Linear(config.hidden_size, 280)
+    torch.nn.init.zeros_(head.weight)
+    head.bias.data = torch.nn.functional.one_hot(torch.tensor(eos_id), 280).float()
+    copied = exported.parent / "out"
+    model.save_pretrained(copied)
+    for taught in (False, True):
+        if taught:
+            copy_tokenizer(copied, data_of(tokenizer=str(base), eos_token="<stop>"), str(base))
+        loaded = AutoModelForCausalLM.from_pretrained(copied)
+        loaded.set_output_embeddings(head)
+        written_ids = loaded.generate(torch.tensor([[1, 2]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert written_ids.shape[1] - 2 == (1 if taught else 5)
+
+
+def test_a_tokenisers_own_end_is_that_of_the_exported_model(base, exported):
+    """A model from scratch has a config.json that knows nothing of it; bytes too have an end."""
+    copy_tokenizer(exported, data_of(tokenizer=str(base)), str(exported))
+    assert written(exported, "config.json")["eos_token_id"] == 0
+    assert AutoConfig.from_pretrained(exported).eos_token_id == 0
+    copy_tokenizer(exported, data_of(), str(exported))
+    assert written(exported, "config.json")["eos_token_id"] == 256
+    before = written(exported, "config.json")
+    copy_tokenizer(exported, data_of(record="tokens"), str(exported))
+    assert written(exported, "config.json") == before, "others ended records of ids"
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("setting", [None, False, True])
+def test_an_exported_tokeniser_begins_a_text_as_it_was_trained(base, exported, own, setting):
+    trained = with_token(base, "<s>", bos_token="<s>")
+    if own:
+        tokenizer = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
+        bos, end = ("<s>", trained.eos_id), ("<|endoftext|>", 0)
+        tokenizer.post_processor = TemplateProcessing("<s> $A <|endoftext|>", special_tokens=[bos, end])
+        tokenizer.save(str(base / "tokenizer.json"))
+    data = data_of(tokenizer=str(base), prepend_bos=setting)
+    copy_tokenizer(exported, data, str(base))
+    document = open_encoder(data).encode(("a text",))
+    ids = AutoTokenizer.from_pretrained(exported)("a text")["input_ids"]
+    assert [*ids, 0][: len(document.tokens)] == document.tokens.tolist()
+    assert (ids[-1] == 0) is own, "what the tokeniser writes after a text stays"
+    assert (ids[0] == trained.eos_id) is (own if setting is None else setting)
+    assert tokenizer_note(exported, data, str(base)) == f"with the tokeniser of {base}"
+
+
+def test_the_probe_of_the_export_holds_every_added_token(base, exported):
+    """Qwen2's class builds the tokeniser anew and knows only the added tokens that the settings name."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
+    tokenizer.add_tokens([tokenizers.AddedToken("<tool>", special=False)])
+    tokenizer.save(str(base / "tokenizer.json"))
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    decoder = {"0": {"content": "<|endoftext|>", "special": True}}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": decoder}))
+    data = data_of(tokenizer=str(base))
+    copy_tokenizer(exported, data, str(base))
+    assert "makes other tokens" in tokenizer_note(exported, data, str(base))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("GPT2Tokenizer", {"add_prefix_space": True}),
+        ("Qwen2Tokenizer", {}),
+        ("BertTokenizer", {"do_lower_case": True}),
+        ("GemmaTokenizer", {}),
+    ],
+)
+def test_a_class_that_makes_other_ids_is_refused_with_both_ways_out(base, tmp_path, name, settings):
+    write = lambda named: (base / "tokenizer_config.json").write_text(  # noqa: E731
+        json.dumps({"tokenizer_class": named, "eos_token": "<|endoftext|>", **settings})
+    )
+    train_byte_pair_tokenizer([" 12: 2048"] * 3, 270, base / "tokenizer.json")  # Qwen2's class splits numbers
+    (base / "tokenizer_config.json").unlink()
+    require_same_ids(FileTokenizer(base))
+    write("PreTrainedTokenizerFast")
+    require_same_ids(FileTokenizer(base))
+    write(name)
+    with pytest.raises(ConfigError, match=rf"as {name} .*other ids.*PreTrainedTokenizerFast.*OTHER"):
+        require_same_ids(FileTokenizer(base))
+    if name in ("GPT2Tokenizer", "Qwen2Tokenizer"):  # the vocabulary lacks what the others need to read a text at all
+        loaded = AutoTokenizer.from_pretrained(base)
+        loaded.save_pretrained(tmp_path / "other")
+        other = FileTokenizer(tmp_path / "other")
+        require_same_ids(other)
+        text = f"{TEXT} 2048"
+        assert other.encode(text).tolist() == loaded(text, add_special_tokens=False)["input_ids"]
+        assert other.encode(text).tolist() != FileTokenizer(base).encode(text).tolist()
+
+
+def test_settings_that_change_nothing_are_no_reason_to_refuse(base):
+    settings = {"add_prefix_space": False, "clean_up_tokenization_spaces": True, "model_max_length": 8, "legacy": False}
+    for named in ("GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"):
+        content = {"tokenizer_class": named, "eos_token": "<|endoftext|>", "add_bos_token": True, **settings}
+        (base / "tokenizer_config.json").write_text(json.dumps(content))
+        require_same_ids(FileTokenizer(base))

@@ -12,7 +12,7 @@ from evenload.cli.start_checks import require_runnable
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import memory_for_rank, run_coefficients, started_rank
 from evenload.data.encoding.tokenize import open_tokenizer
-from evenload.runtime.config.run_tokenizer import tokenizer_fact
+from evenload.runtime.config.run_tokenizer import tokenizer_fact, tokenizer_warnings
 from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import load_config, model_spec
@@ -32,8 +32,11 @@ def prepared_check(config: TrainConfig, directory: Path) -> tuple[Scope, Paralle
         f"checking {config.model.path} on layout {layout.describe()}{smaller}",
         f"tokenizer {tokenizer_fact(config.data, tokenizer, model_spec(config).vocab_size)}",
     ]
-    if warning := position_warning(load_config(config.model.path), config.data.max_document_tokens):
-        lines.append(f"evenload: warning: {warning}")
+    warnings = (
+        position_warning(load_config(config.model.path), config.data.max_document_tokens),
+        *tokenizer_warnings(config.data, tokenizer, config.model.path),
+    )
+    lines += [f"evenload: warning: {warning}" for warning in warnings if warning]
     require_device(scope.config.train.device, layout.world_size)
     return scope, layout, tuple(lines)
 

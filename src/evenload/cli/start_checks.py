@@ -26,6 +26,7 @@ from evenload.runtime.config.run_tokenizer import require_tokenizer
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.config.validation_config import validation_data
 from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.export_files import require_same_ids
 from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
@@ -52,9 +53,10 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")
     if config.parallel.cp_exchange == "ring":
         require_no_window(max(spec.windows))
-    require_tokenizer(
+    tokenizer = require_tokenizer(
         config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
     )
+    require_same_ids(tokenizer)
     config.optimizer.rate(
         config.optimizer.warmup_steps, config.train.steps
     )  # a function of the user's is found and runs

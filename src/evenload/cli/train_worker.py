@@ -382,7 +382,8 @@ def _show_start(
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     for line in trainer.source_lines():
         console.print(f"source {line}", soft_wrap=True, markup=False)
-    warn(position_warning(trainer.hf_config, config.data.max_document_tokens), console)
+    for line in (position_warning(trainer.hf_config, config.data.max_document_tokens), *trainer.tokenizer_warnings):
+        warn(line, console)
     warn(trainer.resume_warning, console)
     if not isinstance(resumed, KeptStep):
         for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):

@@ -117,7 +117,11 @@ class DataConfig(Frozen):
             that of the model's directory; where it has none, bytes if the model's weights are random or its vocabulary
             is one of bytes.
         eos_token: text of the end-of-document token; by default looked up beside or in the tokenizer file.
-        append_eos: end every document of kind "text" with the end-of-document token.
+        append_eos: end every text, and every completion that is a string, with the end-of-document token, unless it
+            ends with it already.
+        prepend_bos: begin every text, and every prompt that is a string, with the token that begins a document, unless
+            it begins with it already; unset = with what the tokeniser itself writes there (its post-processor in
+            `tokenizer.json`). A chat begins as its template writes it.
         batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes
             documents in stream order until the next one would exceed it; a document that is larger than
             the budget is a batch of its own. The last batch of an epoch may be smaller.
@@ -161,6 +165,7 @@ class DataConfig(Frozen):
     tokenizer: str | None = None
     eos_token: str | None = None
     append_eos: bool = True
+    prepend_bos: bool | None = None
     batch_documents: int | None = None
     batch_tokens: int | None = None
     shuffle_window: int = 1024

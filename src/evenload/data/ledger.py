@@ -8,7 +8,7 @@ whose plan was not noted yet). The loader counts what it holds for itself, so `c
 independent counts. A record that could not be read counts as a document of 0 tokens.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -38,11 +38,12 @@ def tally_of(documents: Collection[Document | LeftOut]) -> Tally:
 
 class LedgerState(Frozen):
     """The ledger's counters; `dropped` is by reason, `masked` the trained tokens without a loss of their own (a
-    document's first, prompts)."""
+    document's first, prompts), `untaught` the trained documents that have no other tokens."""
 
     read: Tally = Tally()
     trained: Tally = Tally()
     masked: int = 0
+    untaught: int = 0
     in_flight: Tally = Tally()
     deferred: Tally = Tally()
     dropped: dict[str, Tally] = msgspec.field(default_factory=dict)
@@ -80,16 +81,41 @@ class LedgerState(Frozen):
             number, noun = counted(tally.documents, "document").split()
             lines.append(f"{name:<{width}}  {number:>12} {noun:<9}  {tally.tokens:>16,} tokens")
         lines[1] += f"  ({self.masked:,} of them masked: no loss of their own)"
+        if self.untaught:
+            lines.insert(2, f"{'':<{width}}  {self.untaught:>12,} of these documents taught nothing: no loss at all")
         return lines
 
 
-def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int) -> LedgerState:
+def masked_and_untaught(documents: Collection[Document]) -> tuple[int, int]:
+    """Tokens without a loss of their own, and documents without any loss."""
+    masked = sum(document.num_tokens - document.num_label_tokens for document in documents)
+    return masked, sum(not document.num_label_tokens for document in documents)
+
+
+def untaught_warning(documents: Collection[Document], origin: Callable[[int], str]) -> str:
+    """What to say of a first batch some of whose documents have no loss, although they have tokens for one; "" = none.
+    `origin` says where a document was read."""
+    found = [document for document in documents if not document.num_label_tokens and document.num_tokens > 1]
+    if not found:
+        return ""
+    return (
+        f"{len(found):,} of the first {counted(len(documents), 'document')} have no token with a loss and teach "
+        f"nothing, such as {origin(found[0].doc_id)}: nobody answers in them, or beyond data.max_document_tokens only; "
+        "see data.record, data.loss_on and data.overlong. The ledger counts all such documents"
+    )
+
+
+def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int, untaught: int) -> LedgerState:
     """The account after steps whose update was not applied: their documents were dropped, not trained.
 
-    `masked` of the skipped tokens had no loss of their own.
+    `masked` of the skipped tokens had no loss of their own, and `untaught` documents none at all.
     """
-    trained, masked = state.trained - skipped, state.masked - masked
-    return msgspec.structs.replace(state.with_dropped(reason, skipped), trained=trained, masked=masked)
+    return msgspec.structs.replace(
+        state.with_dropped(reason, skipped),
+        trained=state.trained - skipped,
+        masked=state.masked - masked,
+        untaught=state.untaught - untaught,
+    )
 
 
 class Ledger:
@@ -120,6 +146,7 @@ class Ledger:
         """
         state, trained = self.state, tally_of(plan.documents)
         planned = trained + tally_of(plan.left_out)
+        masked, untaught = masked_and_untaught(plan.documents)
         rest = state.in_flight - planned
         if rest.documents < 0 or rest.tokens < 0:
             raise InvalidPlanError(
@@ -131,7 +158,8 @@ class Ledger:
             state,
             in_flight=rest,
             trained=state.trained + trained,
-            masked=state.masked + trained.tokens - sum(doc.num_label_tokens for doc in plan.documents),
+            masked=state.masked + masked,
+            untaught=state.untaught + untaught,
             deferred=state.deferred + tally_of([doc for doc in plan.left_out if doc.reason == DEFERRED]),
         )
         for doc in plan.left_out:

@@ -45,6 +45,7 @@ class LoaderSettings(TypedDict, total=False):
     include: Sequence[str]
     eos_token: str | None
     append_eos: bool
+    prepend_bos: bool | None
     batch_documents: int | None
     batch_tokens: int | None
     shuffle_window: int

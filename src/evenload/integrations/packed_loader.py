@@ -25,6 +25,9 @@ import msgspec
 
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import LoaderState, decode_state, encode_state, state_at_epoch
+from evenload.data.encoding.open_encoder import stop_warnings
+from evenload.data.encoding.tokenize import FileTokenizer
+from evenload.data.ledger import untaught_warning
 from evenload.errors import ConfigError, DataError
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import StepMaker
@@ -119,6 +122,13 @@ class PackedLoader:
         require_choice(config, tokenizer, vocab_size)
         with tokenizer_settings(config, tokenizer) as (named, own):
             self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
+            opened = self._loader.tokenizer
+            if isinstance(opened, FileTokenizer) and not hasattr(tokenizer, "save_pretrained") and opened.has_settings:
+                from evenload.runtime.model.export_files import require_same_ids  # transformers takes seconds to import
+
+                require_same_ids(opened)
+            ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
+            unstopped = stop_warnings(named, self._loader.tokenizer, ends)
         planner = make_planner(
             model,
             options.costs,
@@ -146,6 +156,8 @@ class PackedLoader:
         if place.is_first:
             self.start_lines = [*self.start_lines, *(f"source        {line}" for line in self._loader.source_lines())]
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
+            for line in unstopped:
+                _log.warning("%s", line)
 
     def balance_for(self, model: Any) -> None:
         """Balance packs by the times of this model, from the first step on. Collective: all ranks, the same model.
@@ -298,6 +310,8 @@ class PackedLoader:
         self.ledger_lines = planned.ledger_lines
         if not self._has_logged and self._place.is_first:
             _log.info(first_step_line(step, self.options))
+            if step.num_label_tokens and (untaught := untaught_warning(planned.plan.documents, planned.origin)):
+                _log.warning("%s", untaught)
         self._has_logged = True
         if not step.num_label_tokens:
             _log.warning(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.data.ledger import untaught_warning
 from evenload.runtime.checkpoint.saves import Saves
 from evenload.runtime.checkpoint.survivor_state import SurvivorState
 from evenload.runtime.comm.mesh import Mesh
@@ -142,7 +143,10 @@ class StepTrainer:
         else:
             warning = self.non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
         self._survivors.write(plan.step + 1, state.held.buffers, state.optimizer, mesh)
-        warning = warning if plan.num_label_tokens else no_label_warning(plan)
+        if not plan.num_label_tokens:
+            warning = no_label_warning(plan)
+        elif plan.step == 0 and not warning:
+            warning = untaught_warning(plan.documents, planned.origin)
         own = self._rank_end(found, StepStart(came_s, zero_s), RankNews(data_wait_s, stop_signal, wants_pause))
         end, measured = self._tell(own, found, zero_s)
         if measured is None:

@@ -31,7 +31,7 @@ from evenload.runtime.checkpoint.writer import CheckpointWriter
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.config.run_planner import run_flex_planner, run_planner
-from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
+from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact, tokenizer_warnings
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.replay.stage import PipelineStage
@@ -68,6 +68,7 @@ class Trainer:
             vocab_size=self.model.vocab_size,
         )
         self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
+        self.tokenizer_warnings = tokenizer_warnings(config.data, tokenizer, config.model.path)
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
         self._between = BetweenSteps(config, tokenizer, self.model, self.meshes)

@@ -20,7 +20,7 @@ STATE_VERSION = 2
 
 _HELD_OUT_FIELDS = ("held_out_share", "reads")
 _FREE_FIELDS = (
-    "sources", "mixture", "include", "tokenizer", "chat_template", "epochs", "workers", "prefetch_steps",
+    "sources", "mixture", "include", "tokenizer", "chat_template", "prepend_bos", "epochs", "workers", "prefetch_steps",
     "stall_timeout_s", *_HELD_OUT_FIELDS,
 )  # fmt: skip
 """Settings that may differ, because the fingerprint holds what they lead to, or because they end a run."""

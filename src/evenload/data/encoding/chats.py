@@ -14,7 +14,8 @@ A template without a generation prompt has the assistant's header in the loss.
 
 Keys of messages without a value are left out, because Arrow gives every message all keys of all messages and templates
 ask whether a key is there. Thoughts that data sets put under other names are also given under the names that templates
-read. Both is what transformers' `apply_chat_template` does, so that training sees what inference will.
+read. Both is what transformers' `apply_chat_template` does, so that training sees what inference will. Parts of text,
+and arguments of tool calls, are given in the form that the template writes as they are meant (`template_forms`).
 
 Price: 2 renderings for each of the assistant's messages, so it grows with the square of the turns; 1 rendering with
 `{% generation %}` blocks or loss on all tokens.
@@ -25,6 +26,7 @@ from typing import Any
 
 from evenload.data.encoding.chat_template import ChatTemplate, Message
 from evenload.data.encoding.document_encoder import RecordProblem
+from evenload.data.encoding.template_forms import TemplateForms
 from evenload.data.encoding.text_encoder import CharSpan, RenderedText
 
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
@@ -42,35 +44,47 @@ class Chats:
         self.columns: tuple[str, ...] = (column,)
         loss = "completion" if has_spans else "all"
         self.name = f"messages of '{column}', loss on {loss}, template {template.name}"
-        self._has_spans, self.counts_touching = has_spans, template.marks_generation
-        self._template = template
+        self._has_spans, self._template, self._forms = has_spans, template, TemplateForms(template)
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        template, messages = self._template, read_messages(values[0], self.columns[0])
+        messages = read_messages(values[0], self.columns[0], self._forms)
         if not messages:
             return RenderedText("", () if self._has_spans else None)
-        if not self._has_spans:
-            return RenderedText(template.render(messages))
-        if template.marks_generation:
-            return RenderedText(*template.render_with_spans(messages))
-        whole = template.render(messages)
-        return RenderedText(whole, tuple(_assistant_spans(template, messages, whole)))
+        return render_chat(self._template, messages, 0 if self._has_spans else None)
 
 
-def read_messages(value: Any, column: str) -> list[Message]:
-    """The messages, as new dictionaries.
+def render_chat(template: ChatTemplate, messages: Sequence[Message], first: int | None) -> RenderedText:
+    """A conversation with loss on what the assistant says in `messages[first:]`; None = on every token after the first.
 
     Raises:
-        RecordProblem: not a list; a message without role, or without content and tool calls; content that is neither
-            text nor parts of text.
+        RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
+    """
+    if first is None:
+        return RenderedText(template.render(messages))
+    if not template.marks_generation:
+        whole = template.render(messages)
+        return RenderedText(whole, tuple(_assistant_spans(template, messages, whole, first)))
+    whole, spans = template.render_with_spans(messages)
+    if first:
+        start = len(_beginning(template.render(messages[:first]), whole, template, first))
+        spans = tuple((max(start, span[0]), span[1]) for span in spans if span[1] > start)
+    return RenderedText(whole, spans, counts_touching=True)
+
+
+def read_messages(value: Any, column: str, forms: TemplateForms) -> list[Message]:
+    """The messages, as new dictionaries, in the forms in which their template writes them as they are meant.
+
+    Raises:
+        RecordProblem: not a list; a message without role, or without content and tool calls; a role that the template
+            knows by another name; content that is neither text nor parts of text.
     """
     if not isinstance(value, list | tuple):
         held = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
-    return [_read_message(message, f"message {index} of '{column}'") for index, message in enumerate(value)]
+    return [_read_message(message, f"message {index} of '{column}'", forms) for index, message in enumerate(value)]
 
 
-def _read_message(value: Any, where: str) -> Message:
+def _read_message(value: Any, where: str, forms: TemplateForms) -> Message:
     if not isinstance(value, dict):
         raise RecordProblem(f"{where} is of type {type(value).__name__}, must be an object with role and content")
     message = {key: item for key, item in value.items() if item is not None}
@@ -78,13 +92,15 @@ def _read_message(value: Any, where: str) -> Message:
         raise RecordProblem(
             f"{where} has no 'role' (it has {sorted(map(str, message))}); rename its keys to role, content"
         )
+    if usual := forms.usual_role(message["role"]):
+        raise RecordProblem(f"{where} has role '{message['role']}', another name of a usual one; call it '{usual}'")
     content = message.get("content")
     if content is None:
         if not message.get("tool_calls"):
             raise RecordProblem(f"{where} (role '{message['role']}') has neither content nor tool_calls")
     elif isinstance(content, list | tuple):
         for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text":
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise RecordProblem(f"{where} has a content part of type '{kind}'; only text can be trained")
     elif not isinstance(content, str):
@@ -94,28 +110,28 @@ def _read_message(value: Any, where: str) -> Message:
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
-    return message
+    return forms.adapted(message)
 
 
-def render_prompt(template: ChatTemplate, messages: Sequence[Message], whole: str) -> str:
-    """What a model is given before it answers to these messages, with which `whole`, all messages, must begin."""
-    prompt = template.render(messages, add_generation_prompt=True)
+def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
+    """What comes before message `index`, with which `whole`, all messages, must begin."""
     if not whole.startswith(prompt):
         raise RecordProblem(
-            f"with chat template '{template.origin}' the prompt for message {len(messages)} is not how the whole "
+            f"with chat template '{template.origin}' the prompt for message {index} is not how the whole "
             f"conversation begins, so what the assistant says cannot be told from the prompt; {_FIX}"
         )
     return prompt
 
 
-def _assistant_spans(template: ChatTemplate, messages: Sequence[Message], whole: str) -> list[CharSpan]:
+def _assistant_spans(template: ChatTemplate, messages: Sequence[Message], whole: str, first: int) -> list[CharSpan]:
     spans: list[CharSpan] = []
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index < first:
             continue
         if index == 0:
             raise RecordProblem(f"the conversation begins with the assistant, which no prompt comes before; {_FIX}")
-        start = len(render_prompt(template, messages[:index], whole))
+        prompt = template.render(messages[:index], add_generation_prompt=True)
+        start = len(_beginning(prompt, whole, template, index))
         is_last = index == len(messages) - 1
         upto = whole if is_last else template.render(messages[: index + 1])
         if not whole.startswith(upto):

@@ -1,9 +1,11 @@
 """`open_encoder`: the encoder that the settings ask for, or why there cannot be one."""
 
-from evenload.data.config import DataConfig
+from typing import Any
+
+from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoding.chat_template import ChatTemplate
 from evenload.data.encoding.chats import Chats
-from evenload.data.encoding.document_encoder import DocumentEncoder
+from evenload.data.encoding.document_encoder import DocumentEncoder, RecordProblem
 from evenload.data.encoding.prompt_completion import PromptCompletion
 from evenload.data.encoding.template_file import open_chat_template
 from evenload.data.encoding.text_encoder import PlainText, TextEncoder
@@ -11,9 +13,11 @@ from evenload.data.encoding.token_ids import TokenIds
 from evenload.data.encoding.tokenize import (
     ByteTokenizer,
     DocumentTokenizer,
+    FileTokenizer,
     describe_tokenizer,
     open_tokenizer,
     required_eos,
+    required_opening,
 )
 from evenload.data.formats.columns import record_columns, value_names
 from evenload.errors import ConfigError
@@ -54,12 +58,45 @@ def open_encoder(
         return TextEncoder(
             Chats(config.messages_column, open_chat_template(config, tokenizer), masked), tokenizer, None
         )
+    opening = required_opening(tokenizer, config.prepend_bos)
     end_id = required_eos(tokenizer) if config.append_eos else None
     if config.record == "text":
-        return TextEncoder(PlainText(config.text_column), tokenizer, end_id)
+        return TextEncoder(PlainText(config.text_column), tokenizer, end_id, opening)
     template = _optional_template(config, tokenizer)
     renderer = PromptCompletion(config.prompt_column, config.completion_column, template, masked)
-    return TextEncoder(renderer, tokenizer, end_id)
+    return TextEncoder(renderer, tokenizer, end_id, opening)
+
+
+def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
+    """What to say of chat templates that do not teach the assistant to stop.
+
+    Args:
+        model_ends: ids with which the model's generation ends, besides the tokeniser's own: one, several, or none.
+    """
+    several = [tokenizer.eos_id, *(model_ends if isinstance(model_ends, list | tuple) else [model_ends])]
+    ends = sorted({index for index in several if index is not None})
+    chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    values = {"messages": ([*chat[0], *chat[1]],), "prompt_completion": chat}
+    found: list[str] = []
+    for part in mixture_configs(config):
+        # Bytes have no token that a template could write.
+        if not ends or part.record not in values or not isinstance(tokenizer, FileTokenizer):
+            continue
+        try:
+            tokens, labels = open_encoder(part, tokenizer).encode(values[part.record])
+        except RecordProblem:  # a template for other conversations, or none, which only strings need
+            continue
+        taught = set((tokens if labels is None else labels).tolist())
+        if not taught & set(ends):
+            special = [text for text, index in tokenizer.special_tokens().items() if index in taught]
+            found.append(
+                f"after what the assistant says, the chat template teaches none of the tokens with which generation "
+                f"ends ({', '.join(repr(tokenizer.token_text(end)) for end in ends)}), so the trained model will not "
+                "stop; set data.eos_token to the special token that the template writes there "
+                f"({', '.join(special) or 'it writes none'}), or write eos_token there, inside its "
+                "{% generation %} block where it has one"
+            )
+    return found
 
 
 def _optional_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate | str:

@@ -2,15 +2,19 @@
 
 Strings are joined as they are and tokenised together, so the tokens are those of the joined text. The border between
 them is exact in characters; a token that begins in the prompt counts as prompt (`text_encoder`). The end-of-document
-token follows, unless the completion ends with it already, as TRL has it. Lists of messages go through the chat
-template, which writes its own end; the completion is everything after the prompt's generation prompt.
+token follows, unless the completion ends with it already, as TRL has it.
+
+Lists of messages are one conversation through the chat template, which writes its own end, and labels are those that
+record kind "messages" gives the completion's messages: what the assistant says. TRL trains all of the completion, so
+also what tools answer and users ask in it, and two kinds of records of one conversation would teach different things.
 """
 
 from typing import Any
 
 from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.encoding.chats import read_messages, render_prompt
+from evenload.data.encoding.chats import read_messages, render_chat
 from evenload.data.encoding.document_encoder import RecordProblem
+from evenload.data.encoding.template_forms import TemplateForms
 from evenload.data.encoding.text_encoder import RenderedText, check_text
 
 
@@ -22,16 +26,15 @@ class PromptCompletion:
         has_spans: loss on the completion only; else on every token after the first.
     """
 
-    counts_touching = False
-
     def __init__(
         self, prompt_column: str, completion_column: str, template: ChatTemplate | str, has_spans: bool
     ) -> None:
         self.columns: tuple[str, ...] = (prompt_column, completion_column)
-        loss = "completion" if has_spans else "all"
+        loss = "completion's assistant" if has_spans else "all"
         known = template.name if isinstance(template, ChatTemplate) else None
         self.name = f"prompt '{prompt_column}', completion '{completion_column}', loss on {loss}, template {known}"
         self._has_spans, self._template = has_spans, template
+        self._forms = TemplateForms(template) if isinstance(template, ChatTemplate) else None
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         prompt, completion = values
@@ -39,22 +42,20 @@ class PromptCompletion:
             return self._render_messages(prompt, completion)
         prompt = check_text(prompt, self.columns[0])
         whole = prompt + check_text(completion, self.columns[1])
-        return RenderedText(whole, self._spans(len(prompt), len(whole)), end="unless_there")
+        return RenderedText(whole, ((len(prompt), len(whole)),) if self._has_spans else None, is_bare=True)
 
     def _render_messages(self, prompt: Any, completion: Any) -> RenderedText:
-        if isinstance(self._template, str):
+        if isinstance(self._template, str) or self._forms is None:
             raise RecordProblem(self._template)
         prompt_column, completion_column = self.columns
-        before, after = read_messages(prompt, prompt_column), read_messages(completion, completion_column)
+        before = read_messages(prompt, prompt_column, self._forms)
+        after = read_messages(completion, completion_column, self._forms)
         if not before or not after:
             empty = completion_column if before else prompt_column
             raise RecordProblem(f"column '{empty}' holds no message; a prompt and a completion need at least one each")
-        if before[-1]["role"] == "assistant":
+        if before[-1]["role"] == after[0]["role"] == "assistant":
             raise RecordProblem(
-                f"the last message of '{prompt_column}' is the assistant's; move it to '{completion_column}'"
+                f"the last message of '{prompt_column}' is the assistant's, and '{completion_column}' goes on with "
+                f"one of its; move it to '{completion_column}'"
             )
-        whole = self._template.render([*before, *after])
-        return RenderedText(whole, self._spans(len(render_prompt(self._template, before, whole)), len(whole)))
-
-    def _spans(self, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
-        return ((start, stop),) if self._has_spans else None
+        return render_chat(self._template, [*before, *after], len(before) if self._has_spans else None)

@@ -1,8 +1,8 @@
 """`open_chat_template`: which chat template a run uses, and which special tokens it sees.
 
 The template is the file `data.chat_template`; else `chat_template.jinja` beside the tokeniser; else `chat_template` in
-its `tokenizer_config.json`, text or a list of named ones of which "default" is taken. Special tokens come from
-`tokenizer_config.json`, then `special_tokens_map.json`. This is the order of transformers. A template that asks for a
+its `tokenizer_config.json`, text or a list of named ones of which "default" is taken. This is the order of
+transformers; special tokens come from where it takes them (`tokenizer_settings`). A template that asks for a
 special token that no file says anything about is refused: it would be left out without a word.
 """
 
@@ -11,10 +11,9 @@ from typing import Any
 
 from evenload.data.config import DataConfig
 from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.encoding.tokenize import BYTES, DocumentTokenizer, FileTokenizer, read_settings, special_token_text
+from evenload.data.encoding.tokenize import BYTES, DocumentTokenizer, FileTokenizer
+from evenload.data.encoding.tokenizer_settings import NAMED_TOKENS, special_settings, special_token_text
 from evenload.errors import ConfigError
-
-_SPECIAL_TOKENS = frozenset(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate:
@@ -27,9 +26,8 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
     if config.tokenizer not in (None, BYTES):
         path = Path(config.tokenizer)
         directory = path if path.is_dir() else path.parent
-    settings = read_settings(directory / "tokenizer_config.json") if directory else {}
-    origin, source = _find_source(config, directory, settings)
-    known = {**(read_settings(directory / "special_tokens_map.json") if directory else {}), **settings}
+    known = special_settings(directory) if directory else {}
+    origin, source = _find_source(config, directory, known)
     variables = {
         name: text for name, value in known.items() if name.endswith("_token") and (text := special_token_text(value))
     }
@@ -38,7 +36,7 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
     elif "eos_token" not in known and isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
         variables["eos_token"] = tokenizer.token_text(tokenizer.eos_id) or ""
     template = ChatTemplate(source, variables, origin)
-    missing = sorted((template.wanted_variables & _SPECIAL_TOKENS) - set(known) - set(variables))
+    missing = sorted((template.wanted_variables & set(NAMED_TOKENS)) - set(known) - set(variables))
     if missing and directory is None:
         raise ConfigError(
             f"chat template '{origin}' writes {', '.join(missing)}, but bytes have no such tokens; "

@@ -17,7 +17,7 @@ fast on 2 cores at any length of text, 1.2 times on one. A mask needs offsets, w
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,6 @@ from evenload.data.encoding.tokenize import DocumentTokenizer, TokensWithOffsets
 
 CharSpan = tuple[int, int]
 """Characters `[start, stop)` of a text."""
-
-EndToken = Literal["never", "always", "unless_there"]
-"""Whether the end-of-document token is appended; `unless_there` = where the text does not spell it at its end."""
 
 _Encoded = TypeVar("_Encoded")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -41,12 +38,15 @@ class RenderedText(NamedTuple):
     Args:
         text: what is tokenised; "" = the record holds nothing.
         spans: characters to be predicted, ascending and disjoint; None = all, and so of every record of its kind.
-        end: whether the end-of-document token comes after it; it then is predicted.
+        is_bare: it stands between no tokens of a template, so what begins and ends a document is put around it, unless
+            it spells that itself; the end then is predicted.
+        counts_touching: whether a token that is only partly in a span is predicted.
     """
 
     text: str
     spans: tuple[CharSpan, ...] | None = None
-    end: EndToken = "never"
+    is_bare: bool = False
+    counts_touching: bool = False
 
 
 class Renderer(Protocol):
@@ -55,12 +55,10 @@ class Renderer(Protocol):
     Args:
         columns: as of `DocumentEncoder`.
         name: identifies all that decides text and spans.
-        counts_touching: whether a token that is only partly in a span is predicted.
     """
 
     columns: tuple[str, ...]
     name: str
-    counts_touching: bool
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         """The text of a record; a `RecordProblem` where the values are not what one of this kind holds."""
@@ -70,14 +68,12 @@ class Renderer(Protocol):
 class PlainText:
     """`Renderer` of kind "text": every token after the first is predicted, and the end-of-document token."""
 
-    counts_touching = False
-
     def __init__(self, column: str) -> None:
         self.columns: tuple[str, ...] = (column,)
         self.name = f"text of '{column}'"
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        return RenderedText(check_text(values[0], self.columns[0]), end="always")
+        return RenderedText(check_text(values[0], self.columns[0]), is_bare=True)
 
 
 def check_text(value: Any, column: str) -> str:
@@ -92,15 +88,20 @@ class TextEncoder(DocumentEncoder):
     """`DocumentEncoder` of everything that is text.
 
     Args:
-        end_id: the end-of-document token to append where the renderer says so; None = none is appended.
+        end_id: the end-of-document token to append to bare texts; None = none is appended.
+        opening: ids that bare texts begin with.
     """
 
-    def __init__(self, renderer: Renderer, tokenizer: DocumentTokenizer, end_id: int | None) -> None:
+    def __init__(
+        self, renderer: Renderer, tokenizer: DocumentTokenizer, end_id: int | None, opening: tuple[int, ...] = ()
+    ) -> None:
         self.columns = renderer.columns
-        self.name = f"{renderer.name}, tokenizer {tokenizer.name}, end {end_id}"
+        begins = f", begin {list(opening)}" if opening else ""
+        self.name = f"{renderer.name}, tokenizer {tokenizer.name}, end {end_id}{begins}"
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._end = np.array([] if end_id is None else [end_id], dtype=np.int32)
+        self._opening = opening
 
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
         rendered = [self._renderer.render(values) for values in records]
@@ -110,24 +111,34 @@ class TextEncoder(DocumentEncoder):
             return [self._labelled(record, found) for record, found in zip(rendered, located, strict=True)]
         encoded = _tokenize(self._tokenizer.encode_batch, texts)
         return [
-            EncodedDocument(self._with_end(tokens, record.end))
+            EncodedDocument(self._framed(tokens, record.is_bare)[0])
             for record, tokens in zip(rendered, encoded, strict=True)
         ]
 
     def _labelled(self, record: RenderedText, found: TokensWithOffsets) -> EncodedDocument:
-        mask = tokens_in(record.spans or (), found.offsets, touching=self._renderer.counts_touching)
-        tokens = self._with_end(found.tokens, record.end)
-        if len(tokens) > len(mask):
-            mask = np.append(mask, True)
+        mask = tokens_in(record.spans or (), found.offsets, touching=record.counts_touching)
+        tokens, before = self._framed(found.tokens, record.is_bare)
+        mask = np.pad(mask, (before, 0))
+        mask = np.pad(mask, (0, len(tokens) - len(mask)), constant_values=True)
         return EncodedDocument(tokens, masked_labels(tokens, mask))
 
-    def _with_end(self, tokens: NDArray[np.int32], end: EndToken) -> NDArray[np.int32]:
+    def _framed(self, tokens: NDArray[np.int32], is_bare: bool) -> tuple[NDArray[np.int32], int]:
+        """The tokens between what begins and what ends a document, each unless it is there; and how many came first."""
         # An empty text stays empty: an end-of-document token alone teaches nothing.
-        if end == "never" or not len(tokens) or not len(self._end):
-            return tokens
-        if end == "unless_there" and tokens[-1] == self._end[0]:
-            return tokens
-        return np.concatenate((tokens, self._end))
+        if not len(tokens) or not is_bare:
+            return tokens, 0
+        framed = with_opening(tokens, self._opening)
+        before = len(framed) - len(tokens)
+        if len(self._end) and tokens[-1] != self._end[0]:
+            framed = np.concatenate((framed, self._end))
+        return framed, before
+
+
+def with_opening(tokens: NDArray[np.int32], opening: tuple[int, ...]) -> NDArray[np.int32]:
+    """The tokens after these, unless they begin with them; none at all stay none."""
+    if not opening or not len(tokens) or tuple(tokens[: len(opening)].tolist()) == opening:
+        return tokens
+    return np.concatenate((np.array(opening, dtype=np.int32), tokens))
 
 
 def _tokenize(encode: Callable[[Sequence[str]], list[_Encoded]], texts: list[str]) -> list[_Encoded]:

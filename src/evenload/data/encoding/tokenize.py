@@ -2,8 +2,13 @@
 
 Truncation and padding that a `tokenizer.json` may carry are switched off: how long a document may be
 is decided in one place (`DataConfig.overlong`), never silently by a tokeniser. No special tokens are
-added; the loader appends the end-of-document token. Text that spells a special token becomes that
-token, as with Hugging Face tokenisers.
+added; encoders put what a post-processor writes before a text there (`opening_ids`), and the end-of-document token
+after it. Text that spells a special token becomes that token, as with Hugging Face tokenisers.
+
+Files beside `tokenizer.json` may add tokens (`tokenizer_settings`). What other classes of transformers than its
+`TokenizersBackend` do with `add_prefix_space`, `do_lower_case`, `legacy` and the like is not known here: a run compares
+ids before it starts (`runtime.model.export_files`). `clean_up_tokenization_spaces` is about decoding alone, and
+transformers reads no `add_bos_token` and `add_eos_token` where there is a `tokenizer.json`.
 """
 
 import hashlib
@@ -12,14 +17,19 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from evenload.data.encoding.tokenizer_settings import (
+    TOKENIZER_CONFIG,
+    add_tokens_beside,
+    special_settings,
+    special_token_text,
+)
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import local_path
 
@@ -98,7 +108,10 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json`.
 
-    `path` is the file and `kind` its algorithm, such as BPE.
+    `path` is the file and `kind` its algorithm, such as BPE; `opening_ids` are what it writes before a text itself
+    where special tokens are asked for, and `bos_id` is the token that begins a document, None where no file says.
+    `added_tokens` are those that are no part of the algorithm's vocabulary; `has_settings` says whether a
+    `tokenizer_config.json` lies beside it.
 
     Args:
         path: the file, or a directory that holds `tokenizer.json`.
@@ -106,7 +119,8 @@ class FileTokenizer:
             beside the file, else the one usual name among the special tokens.
 
     Raises:
-        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary.
+        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary; files beside it that are
+            not what they should be.
     """
 
     def __init__(self, path: str | Path, eos_token: str | None = None) -> None:
@@ -121,13 +135,23 @@ class FileTokenizer:
             raise ConfigError(f"tokenizer '{file}' is not a tokenizer.json that tokenizers can read: {err}") from err
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # It would add special tokens, which nobody asks for here, and cut white space out of offsets.
+        settings = special_settings(file.parent)
+        self.has_settings = (file.parent / TOKENIZER_CONFIG).is_file()
+        is_changed = add_tokens_beside(self._tokenizer, file.parent, settings)
+        splits = self._tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+        self.opening_ids: tuple[int, ...] = written_around(self._tokenizer)[0]
+        # It would cut white space out of offsets, and add special tokens, which are not the text's.
         self._tokenizer.post_processor = None  # type: ignore[missing-attribute]
+        self.added_tokens = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         # Ids may have gaps, so the largest one counts, not the number of entries.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.eos_id: int | None = self._find_eos(file, eos_token)
+        told = eos_token if eos_token is not None else special_token_text(settings.get("eos_token"))
+        self.eos_id: int | None = self._find_eos(file, told)
+        self.bos_id: int | None = self._tokenizer.token_to_id(special_token_text(settings.get("bos_token")) or "")
         self.path = file
         self.kind: str = type(self._tokenizer.model).__name__
+        if is_changed or splits:
+            content += repr((self._tokenizer.get_added_tokens_decoder(), splits)).encode()
         self.name = f"{file.name} {hashlib.sha256(content).hexdigest()[:16]}"
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -162,10 +186,7 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[index].content: index for index in sorted(added) if added[index].special}
 
-    def _find_eos(self, file: Path, eos_token: str | None) -> int | None:
-        told = eos_token
-        if told is None:
-            told = special_token_text(read_settings(file.parent / "tokenizer_config.json").get("eos_token"))
+    def _find_eos(self, file: Path, told: str | None) -> int | None:
         if told is not None:
             index = self._tokenizer.token_to_id(told)
             if index is None:
@@ -212,6 +233,20 @@ def required_eos(tokenizer: DocumentTokenizer) -> int:
     return tokenizer.eos_id
 
 
+def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> tuple[int, ...]:
+    """The ids that `DataConfig.prepend_bos` puts before a text; a `ConfigError` where no file says which."""
+    is_file = isinstance(tokenizer, FileTokenizer)
+    own, bos_id = (tokenizer.opening_ids, tokenizer.bos_id) if is_file else ((), None)
+    if not prepend_bos or own:
+        return own if prepend_bos is not False else ()
+    if bos_id is None:
+        raise ConfigError(
+            f"data.prepend_bos is on, but tokenizer '{tokenizer.name}' does not say which token begins a document; set "
+            "bos_token in tokenizer_config.json beside it, or leave data.prepend_bos out"
+        )
+    return (bos_id,)
+
+
 def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
     """Train a byte-level BPE tokeniser and write its `tokenizer.json`; the same texts give the same file.
 
@@ -244,17 +279,10 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
     return FileTokenizer(path)
 
 
-def read_settings(file: Path) -> dict[str, Any]:
-    """A JSON object beside a tokeniser; empty where there is no such file, a `ConfigError` where it is no object."""
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict)
-    except msgspec.DecodeError as err:
-        raise ConfigError(f"'{file}' is not a JSON object: {err}; repair or remove it") from err
-
-
-def special_token_text(value: Any) -> str | None:
-    """A special token as `tokenizer_config.json` writes it: text, or an object with `content`."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
+def written_around(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor writes before and after any text, found by one of which some token is left."""
+    for text in tokenizer.get_vocab() if tokenizer.num_special_tokens_to_add(False) else ():
+        ids, is_written = (encoding := tokenizer.encode(text)).ids, encoding.special_tokens_mask
+        if not all(is_written):
+            return tuple(ids[: is_written.index(0)]), tuple(ids[len(ids) - is_written[::-1].index(0) :])
+    return (), ()

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
-from evenload.data.encoding.open_encoder import open_encoder
+from evenload.data.encoding.open_encoder import open_encoder, stop_warnings
 from evenload.data.encoding.tokenize import (
     BYTES,
     MAX_BYTE_VOCABULARY,
@@ -18,10 +18,11 @@ from evenload.data.encoding.tokenize import (
     describe_tokenizer,
     open_tokenizer,
 )
+from evenload.data.encoding.tokenizer_settings import read_settings
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import is_hub_name, local_path
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, GENERATION_FILE, MODEL_FILE = "tokenizer.json", "generation_config.json", "config.json"
 
 
 def model_directory(model_path: str) -> Path | None:
@@ -30,7 +31,7 @@ def model_directory(model_path: str) -> Path | None:
     path = Path(local_path(model_path, "model.path"))
     if path.is_dir():
         return path
-    return path.parent if path.name == "config.json" else None
+    return path.parent if path.name == MODEL_FILE else None
 
 
 def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
@@ -76,6 +77,14 @@ def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, v
     for part in mixture_configs(data):
         open_encoder(part, tokenizer, vocab_size)
     return tokenizer
+
+
+def tokenizer_warnings(data: DataConfig, tokenizer: DocumentTokenizer, model_path: str) -> list[str]:
+    """What people should know of a run's tokeniser and templates before they train."""
+    home = model_directory(model_path)
+    files = [] if home is None else [home / GENERATION_FILE, home / MODEL_FILE]
+    ends = next((ids for file in files if (ids := read_settings(file).get("eos_token_id")) is not None), None)
+    return stop_warnings(data, tokenizer, ends)
 
 
 def tokenizer_fact(data: DataConfig, tokenizer: DocumentTokenizer, vocab_size: int) -> str:

@@ -10,24 +10,34 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from safetensors.torch import save_file
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evenload.data.config import DataConfig, trains_given_ids
-from evenload.data.encoding.tokenize import BYTES, FileTokenizer, open_tokenizer
+from evenload.data.encoding.tokenize import (
+    BYTES,
+    ByteTokenizer,
+    DocumentTokenizer,
+    FileTokenizer,
+    required_opening,
+    written_around,
+)
+from evenload.data.encoding.tokenizer_settings import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_settings
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import local_path
-from evenload.runtime.config.run_tokenizer import TOKENIZER_FILE, model_directory
+from evenload.runtime.config.run_tokenizer import GENERATION_FILE, MODEL_FILE, TOKENIZER_FILE, model_directory
 
-GENERATION_FILE = "generation_config.json"
-_CONFIG_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+_TEMPLATE_FILE = "chat_template.jinja"
 _BESIDE_TOKENIZER = (
-    _CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", _TEMPLATE_FILE, "chat_template.json", "vocab.json",
+    TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json", _TEMPLATE_FILE, "chat_template.json", "vocab.json",
     "merges.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
 _MORE_TEMPLATES = "additional_chat_templates"
 # What tokenisers split differently: digits, contractions, runs of white space, other scripts.
+_FAST = "PreTrainedTokenizerFast"
 _PROBE = "Chapter 12: it's 2048 words, don't  they\n\n\tsay? naïve 東京 x=[1,2,3];\n"
 
 
@@ -60,22 +70,61 @@ def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
     tokens than those that were trained."""
     source = tokenizer_source(data, model_path)
     if source is not None:
-        return f"with the tokeniser of {source.parent}{_difference(directory)}"
+        return f"with the tokeniser of {source.parent}{_difference(directory, FileTokenizer(source), data)}"
     return "without a tokeniser: " + (
         "records hold token ids" if trains_given_ids(data) else "it trained on plain bytes"
     )
 
 
-def _difference(directory: Path) -> str:
+def require_same_ids(tokenizer: DocumentTokenizer) -> None:
+    """Refuse settings beside a `tokenizer.json` by which transformers makes other ids than we do.
+
+    Its class `PreTrainedTokenizerFast` takes the file as it is, as we do; others build parts of it anew, from
+    `add_prefix_space`, `do_lower_case`, `legacy` and what they know of their models.
+
+    Raises:
+        ConfigError: the ids differ; says how to train either.
+    """
+    if not isinstance(tokenizer, FileTokenizer) or not tokenizer.has_settings or tokenizer.path.name != TOKENIZER_FILE:
+        return
+    directory = tokenizer.path.parent
+    named = read_settings(directory / TOKENIZER_CONFIG).get("tokenizer_class", _FAST)
+    try:
+        loader = PreTrainedTokenizerFast if named in (_FAST, "TokenizersBackend") else AutoTokenizer
+        loaded, is_same = _compared(tokenizer, tokenizer.opening_ids, loader, directory)
+    except Exception:  # transformers has no common class; what it cannot load cannot differ
+        return
+    if not is_same:
+        raise ConfigError(
+            f"transformers loads the tokeniser of {directory} as {type(loaded).__name__} (tokenizer_class in "
+            f"{TOKENIZER_CONFIG}: '{named}'), which makes other ids than {TOKENIZER_FILE} says. To train with the "
+            f"latter, set tokenizer_class there to '{_FAST}'; to train with the former, write what it makes by "
+            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(OTHER), and set data.tokenizer to OTHER"
+        )
+
+
+def _compared(ours: FileTokenizer, opening: tuple[int, ...], loader: Any, directory: Path) -> tuple[Any, bool]:
+    """The tokeniser that transformers loads from a directory, and whether it makes our ids of the probe, which holds
+    every added token of both, after `opening`."""
+    loaded = loader.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    added = sorted(ours.added_tokens | set(loaded.get_added_vocab()))
+    text = _PROBE + "".join(f"a{token}b {token} c" for token in added)
+    whole = [*opening, *ours.encode(text).tolist()]
+    try:
+        return loaded, loaded(text, verbose=False)["input_ids"][: len(whole)] == whole
+    except Exception:  # its class looks for tokens that the vocabulary lacks
+        return loaded, False
+
+
+def _difference(directory: Path, trained: FileTokenizer, data: DataConfig) -> str:
     """transformers has classes of its own for some kinds of models, which split text by their own rules whatever
     `tokenizer.json` says; published models agree with theirs, a tokeniser that somebody trained need not."""
-    ours = FileTokenizer(directory).encode(_PROBE).tolist()
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        theirs = loaded(_PROBE, add_special_tokens=False)["input_ids"]
+        opening = required_opening(trained, data.prepend_bos)
+        loaded, is_same = _compared(trained, opening, AutoTokenizer, directory)
     except Exception as error:  # transformers has no common class
         return f", which transformers' AutoTokenizer cannot load ({' '.join(str(error).split())})"
-    if theirs == ours:
+    if is_same:
         return ""
     return (
         f"; warning: AutoTokenizer takes {type(loaded).__name__} for this kind of model and makes other tokens than "
@@ -85,7 +134,8 @@ def _difference(directory: Path) -> str:
 
 def copy_tokenizer(directory: Path, data: DataConfig, model_path: str) -> None:
     """Put the run's tokeniser, its chat template and the model's generation settings beside an exported model, so that
-    `AutoTokenizer.from_pretrained(directory)` gives the tokens that were trained.
+    `AutoTokenizer.from_pretrained(directory)` gives the tokens that were trained, also before and after a text, and
+    generation ends with the token that ended documents.
 
     Raises:
         ConfigError: a file that cannot be copied any more.
@@ -100,7 +150,11 @@ def copy_tokenizer(directory: Path, data: DataConfig, model_path: str) -> None:
                 _copy(source.parent / name, directory / name)
             if (source.parent / _MORE_TEMPLATES).is_dir() and source.parent.resolve() != directory.resolve():
                 shutil.copytree(source.parent / _MORE_TEMPLATES, directory / _MORE_TEMPLATES, dirs_exist_ok=True)
-            _write_missing_config(directory, data)
+            _write_settings(directory, data)
+        ended = ByteTokenizer() if source is None else FileTokenizer(directory, data.eos_token)
+        # Records of ids were ended by someone else.
+        if ended.eos_id is not None and (data.eos_token is not None or not trains_given_ids(data)):
+            _write_end(directory, ended.eos_id)
         if data.chat_template is not None:
             _copy(Path(data.chat_template), directory / _TEMPLATE_FILE)
     except OSError as error:
@@ -116,12 +170,42 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _write_missing_config(directory: Path, data: DataConfig) -> None:
-    """transformers chooses a class by the model where no file says that `tokenizer.json` is all there is."""
-    if (directory / _CONFIG_FILE).exists():
-        return
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    tokenizer = open_tokenizer(str(directory), data.eos_token)
-    if isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
-        settings["eos_token"] = tokenizer.token_text(tokenizer.eos_id) or ""
-    (directory / _CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+def _write_settings(directory: Path, data: DataConfig) -> None:
+    """What the data settings change of the tokeniser: the end of a document, and what a text begins with."""
+    tokenizer = FileTokenizer(directory, data.eos_token)
+    own = read_settings(directory / TOKENIZER_CONFIG)
+    # transformers chooses a class by the model where no file says that `tokenizer.json` is all there is.
+    changed = {} if own else {"tokenizer_class": _FAST}
+    if tokenizer.eos_id is not None and (data.eos_token is not None or not own):
+        changed["eos_token"] = tokenizer.token_text(tokenizer.eos_id) or ""
+    _update(directory / TOKENIZER_CONFIG, changed)
+    if (directory / SPECIAL_TOKENS_MAP).is_file():
+        _update(directory / SPECIAL_TOKENS_MAP, {key: text for key, text in changed.items() if key == "eos_token"})
+    opening = required_opening(tokenizer, data.prepend_bos)
+    if opening != tokenizer.opening_ids:
+        backend = tokenizers.Tokenizer.from_file(str(tokenizer.path))
+        before, after = (
+            [(tokenizer.token_text(index) or "", index) for index in ids]
+            for ids in (opening, written_around(backend)[1])
+        )
+        pieces = [*(text for text, _ in before), "$A", *(text for text, _ in after)]
+        backend.post_processor = TemplateProcessing(single=pieces, special_tokens=[*before, *after])
+        backend.save(str(tokenizer.path))
+
+
+def _write_end(directory: Path, eos_id: int) -> None:
+    """Generation ends with this id, and with those that ended it before. Where there is no generation_config.json,
+    transformers takes it from config.json."""
+    for name in (MODEL_FILE, GENERATION_FILE):
+        known = (before := read_settings(directory / name)).get("eos_token_id")
+        ends = known if isinstance(known, list) else [known]
+        if before and eos_id not in ends:
+            # A single end in config.json is the one of the model, which gives way.
+            kept = ends if known is not None and (name == GENERATION_FILE or isinstance(known, list)) else []
+            _update(directory / name, {"eos_token_id": [eos_id, *kept] if kept else eos_id})
+
+
+def _update(file: Path, changed: dict[str, Any]) -> None:
+    settings = read_settings(file)
+    if settings | changed != settings:
+        file.write_text(json.dumps(settings | changed, indent=2) + "\n")

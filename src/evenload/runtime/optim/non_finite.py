@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.data.batch.state import LoaderState
-from evenload.data.ledger import Tally, tally_of, with_skipped
+from evenload.data.ledger import Tally, masked_and_untaught, tally_of, with_skipped
 from evenload.errors import NonFiniteStepError
 from evenload.feed.step_maker import PlannedStep
 from evenload.runtime.comm.mesh import Mesh
@@ -40,7 +40,7 @@ class NonFiniteSteps:
         """Of the layout that runs."""
         self._may_skip = on_nonfinite == "skip"
         self._in_a_row = 0
-        self._skipped, self._masked = Tally(), 0  # since the loader's account was loaded
+        self._skipped, self._masked, self._untaught = Tally(), 0, 0  # since the loader's account was loaded
 
     def note_finite(self) -> None:
         self._in_a_row = 0
@@ -66,9 +66,9 @@ class NonFiniteSteps:
         text = _account(plan, run, loss, grad_norm, planned.origin, self.mesh)
         self._in_a_row += 1
         if self._may_skip and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
-            skipped = tally_of(plan.documents)
-            self._skipped += skipped
-            self._masked += skipped.tokens - sum(document.num_label_tokens for document in plan.documents)
+            masked, untaught = masked_and_untaught(plan.documents)
+            self._skipped += tally_of(plan.documents)
+            self._masked, self._untaught = self._masked + masked, self._untaught + untaught
             self.num_skipped += 1
             return f"{text}. The update was not applied; its documents count as dropped ({DROPPED_REASON})"
         last = before_giving_up()
@@ -90,7 +90,7 @@ class NonFiniteSteps:
         """The loader's state with these steps as dropped: it ran ahead, and has counted them as trained."""
         if not self._skipped.documents:
             return state
-        ledger = with_skipped(state.ledger, DROPPED_REASON, self._skipped, self._masked)
+        ledger = with_skipped(state.ledger, DROPPED_REASON, self._skipped, self._masked, self._untaught)
         return msgspec.structs.replace(state, ledger=ledger)
 
     def ledger_lines(self, planned: PlannedStep) -> tuple[str, ...]:

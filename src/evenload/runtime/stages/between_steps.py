@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer
+from evenload.data.config import mixture_configs
+from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.checkpoint.best_checkpoints import BestPass, saved_passes, with_pass
@@ -85,7 +86,9 @@ class BetweenSteps:
             self._validator = Validator(config, tokenizer, model.vocab_size, meshes)
         if config.samples is not None:
             assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), "refused above where there is none"
-            self._sampler = Sampler(config.samples, tokenizer, model.position_rows or None)
+            texts = any(part.record != "messages" for part in mixture_configs(config.data))
+            opening = required_opening(tokenizer, config.data.prepend_bos) if texts else ()
+            self._sampler = Sampler(config.samples, tokenizer, model.position_rows or None, opening)
         self.best: tuple[BestPass, ...] = ()
         """Passes over the validation data with the smallest losses, best first. Where the last one is among the best
         `train.keep_best`, also the one that it drives out as soon as its checkpoint is there."""

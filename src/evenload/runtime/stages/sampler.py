@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenload.data.encoding.text_encoder import with_opening
 from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 from evenload.runtime.config.samples_config import SamplesConfig
@@ -42,11 +43,21 @@ def require_whole_model(config: TrainConfig, layouts: Sequence[ParallelLayout]) 
 
 
 class Sampler:
-    """Of a run with `[samples]`, on one rank."""
+    """Of a run with `[samples]`, on one rank.
 
-    def __init__(self, settings: SamplesConfig, tokenizer: ByteTokenizer | FileTokenizer, longest: int | None) -> None:
+    Args:
+        opening: ids that the run's texts begin with, and so the prompts.
+    """
+
+    def __init__(
+        self,
+        settings: SamplesConfig,
+        tokenizer: ByteTokenizer | FileTokenizer,
+        longest: int | None,
+        opening: tuple[int, ...] = (),
+    ) -> None:
         self._settings, self._tokenizer = settings, tokenizer
-        self._prompts = [tokenizer.encode(prompt) for prompt in settings.prompts]
+        self._prompts = [with_opening(tokenizer.encode(prompt), opening) for prompt in settings.prompts]
         for prompt, tokens in zip(settings.prompts, self._prompts, strict=True):
             if not len(tokens):
                 raise ConfigError(
