@@ -51,7 +51,7 @@ def swinging_factor(readme: str) -> str:
 
 _CUTS = ("asymmetric", "symmetric")
 CLAIMS = {
-    r"\[([\d.]+) %\]\(docs/benchmarks.md#which-ideas-pay\) inside SlimPack's static order": asymmetric_gain,
+    r"\[([\d.]+) %\]\(docs/benchmarks.md#which-ideas-pay\)": asymmetric_gain,
     r"\[([\d.]+) times\]\(docs/planner.md#flexpipe-another-layout-between-steps\)": switching_factor,
     r"\[([\d.]+) times\]\(docs/measured.md#swinging-phases\)": swinging_factor,
     r"over four batches `auto` is ([\d.]+) times as fast as tuned `best_fit` \(\[guide\]\(docs/guide.md": guide_factor,

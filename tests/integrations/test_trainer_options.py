@@ -269,7 +269,7 @@ def test_a_load_balancing_loss_of_packs_is_refused(corpus, tmp_path, sft):  # no
     def model(**changes):
         return AutoModelForCausalLM.from_config(tiny_config("mixtral", vocab_size=257, **changes)).double()
 
-    with pytest.raises(UnsupportedModelError, match=r"output_router_logits is set.* 0\.3 times"):
+    with pytest.raises(UnsupportedModelError, match=r"output_router_logits adds 0\.3 times"):
         trainer_of(corpus, tmp_path, model(output_router_logits=True, router_aux_loss_coef=0.3))
     trainer_of(corpus, tmp_path, model(output_router_logits=True, router_aux_loss_coef=0.0))
     # TRL switches it on for every model with a router.
@@ -304,7 +304,7 @@ def test_evaluation_tries_the_model_as_well(corpus, tmp_path):
         small("opt", **OPT), arguments(tmp_path), train_loader=loader_of(corpus, micro_batches=4),
         eval_loader=loader_of(corpus, evaluation=True, shuffle_window=1),
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match=r"OPTForCausalLM .* does not keep"):
+    with pytest.raises(UnsupportedModelError, match="OPTForCausalLM does not keep"):
         trainer.evaluate()
 
 

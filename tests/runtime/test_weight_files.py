@@ -234,7 +234,7 @@ def test_one_other_row_or_word_of_a_head_is_enough(model):
 
 def test_an_untied_model_without_a_head_is_never_filled_by_chance(model):
     edit_tensors(model, lambda tensors: tensors.pop(HEAD))
-    assert f"no tensor '{HEAD}' (config.json says tie_word_embeddings = false)" in refusal(model)
+    assert f"no tensor '{HEAD}' (tie_word_embeddings = false)" in refusal(model)
     edit_tensors(model, lambda tensors: tensors.update({HEAD: tensors.pop(WORDS)}))
     assert f"no tensor '{WORDS}'" in refusal(model)
 
@@ -332,13 +332,13 @@ def test_files_among_which_transformers_would_choose_another_are_refused(model):
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, model / "other.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, "other.safetensors")}
     (model / INDEX_FILE).write_text(json.dumps(index))
-    assert "has model.safetensors, which transformers reads" in refusal(model)
+    assert "names other files than model.safetensors, which transformers reads" in refusal(model)
     (model / SINGLE_FILE).unlink()
     assert refusal(model) == ""
     save_file({NORM: tensors[NORM], WORDS: tensors[WORDS]}, model / "third.safetensors")
     index["weight_map"][WORDS] = "third.safetensors"
     (model / INDEX_FILE).write_text(json.dumps(index))
-    assert "is in other.safetensors and in third.safetensors" in refusal(model)
+    assert "is in other.safetensors and third.safetensors" in refusal(model)
 
 
 def test_an_adapter_beside_the_weights_is_not_passed_over(model):

@@ -43,19 +43,18 @@ LOADER_STATE = "evenload_loader.json"
 _COUNT = "num_items_in_batch"
 
 _OTHERWISE: Mapping[str, str] = {
-    "packing": "the loader packs",
-    "packing_strategy": "the loader packs by its strategy",
-    "eval_packing": "the loader packs",
-    "padding_free": "the loader's packs are free of padding",
+    **dict.fromkeys(
+        ("packing", "packing_strategy", "eval_packing", "padding_free"), "the loader packs, by its strategy"
+    ),
     "pad_to_multiple_of": "the loader pads to its pack_multiple",
-    "max_length": "the loader cuts documents at its max_document_tokens, as its setting overlong says",
-    "truncation_mode": "the loader cuts documents as its setting overlong says",
+    **dict.fromkeys(("max_length", "truncation_mode"), "the loader cuts, by its max_document_tokens and overlong"),
     "shuffle_dataset": "the loader shuffles by its seed and shuffle_window",
     "train_sampling_strategy": "the loader draws and balances the documents of a step",
     "auto_find_batch_size": "the loader decides what a batch is; lower its max_tokens instead",
     "dataset_text_field": "the loader reads the column text_column of its settings",
-    "completion_only_loss": "the loader's setting record says which tokens have a loss",
-    "assistant_only_loss": "the loader's settings record and train_on say which tokens have a loss",
+    **dict.fromkeys(
+        ("completion_only_loss", "assistant_only_loss"), "the loader's setting record says what has a loss"
+    ),
     "chat_template_path": "the loader writes conversations by its setting chat_template",
     "eos_token": "the loader ends documents with its setting eos_token; for generation set the tokeniser's",
     "label_smoothing_factor": "not tested with packs",
@@ -299,8 +298,8 @@ def _refuse_model(model: Any, loader: PackedLoader) -> None:
         for key, value in vars(module).items():
             if type(value) in (int, float) and value > 0 and (is_dropout or re.search("drop|jitter|noise", key)):
                 raise UnsupportedModelError(
-                    f"{key} of {path or 'the model'} ({type(module).__name__}) is {value}, which makes a document's "
-                    "loss random; set dropout and noise to 0 in the configuration of the model and of its adapters"
+                    f"{key} of {path or 'the model'} ({type(module).__name__}) is {value}, so a document's loss would "
+                    "be random; set dropout and noise to 0 in the configurations of model and adapters"
                 )
     if not hasattr(config := getattr(model, "config", None), "get_text_config"):
         return
@@ -321,9 +320,8 @@ def _refuse_model(model: Any, loader: PackedLoader) -> None:
         )
     if getattr(config, "output_router_logits", None) and (factor := getattr(config, "router_aux_loss_coef", 1.0)):
         raise UnsupportedModelError(
-            f"output_router_logits is set, so that a load-balancing loss of packs, not of documents, is added "
-            f"{factor} times; set router_aux_loss_coef = 0 (in SFTConfig, or output_router_logits to false in the "
-            "model's configuration)"
+            f"output_router_logits adds {factor} times a load-balancing loss of packs, not of documents; set "
+            "router_aux_loss_coef = 0 in SFTConfig, or output_router_logits to false in the model's configuration"
         )
 
 
@@ -340,12 +338,12 @@ def _require_apart(trainer: Any, model: Any, token_ids: torch.Tensor) -> None:
     # Equal shapes give equal bits, but that other rows may go to the same expert, or share the scale of an FP8 tensor.
     config = getattr(trainer.model, "config", None)
     experts = any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    limit = 0.05 if experts or trainer.accelerator.mixed_precision == "fp8" else 1e-6
+    limit = 0.05 if experts or trainer.accelerator.mixed_precision == "fp8" else 1e-4
     if not (off := (first - second).abs().max()) <= limit * first.abs().max():
         raise UnsupportedModelError(
-            f"{type(trainer.model).__name__} with attention '{getattr(config, '_attn_implementation', '?')}' does not "
-            f"keep the documents of a pack apart: another first document changes the second's logits by {off:.2g}. "
-            "Load it with an attn_implementation that does (sdpa, flash_attention_2), or train without packs"
+            f"{type(trainer.model).__name__} does not keep the documents of a pack apart: another first one changes "
+            f"the logits of the second by {off:.2g}. Load it with another attn_implementation than "
+            f"'{getattr(config, '_attn_implementation', '?')}' (sdpa, flash_attention_2), or train without packs"
         )
 
 

@@ -51,10 +51,7 @@ def stored_weights(directory: Path) -> dict[str, StoredTensor]:
     """All tensors of a directory by name, from the index or from the one file; `ConfigError` for none, or damaged."""
     index, adapter = directory / INDEX_FILE, directory / "adapter_config.json"
     if adapter.is_file():
-        raise ConfigError(
-            f"{adapter}: transformers would load an adapter with these weights; name it in model.lora.path, and in "
-            "model.path a directory without it"
-        )
+        raise ConfigError(f"{adapter}: transformers would load it too; name it in model.lora.path, or move it away")
     if index.is_file():
         return _indexed_weights(index)
     if not (directory / SINGLE_FILE).is_file():
@@ -83,10 +80,7 @@ def _indexed_weights(index: Path) -> dict[str, StoredTensor]:
         if name not in headers[file]:
             raise ConfigError(f"{index} says that '{name}' is in {file}, which does not hold it; fetch both again")
     if headers.keys() != {SINGLE_FILE} and (index.parent / SINGLE_FILE).is_file():
-        raise ConfigError(
-            f"{index.parent} has {SINGLE_FILE}, which transformers reads, and {INDEX_FILE}, which names other files; "
-            "move away what is not the model's"
-        )
+        raise ConfigError(f"{index} names other files than {SINGLE_FILE}, which transformers reads; remove one of both")
     metadata = content.get("metadata")
     left_out = metadata.get(LEFT_OUT, ()) if isinstance(metadata, dict) else ()
     found: dict[str, StoredTensor] = {}
@@ -94,10 +88,7 @@ def _indexed_weights(index: Path) -> dict[str, StoredTensor]:
     for tensors in headers.values():
         for name, tensor in tensors.items():
             if name in found:
-                raise ConfigError(
-                    f"{index.parent}: '{name}' is in {found[name].file} and in {tensor.file}; which one is the model's "
-                    "cannot be told: fetch the files again, or remove one"
-                )
+                raise ConfigError(f"{index.parent}: '{name}' is in {found[name].file} and {tensor.file}; remove one")
             if name not in left_out:
                 found[name] = tensor
     return found
@@ -131,13 +122,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def require_fitting(
     stored: dict[str, StoredTensor], whole: Any, directory: Path, names: ModuleNames, experts: ExpertNames | None
 ) -> None:
-    """Refuse weights that are not exactly those of the whole model, which is without memory.
-
-    Where embeddings are tied and only the head is stored, it is entered in `stored` as the embedding.
-
-    Raises:
-        UnsupportedModelError: quantised weights.
-        ConfigError: a tensor that is missing, has another shape or no place, or is not what the model computes itself.
+    """Refuse weights that are not exactly those of the whole model, which is without memory: `UnsupportedModelError`
+    for quantised ones, `ConfigError` for a tensor that is missing, has another shape or no place, or is not what the
+    model computes itself. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding.
     """
     embedding, tied = f"{names.embedding_path}.weight", bool(whole.config.tie_word_embeddings)
     source = next(stored_parts(stored, embedding, torch.empty(0), None))[0]
@@ -148,9 +135,9 @@ def require_fitting(
     for name, parameter in places.items():
         for part, view in stored_parts(stored, name, parameter.detach(), experts):
             if part not in stored:
-                hint = " (config.json says tie_word_embeddings = false)" if name == _HEAD else ""
                 raise ConfigError(
-                    f"{directory}: no tensor '{part}'{hint}; is this the directory of the configured model, and whole?"
+                    f"{directory}: no tensor '{part}'{' (tie_word_embeddings = false)' if name == _HEAD else ''}; is "
+                    "this the directory of the configured model, and whole?"
                 )
             require_plain(stored[part], part, directory)
             if stored[part].shape != tuple(view.shape):
