@@ -97,7 +97,8 @@ def test_the_published_files_load(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     renamed = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     assert "wte.weight" in renamed
-    masks = {f"h.{index}.attn.{name}": torch.ones(1, 1, 8, 8) for index in range(4) for name in ("bias", "masked_bias")}
+    stored = {"bias": torch.ones(1, 1, 8, 8).tril(), "masked_bias": torch.tensor(-1e4)}
+    masks = {f"h.{index}.attn.{name}": mask.clone() for index in range(4) for name, mask in stored.items()}
     save_file(renamed | masks, file, metadata={"format": "pt"})
     config = load_config(str(tmp_path))
     require_model(config, str(tmp_path))

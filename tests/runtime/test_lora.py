@@ -121,6 +121,10 @@ def test_an_adapter_goes_on_from_its_peft_directory(tmp_path):
     [
         ({"use_dora": True}, UnsupportedModelError, "use_dora is True"),
         ({"rank_pattern": {"q_proj": 8}}, UnsupportedModelError, "rank_pattern"),
+        ({"init_lora_weights": "pissa"}, UnsupportedModelError, "init_lora_weights is pissa"),
+        ({"layer_replication": [[0, 2], [1, 4]]}, UnsupportedModelError, "layer_replication"),
+        ({"alora_invocation_tokens": [5]}, UnsupportedModelError, "alora_invocation_tokens"),
+        ({"key_of_a_later_version": {"a": 1}}, UnsupportedModelError, "key_of_a_later_version"),
         ({"r": 4}, ConfigError, "has rank 4"),
     ],
 )
@@ -140,6 +144,15 @@ def test_an_adapter_of_other_modules_is_refused(tmp_path):
     write_adapter(tmp_path, tensors, LORA, "somewhere")
     with pytest.raises(ConfigError, match=r"is not among the configured model\.lora\.target_modules"):
         build_with_adapters(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path), target_modules=("q_proj",)))
+
+
+def test_an_adapter_of_more_layers_is_refused(tmp_path):
+    tensors = {n: t for n, t in all_tensors(build_with_adapters(tiny_config("llama"), LORA)).items() if ".lora_" in n}
+    write_adapter(tmp_path, tensors, LORA, "somewhere")
+    with pytest.raises(ConfigError, match=r"layers\.3\..* is not among .* of 3 layers"):
+        build_with_adapters(
+            tiny_config("llama", num_hidden_layers=3), LoraConfig(rank=3, alpha=6.0, path=str(tmp_path))
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model, require_model
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.model.weight_files import INDEX_FILE, SINGLE_FILE, stored_weights
-from reference_training import tiny_config
+from reference_training import make_tokens, tiny_config
+from single_stage import packs_of, run_single_stage
 
 NORM = "model.layers.0.input_layernorm.weight"
+HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +152,199 @@ def test_tensors_without_a_place_and_places_without_a_tensor(model):
     assert f"'{NORM}' has shape (47,), the model needs (48,)" in refusal(model)
 
 
-def test_what_no_result_depends_on_may_lie_there_too(model):
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6), "model.position_ids": torch.arange(9)}
-    edit_tensors(model, lambda tensors: tensors.update(extra))
-    assert refusal(model) == ""
+def frequencies(model: Path, **changes) -> torch.Tensor:
+    """What old versions of transformers stored with every layer."""
+    return LlamaRotaryEmbedding(LlamaConfig.from_pretrained(model, **changes)).inv_freq
+
+
+def losses(model: Path) -> tuple[float, float]:
+    """Of the same documents: ours, and that of the model that transformers loads."""
+    config = load_config(str(model))
+    tokens = make_tokens([31, 12], config.vocab_size)
+    packs = packs_of([31, 12], [0.4], 20, last_first=False), packs_of([31, 12], [], 50, last_first=True)
+    ours = run_single_stage(config, torch.float64, tokens, *packs, directory=str(model))[0]
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    with torch.no_grad():
+        sums = [
+            torch.nn.functional.cross_entropy(theirs(one[None]).logits[0, :-1], one[1:], reduction="sum")
+            for one in tokens.values()
+        ]
+    return ours, float(sum(sums)) / 41
+
+
+def head_of(change):
+    """Embeddings are tied, and the head in the file is what `change` makes of them."""
+
+    def edit(tensors):
+        tensors[HEAD] = change(tensors[WORDS].clone())
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        head_of(lambda words: words),
+        lambda tensors: tensors.pop(HEAD),
+        lambda tensors: tensors.update({HEAD: tensors.pop(WORDS)}),
+        lambda tensors: tensors.update({WORDS: tensors[WORDS].half().float(), HEAD: tensors[WORDS].half()}),
+    ],
+    ids=["same", "none", "head-only", "float16"],
+)
+def test_a_head_that_is_the_embedding_trains_tied_as_transformers_does(model, edit):
     edit_config(model, tie_word_embeddings=True)
-    assert refusal(model) == "", "a head of its own is not read where embeddings are tied"
+    edit_tensors(model, edit)
+    assert refusal(model) == ""
+    ours, theirs = losses(model)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_a_head_of_its_own_beside_tied_embeddings_is_refused_by_name(model):
+    """transformers keeps such a head, so that its loss is another one than that of one tensor."""
+    untied = losses(model)
+    assert untied[0] == pytest.approx(untied[1], rel=1e-6)
+    edit_config(model, tie_word_embeddings=True)
+    message = refusal(model)
+    assert f"{model / SINGLE_FILE}: '{HEAD}' is not '{WORDS}', which config.json ties to it" in message
+    assert "(tie_word_embeddings = true); it is off by up to 1." in message
+    assert "Set tie_word_embeddings to false to train both" in message
+    kept = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    assert not torch.equal(kept.lm_head.weight, kept.model.embed_tokens.weight)
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        losses(model)
+
+
+def test_one_other_row_or_word_of_a_head_is_enough(model):
+    edit_config(model, tie_word_embeddings=True)
+
+    def last_value(words):
+        words[-1, -1] += 2.0**-20
+        return words
+
+    edit_tensors(model, head_of(last_value))
+    assert "it is off by up to 9.5" in refusal(model)
+    edit_tensors(model, head_of(lambda words: torch.cat([words, words[:3]])))
+    assert f"'{HEAD}' is not '{WORDS}'" in (message := refusal(model))
+    assert "of another shape" in message
+    edit_tensors(model, head_of(lambda words: words * torch.nan))
+    assert "it is off by up to nan" in refusal(model)
+    edit_tensors(model, head_of(lambda words: words.to(torch.int8)))
+    assert f"'{HEAD}' is stored as I8" in refusal(model)
+
+
+def test_an_untied_model_without_a_head_is_never_filled_by_chance(model):
+    edit_tensors(model, lambda tensors: tensors.pop(HEAD))
+    assert f"no tensor '{HEAD}' (tie_word_embeddings = false)" in refusal(model)
+    edit_tensors(model, lambda tensors: tensors.update({HEAD: tensors.pop(WORDS)}))
+    assert f"no tensor '{WORDS}'" in refusal(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rotary_frequencies_that_config_json_gives_may_lie_there(model, dtype):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    for changes in ({}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}}):
+        edit_config(model, **changes)
+        extra = {name: frequencies(model).to(dtype)}
+        edit_tensors(model, lambda tensors, extra=extra: tensors.update(extra))
+        assert refusal(model) == ""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda model: frequencies(model, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        lambda model: frequencies(model) * 1.01,
+        lambda model: torch.ones(4),
+    ],
+    ids=["theta", "factor", "width"],
+)
+def test_other_rotary_frequencies_are_refused(model, other):
+    for name in ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"):
+        whole = (model / SINGLE_FILE).read_bytes()
+        edit_tensors(model, lambda tensors, name=name: tensors.update({name: other(model)}))
+        assert f"'{name}' is not what the model of config.json computes; it is " in (message := refusal(model))
+        assert "rope_theta" in message
+        (model / SINGLE_FILE).write_bytes(whole)
+
+
+def test_gpt2_masks_are_compared(tmp_path):
+    config = tiny_config("gpt2", num_hidden_layers=1, tied=True)
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    whole.save_pretrained(tmp_path)
+    mask = torch.ones(1, 1, 512, 512).tril()
+    for bias, least, is_right in (
+        (mask.to(torch.uint8), -1e4, True),
+        (mask.bool(), -1e9, True),
+        (mask, -1e4, True),
+        (torch.ones_like(mask), -1e4, False),
+        (mask.to(torch.uint8), 0.0, False),
+        (torch.ones(512), -1e4, False),
+    ):
+        extra = {"transformer.h.0.attn.bias": bias, "transformer.h.0.attn.masked_bias": torch.tensor(least)}
+        edit_tensors(tmp_path, lambda tensors, extra=extra: tensors.update(extra))
+        assert ("is not what the model of config.json computes" not in refusal(tmp_path)) == is_right
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"transformer.h.0.attn.bias": mask}))
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}))
+    ours, theirs = losses(tmp_path)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.bias",
+        "score.weight",
+        "v_head.summary.weight",
+        "model.layers.2.input_layernorm.weight",
+        "model.mtp.layers.0.eh_proj.weight",
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.weight_scale",
+        "model.layers.0.self_attn.rotary_emb.cos_cached",
+        "model.layers.0.self_attn.attn.bias",
+        "model.position_ids",
+        "base_model.model.model.norm.weight",
+        "embed_tokens.weight",
+    ],
+)
+def test_every_other_tensor_without_a_place_is_refused_by_its_name(model, name):
+    edit_tensors(model, lambda tensors: tensors.update({name: torch.ones(48)}))
+    assert f"'{name}'" in refusal(model)
+
+
+def test_tensors_under_another_prefix_are_not_taken_for_none(model):
+    edit_tensors(model, lambda tensors: [tensors.update({f"module.{n}": tensors.pop(n)}) for n in list(tensors)])
+    assert "no tensor 'model.embed_tokens.weight'" in refusal(model)
+
+
+def test_a_tensor_that_the_index_does_not_name_counts(model):
+    """transformers reads whole files."""
+    edit_config(model, tie_word_embeddings=True)
+    names = dict.fromkeys(load_file(model / SINGLE_FILE), "part.safetensors")
+    names.pop(HEAD)
+    index_of(model, {"weight_map": names, "metadata": {"total_size": 1}})
+    assert f"'{HEAD}' is not '{WORDS}'" in refusal(model)
+    kept = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    assert not torch.equal(kept.lm_head.weight, kept.model.embed_tokens.weight)
+
+
+def test_files_among_which_transformers_would_choose_another_are_refused(model):
+    tensors = load_file(model / SINGLE_FILE)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, model / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "other.safetensors")}
+    (model / INDEX_FILE).write_text(json.dumps(index))
+    assert "names other files than model.safetensors, which transformers reads" in refusal(model)
+    (model / SINGLE_FILE).unlink()
+    assert refusal(model) == ""
+    save_file({NORM: tensors[NORM], WORDS: tensors[WORDS]}, model / "third.safetensors")
+    index["weight_map"][WORDS] = "third.safetensors"
+    (model / INDEX_FILE).write_text(json.dumps(index))
+    assert "is in other.safetensors and third.safetensors" in refusal(model)
+
+
+def test_an_adapter_beside_the_weights_is_not_passed_over(model):
+    """transformers loads it with the model."""
+    (model / "adapter_config.json").write_text("{}")
+    assert "name it in model.lora.path" in refusal(model)
 
 
 @pytest.mark.parametrize(

@@ -39,19 +39,30 @@ def packs_of(lengths, cuts, budget, *, last_first):
 
 
 def run_single_stage(
-    config, dtype, tokens, forward, backward, *, device="cpu", backend=None, fused_norms=False, fused_elementwise=False
+    config,
+    dtype,
+    tokens,
+    forward,
+    backward,
+    *,
+    device="cpu",
+    backend=None,
+    fused_norms=False,
+    fused_elementwise=False,
+    directory=None,
 ):
     """Loss, gradients and the store after all forwards, then all backwards.
 
     Args:
         backend: of attention; default: what `auto` takes.
+        directory: of weights; default: random ones.
     """
     model = build_stage_model(
         config,
         layers=(0, config.num_hidden_layers),
         dtype=dtype,
         device=torch.device(device),
-        weights=None,
+        weights=directory,
         seed=3,
         router_aux_loss_coef=balance_factor(config),
     )

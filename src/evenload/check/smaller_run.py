@@ -12,7 +12,7 @@ from evenload.hub.hub_files import local_path
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.supported import check_supported
-from evenload.runtime.model.weight_files import INDEX_FILE, stored_weights
+from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
 from evenload.types.architectures.architecture import ModuleNames
 from evenload.types.counted import counted
 
@@ -102,10 +102,12 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
         return
     # Links to the files, and an index that leaves out the other layers' tensors.
     names = architecture.names
-    kept = {name: tensor.file for name, tensor in stored_weights(source).items() if _layer_of(name, names) < layers}
+    stored = stored_weights(source)
+    kept = {name: tensor.file for name, tensor in stored.items() if _layer_of(name, names) < layers}
     for file in sorted(set(kept.values())):
         (directory / file).symlink_to((source / file).resolve())
-    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": kept}))
+    index = {"metadata": {LEFT_OUT: sorted(stored.keys() - kept)}, "weight_map": kept}
+    (directory / INDEX_FILE).write_text(json.dumps(index))
 
 
 def _layer_of(name: str, names: ModuleNames) -> int:

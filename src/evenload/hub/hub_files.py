@@ -23,7 +23,7 @@ _FILE_ENDINGS = (".json", ".toml", ".jinja", ".txt", ".gz")
 _SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", _TOKENIZER_SETTINGS, "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "*.model",
-    "additional_chat_templates/*",
+    "additional_chat_templates/*", "adapter_config.json",
 )  # fmt: skip
 _NEEDED: dict[Wanted, str] = {
     "settings": "config.json",

@@ -14,13 +14,17 @@ What it replaces, and why:
   a full one.
 - The cost model: a loader made without `model` balances its packs for the Trainer's.
 
-What the Trainer would do differently with a loader of one's own is refused at start, with the reason.
+What the Trainer would do differently with a loader of one's own is refused at start, with the reason: options that
+would do nothing, that draw random numbers, or whose effect depends on what else is in a row. Whether the model, with
+the attention that it was loaded with, keeps the documents of a row apart is tried before the first step.
 """
 
+import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +32,35 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from evenload.errors import CheckpointError, ConfigError
+from evenload.errors import CheckpointError, ConfigError, UnsupportedModelError
 from evenload.integrations.model_balance import balance_for_model
 from evenload.integrations.packed_loader import PackedLoader
+from evenload.runtime.model.supported import rope_settings
 
 LOADER_STATE = "evenload_loader.json"
 """File in a checkpoint's directory."""
 
 _COUNT = "num_items_in_batch"
+
+_OTHERWISE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("packing", "packing_strategy", "eval_packing", "padding_free"), "the loader packs, by its strategy"
+    ),
+    "pad_to_multiple_of": "the loader pads to its pack_multiple",
+    **dict.fromkeys(("max_length", "truncation_mode"), "the loader cuts, by its max_document_tokens and overlong"),
+    "shuffle_dataset": "the loader shuffles by its seed and shuffle_window",
+    "train_sampling_strategy": "the loader draws and balances the documents of a step",
+    "auto_find_batch_size": "the loader decides what a batch is; lower its max_tokens instead",
+    "dataset_text_field": "the loader reads the column text_column of its settings",
+    **dict.fromkeys(
+        ("completion_only_loss", "assistant_only_loss"), "the loader's setting record says what has a loss"
+    ),
+    "chat_template_path": "the loader writes conversations by its setting chat_template",
+    "eos_token": "the loader ends documents with its setting eos_token; for generation set the tokeniser's",
+    "label_smoothing_factor": "not tested with packs",
+    "neftune_noise_alpha": "its noise is random, and weaker the longer the row is",
+}
+"""Options that would do nothing, or something else than for a row of one document, and why."""
 
 
 class PackedTrainerMixin:
@@ -57,7 +82,7 @@ class PackedTrainerMixin:
         eval_loader: PackedLoader | None = None,
         **settings: Any,
     ) -> None:
-        self._train_loader, self._eval_loader = train_loader, eval_loader
+        self._train_loader, self._eval_loader, self._is_tried = train_loader, eval_loader, False
         args: Any = settings.get("args") or (arguments[1] if len(arguments) > 1 else None)
         _refuse_settings(args, train_loader, eval_loader, settings)
         if hasattr(args, "dataset_kwargs"):
@@ -71,6 +96,7 @@ class PackedTrainerMixin:
         _refuse_trainer(self, train_loader)
         for loader in (train_loader, eval_loader):
             if loader is not None:
+                _refuse_model(self.model, loader)  # type: ignore[missing-attribute]
                 balance_for_model(loader, self.model)  # type: ignore[missing-attribute]
         self.add_callback(_SaveLoader(train_loader))  # type: ignore[missing-attribute]
 
@@ -80,7 +106,7 @@ class PackedTrainerMixin:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The evaluation loader's batches; a `ConfigError` where there is none, or another data set is asked for."""
-        if self._eval_loader is None or isinstance(eval_dataset, str):
+        if self._eval_loader is None or eval_dataset not in (None, self.eval_dataset):  # type: ignore[missing-attribute]
             raise ConfigError(
                 f"evaluate({'' if eval_dataset is None else '...'}): give the data to PackedTrainer as "
                 "eval_loader=PackedLoader(..., evaluation=True)"
@@ -101,6 +127,18 @@ class PackedTrainerMixin:
             )
         device = rest[0] if rest else self.args.device  # type: ignore[missing-attribute]
         return samples, counts[0].to(device)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **settings: Any) -> Any:
+        """As the Trainer's; before the first one the model is tried on two documents."""
+        inputs = self._tried(model, inputs)
+        return super().training_step(model, inputs, *rest, **settings)  # type: ignore[missing-attribute]
+
+    def _tried(self, model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = self._prepare_inputs(inputs)  # type: ignore[missing-attribute]
+        if not self._is_tried:
+            _require_apart(self, model, inputs["input_ids"])
+        self._is_tried = True
+        return inputs
 
     def _inner_training_loop(
         self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: Any = None, *rest: Any, **settings: Any
@@ -135,10 +173,11 @@ class PackedTrainerMixin:
             num_documents += len(step.plan.documents)
             num_tokens += step.num_label_tokens
             for batch in step:
-                inputs = trainer._prepare_inputs({key: value for key, value in batch.items() if key != _COUNT})
+                inputs = self._tried(model, {key: value for key, value in batch.items() if key != _COUNT})
                 with torch.no_grad(), trainer.compute_loss_context_manager():
-                    # The sum over the batch's tokens: divided by 1.
-                    total += model(**inputs, num_items_in_batch=1).loss.double()
+                    # The sum over the batch's tokens: divided by 1. It is multiplied as gradients want it.
+                    loss = trainer.compute_loss(model, inputs, num_items_in_batch=1)
+                    total += loss.double() / trainer.accelerator.num_processes
                 trainer.control = trainer.callback_handler.on_prediction_step(
                     trainer.args, trainer.state, trainer.control
                 )
@@ -198,7 +237,7 @@ def _refuse_settings(
             raise ConfigError(f'{name} has format "{loader.options.format}", the Trainer needs "hf"')
     if train_loader.options.evaluation or (eval_loader is not None and not eval_loader.options.evaluation):
         raise ConfigError("train_loader must not, and eval_loader must be made with evaluation=True")
-    for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics"):
+    for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "formatting_func"):
         if settings.get(name) is not None:
             raise ConfigError(
                 f"{name} has no meaning beside a loader: data come from train_loader and eval_loader, and evaluation "
@@ -215,14 +254,12 @@ def _refuse_settings(
         raise ConfigError(
             "the number of steps in an epoch is not known before it was read; set max_steps instead of num_train_epochs"
         )
-    for name, fix in (
-        ("packing", "the loader packs; set packing=False"),
-        ("padding_free", "the loader's packs are free of padding; set padding_free=False"),
-        ("label_smoothing_factor", "not tested with packs; set it to 0"),
-        ("auto_find_batch_size", "the loader decides what a batch is; lower its max_tokens instead"),
-    ):
-        if getattr(args, name, None):
-            raise ConfigError(f"{name} is {getattr(args, name)}: {fix}")
+    for option in dataclasses.fields(args):
+        value, why = getattr(args, option.name), _OTHERWISE.get(option.name)
+        # TRL's own max_length is 1024 where nobody has set it.
+        is_met = option.name == "max_length" and value and value >= train_loader.config.max_document_tokens
+        if why is not None and value not in (option.default, None) and not is_met:
+            raise ConfigError(f"{option.name} is {value}: {why}; leave it out")
 
 
 def _refuse_trainer(trainer: Any, loader: PackedLoader) -> None:
@@ -251,6 +288,62 @@ def _refuse_trainer(trainer: Any, loader: PackedLoader) -> None:
         raise ConfigError(
             "average_tokens_across_devices is off, and gradients are averaged over ranks: they would be too small by "
             f"a factor of {accelerator.num_processes}; switch it on"
+        )
+
+
+def _refuse_model(model: Any, loader: PackedLoader) -> None:
+    """Refuse a model that draws random numbers, or whose result for a document depends on what else is in its row."""
+    for path, module in model.named_modules():
+        is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        for key, value in vars(module).items():
+            if type(value) in (int, float) and value > 0 and (is_dropout or re.search("drop|jitter|noise", key)):
+                raise UnsupportedModelError(
+                    f"{key} of {path or 'the model'} ({type(module).__name__}) is {value}, so a document's loss would "
+                    "be random; set dropout and noise to 0 in the configurations of model and adapters"
+                )
+    if not hasattr(config := getattr(model, "config", None), "get_text_config"):
+        return
+    config = config.get_text_config()
+    longest = loader.options.max_tokens if loader.options.fixed_shapes else loader.config.max_document_tokens
+    for rope in rope_settings(config):
+        if not re.search("dynamic|longrope", kind := str(rope.get("rope_type"))):
+            continue
+        if longest > (known := rope.get("original_max_position_embeddings") or config.max_position_embeddings):
+            raise UnsupportedModelError(
+                f"rope_type '{kind}' turns a whole pack as its longest document wants it, if that has more than "
+                f"{known} tokens, and documents may have {longest}; make the loader with max_document_tokens = {known}"
+            )
+    if getattr(config, "attn_temperature_tuning", None) and loader.options.max_tokens >= config.floor_scale:
+        raise UnsupportedModelError(
+            f"attn_temperature_tuning scales attention by places in the pack, from floor_scale = {config.floor_scale} "
+            f"on; make the loader with max_tokens below it (it is {loader.options.max_tokens})"
+        )
+    if getattr(config, "output_router_logits", None) and (factor := getattr(config, "router_aux_loss_coef", 1.0)):
+        raise UnsupportedModelError(
+            f"output_router_logits adds {factor} times a load-balancing loss of packs, not of documents; set "
+            "router_aux_loss_coef = 0 in SFTConfig, or output_router_logits to false in the model's configuration"
+        )
+
+
+def _require_apart(trainer: Any, model: Any, token_ids: torch.Tensor) -> None:
+    """Refuse a model whose outputs for a document change with another document of its pack. Collective."""
+    ids = token_ids.repeat(1, 24)[:, :24]
+    other = torch.cat([torch.where(ids > 0, ids - 1, 1)[:, :8], ids[:, 8:]], 1)
+    positions = torch.cat([torch.arange(8), torch.arange(16)])[None].to(ids.device)
+    edges = torch.tensor([0, 8, 24], dtype=torch.int32, device=ids.device)
+    pack = {"position_ids": positions, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "use_cache": False}
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        outputs = [model(input_ids=one, **pack, max_length_q=16, max_length_k=16).logits for one in (ids, other)]
+    first, second = (logits[0, 8:].float() for logits in outputs)
+    # Equal shapes give equal bits, but that other rows may go to the same expert, or share the scale of an FP8 tensor.
+    config = getattr(trainer.model, "config", None)
+    experts = any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    limit = 0.05 if experts or trainer.accelerator.mixed_precision == "fp8" else 1e-4
+    if not (off := (first - second).abs().max()) <= limit * first.abs().max():
+        raise UnsupportedModelError(
+            f"{type(trainer.model).__name__} does not keep the documents of a pack apart: another first one changes "
+            f"the logits of the second by {off:.2g}. Load it with another attn_implementation than "
+            f"'{getattr(config, '_attn_implementation', '?')}' (sdpa, flash_attention_2), or train without packs"
         )
 
 

@@ -154,7 +154,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def require_model(config: PretrainedConfig, weights: str | None) -> None:
-    """Refuse a configuration that makes no model, and weights that are not exactly the model's; reads headers only."""
+    """Refuse a configuration that makes no model, and weights that are not exactly the model's, see `weight_files`."""
     whole = empty_model(config)
     if weights is not None:
         _fitting_weights(config, whole, Path(weights))
@@ -162,8 +162,8 @@ def require_model(config: PretrainedConfig, weights: str | None) -> None:
 
 def _fitting_weights(config: PretrainedConfig, whole: nn.Module, directory: Path) -> dict[str, StoredTensor]:
     stored = stored_weights(directory)
-    experts = check_supported(config).experts
-    require_fitting(stored, whole, directory, experts, tied=bool(config.tie_word_embeddings))
+    architecture = check_supported(config)
+    require_fitting(stored, whole, directory, architecture.names, architecture.experts)
     return stored
 
 

@@ -45,7 +45,7 @@ def load_weights(
         for file, wanted in by_file.items():
             with safe_open(directory / file, framework="pt") as tensors:
                 for name, view in wanted:
-                    view.copy_(tensors.get_tensor(name))
+                    view.copy_(tensors.get_tensor(stored[name].name or name))
 
 
 def fill_constants(unit: nn.Module) -> None:

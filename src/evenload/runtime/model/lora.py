@@ -27,6 +27,12 @@ ADAPTER_PARTS = ("lora_A", "lora_B")
 
 _ADAPTER = "default"
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# Keys that do not change what an adapter computes, or that its tensors tell. All others are refused where they are set.
+_HARMLESS = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
+    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "layers_to_transform", "layers_pattern",
+    "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying",
+}  # fmt: skip
 # Where a PEFT file's names begin: its own wrapper, then the model.
 _PEFT_PREFIX = "base_model.model."
 
@@ -49,7 +55,7 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
         if lora.path is None:
             _initialise(found, unit_seed(LAYERS + index, seed))
         else:
-            _load(found, Path(lora.path), lora)
+            _load(found, Path(lora.path), lora, len(whole.model.layers))  # type: ignore[bad-argument-type]
 
 
 def inject_adapters(whole: nn.Module, some_layer: nn.Module, lora: LoraConfig) -> None:
@@ -94,7 +100,7 @@ def _initialise(parameters: dict[str, nn.Parameter], seed: int) -> None:
                 nn.init.zeros_(parameter)
 
 
-def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig) -> None:
+def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig, num_layers: int) -> None:
     if not (directory / _CONFIG_FILE).is_file() or not (directory / _WEIGHTS_FILE).is_file():
         raise ConfigError(f"model.lora.path '{directory}': no {_CONFIG_FILE} and {_WEIGHTS_FILE} there")
     stored = read_header(directory / _WEIGHTS_FILE)
@@ -116,8 +122,10 @@ def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig
     here = {name.split(".")[2] for name in parameters}
     for name, tensor in sorted(stored.items()):
         layer = re.search(r"\.layers\.(\d+)\.", name)
-        if name not in wanted and (layer is None or layer.group(1) in here):
-            raise ConfigError(f"{directory}: '{name}' is not among the configured model.lora.target_modules")
+        if name not in wanted and (layer is None or layer.group(1) in here or int(layer.group(1)) >= num_layers):
+            raise ConfigError(
+                f"{directory}: '{name}' is not among the configured model.lora.target_modules of {num_layers} layers"
+            )
         require_plain(tensor, name, directory)
     with safe_open(directory / _WEIGHTS_FILE, framework="pt") as tensors, torch.no_grad():
         for name, parameter in wanted.items():
@@ -135,20 +143,14 @@ def _refuse_other_adapters(saved: dict[str, Any], directory: Path) -> None:
     """Variants that compute something else than W·x + (alpha / rank)·B·(A·x)."""
     plain: dict[str, tuple[object, ...]] = {
         "peft_type": ("LORA",),
-        "use_dora": (False, None),
-        "use_rslora": (False, None),
         "bias": ("none", None),
-        "lora_bias": (False, None),
-        "modules_to_save": (None, []),
-        "rank_pattern": ({}, None),
-        "alpha_pattern": ({}, None),
-        "target_parameters": (None, []),
-        "trainable_token_indices": (None,),
+        # Others begin by changing the model's own weights.
+        "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
     }
-    for key, allowed in plain.items():
-        if saved.get(key, allowed[-1]) not in allowed:
+    for key, value in saved.items():
+        if value not in plain[key] if key in plain else bool(value) and key not in _HARMLESS:
             raise UnsupportedModelError(
-                f"{directory / _CONFIG_FILE}: {key} is {saved[key]}; only plain LoRA of linear layers is trained"
+                f"{directory / _CONFIG_FILE}: {key} is {value}; only plain LoRA of linear layers is trained"
             )
 
 

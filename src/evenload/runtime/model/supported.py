@@ -43,7 +43,7 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
     for key, what in noise:
         if value := getattr(config, key, 0.0):
             yield f"{key} is {value}: {what} would differ between forward and backward; set it to 0 in config.json"
-    for rope in _ropes(config):
+    for rope in rope_settings(config):
         if (kind := rope.get("rope_type", "default")) not in _FIXED_ROPE:
             yield (
                 f"rope_type '{kind}' changes with the batch's length, so a token would depend on its pack; supported: "
@@ -96,7 +96,7 @@ def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
     known = getattr(config, "max_position_embeddings", None)
     if not known or check_supported(config).names.positions:
         return ""
-    for rope in _ropes(config):
+    for rope in rope_settings(config):
         reach = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
         known = max(known, int(reach))
     if max_document_tokens <= known:
@@ -152,7 +152,7 @@ def _causal_class(config: PretrainedConfig) -> str:
     return mapping[model_type].__name__ if model_type in mapping else model_type.__name__
 
 
-def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+def rope_settings(config: PretrainedConfig) -> list[dict[str, Any]]:
     """Rotary settings of the whole model, or of every kind of layer where they differ (Gemma 3)."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [value for value in parameters.values() if isinstance(value, dict)]

@@ -2,23 +2,26 @@
 
 A safetensors file begins with the length of a JSON header that names every tensor with its type, shape and place, so
 damage, quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
-transformers would only warn about is refused here: training from half of a model looks like training.
+transformers would only warn about is refused here: training from half of a model looks like training. A tensor that the
+model computes, or ties, itself is read and compared: harmless is what changes nothing.
 
-Price: one short read a file.
+Price: one short read a file, and a read of a head where one lies beside tied embeddings.
 """
 
 import json
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.types.architectures.architecture import ExpertNames
+from evenload.types.architectures.architecture import ExpertNames, ModuleNames
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -26,27 +29,29 @@ _LENGTH_BYTES = 8
 # safetensors' own limit of a header.
 _MAX_HEADER_BYTES = 100_000_000
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_HARMLESS = {
-    r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)": "rotary tables that old versions of transformers stored; "
-    "they are computed from config.json",
-    r"(.*\.)?attn\.(bias|masked_bias)": "causal masks that old versions of transformers stored with GPT-2",
-    r"(.*\.)?position_ids": "positions that old versions of transformers stored; they are counted",
-}
-"""Tensors that no parameter takes and no result depends on, and why."""
+_COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))")
+"""Rotary frequencies and GPT-2's causal masks, which old versions of transformers stored and which are computed."""
+_HEAD = "lm_head.weight"
+LEFT_OUT = "evenload_left_out"
+"""Key of an index's metadata: names of tensors that its files hold and that are not the model's."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is stored: the file's name in the directory, its type as safetensors calls it, its shape."""
+    """Where a tensor is stored: the file's name in the directory, its type as safetensors calls it, its shape, and its
+    name there ("" = that by which it is asked for)."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    name: str = ""
 
 
 def stored_weights(directory: Path) -> dict[str, StoredTensor]:
     """All tensors of a directory by name, from the index or from the one file; `ConfigError` for none, or damaged."""
-    index = directory / INDEX_FILE
+    index, adapter = directory / INDEX_FILE, directory / "adapter_config.json"
+    if adapter.is_file():
+        raise ConfigError(f"{adapter}: transformers would load it too; name it in model.lora.path, or move it away")
     if index.is_file():
         return _indexed_weights(index)
     if not (directory / SINGLE_FILE).is_file():
@@ -74,7 +79,19 @@ def _indexed_weights(index: Path) -> dict[str, StoredTensor]:
             headers[file] = read_header(index.parent / file)
         if name not in headers[file]:
             raise ConfigError(f"{index} says that '{name}' is in {file}, which does not hold it; fetch both again")
-    return {name: headers[file][name] for name, file in places.items()}
+    if headers.keys() != {SINGLE_FILE} and (index.parent / SINGLE_FILE).is_file():
+        raise ConfigError(f"{index} names other files than {SINGLE_FILE}, which transformers reads; remove one of both")
+    metadata = content.get("metadata")
+    left_out = metadata.get(LEFT_OUT, ()) if isinstance(metadata, dict) else ()
+    found: dict[str, StoredTensor] = {}
+    # transformers reads whole files, so a tensor that the index does not name counts as well.
+    for tensors in headers.values():
+        for name, tensor in tensors.items():
+            if name in found:
+                raise ConfigError(f"{index.parent}: '{name}' is in {found[name].file} and {tensor.file}; remove one")
+            if name not in left_out:
+                found[name] = tensor
+    return found
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -103,22 +120,24 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def require_fitting(
-    stored: Mapping[str, StoredTensor], whole: nn.Module, directory: Path, experts: ExpertNames | None, *, tied: bool
+    stored: dict[str, StoredTensor], whole: Any, directory: Path, names: ModuleNames, experts: ExpertNames | None
 ) -> None:
     """Refuse weights that are not exactly those of the whole model, which is without memory: `UnsupportedModelError`
-    for quantised ones, `ConfigError` for a tensor that is missing, has another shape, or has no place."""
-    places = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
-    if tied:
-        places.pop("lm_head.weight", None)
-    # What a head of its own would hold; transformers ignores it as well where embeddings are tied.
-    known = {"lm_head.weight"} if tied else set()
-    for name, parameter in whole.named_parameters():
-        if name not in places:
-            continue
+    for quantised ones, `ConfigError` for a tensor that is missing, has another shape or no place, or is not what the
+    model computes itself. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding.
+    """
+    embedding, tied = f"{names.embedding_path}.weight", bool(whole.config.tie_word_embeddings)
+    source = next(stored_parts(stored, embedding, torch.empty(0), None))[0]
+    if tied and _HEAD in stored and source not in stored:
+        stored[source] = replace(stored.pop(_HEAD), name=_HEAD)
+    places = {name: parameter for name, parameter in whole.named_parameters() if not (tied and name == _HEAD)}
+    known = {_HEAD} if tied else set()
+    for name, parameter in places.items():
         for part, view in stored_parts(stored, name, parameter.detach(), experts):
             if part not in stored:
                 raise ConfigError(
-                    f"{directory}: no tensor '{part}'; is this the directory of the configured model, and whole?"
+                    f"{directory}: no tensor '{part}'{' (tie_word_embeddings = false)' if name == _HEAD else ''}; is "
+                    "this the directory of the configured model, and whole?"
                 )
             require_plain(stored[part], part, directory)
             if stored[part].shape != tuple(view.shape):
@@ -127,8 +146,7 @@ def require_fitting(
                     f"{tuple(view.shape)}"
                 )
             known.add(part)
-    harmless = "|".join(_HARMLESS)
-    extra = [name for name in stored if name not in known and not re.fullmatch(harmless, name)]
+    extra = [name for name in stored if name not in known and not _COMPUTED.fullmatch(name)]
     if extra:
         require_plain(stored[extra[0]], extra[0], directory)
         raise ConfigError(
@@ -136,6 +154,41 @@ def require_fitting(
             f"such as '{extra[0]}' of shape {stored[extra[0]].shape}; training without them would be training another "
             "model. Correct config.json (biases, quantisation, tied embeddings), or remove these tensors"
         )
+    for name in stored:
+        if (tied and name == _HEAD) or name not in known:
+            _require_computed(stored, name, directory, whole, source)
+
+
+def _require_computed(
+    stored: Mapping[str, StoredTensor], name: str, directory: Path, whole: Any, embedding: str
+) -> None:
+    """Refuse a tensor that is not, to the precision it is stored in, what the model has in its place."""
+
+    def read(name: str) -> Tensor:
+        with safe_open(directory / stored[name].file, framework="pt") as tensors:
+            return tensors.get_tensor(name)
+
+    found, computed = read(name), None
+    why, fix = "what the model of config.json computes", "Correct config.json (rope_theta, rope scaling), or remove it"
+    if not name.endswith("bias"):
+        require_plain(stored[name], name, directory)
+    if name == _HEAD:
+        computed, why = read(embedding), f"'{embedding}', which config.json ties to it (tie_word_embeddings = true)"
+        fix = "Set tie_word_embeddings to false to train both, as transformers would, or remove it to train one"
+    elif name.endswith("masked_bias"):
+        computed = found.clamp(max=-1e4)  # of any such number the softmax is 0
+    elif name.endswith("bias"):
+        computed = torch.ones(found.shape).tril() if found.dim() > 1 else None
+    elif (rotary := getattr(whole.base_model, "rotary_emb", None)) is not None:
+        computed = getattr(type(rotary)(whole.config), "inv_freq", None)
+    off = "of another shape"
+    if computed is not None and computed.shape == found.shape:
+        ours, info = computed.to(found.dtype), torch.finfo(found.dtype if found.is_floating_point() else torch.float32)
+        slack = 8 * info.eps, info.tiny * info.eps
+        if torch.equal(found, ours) or (name != _HEAD and torch.allclose(found.double(), ours.double(), *slack)):
+            return
+        off = f"off by up to {(found.float() - ours.float()).abs().max():.3g}"
+    raise ConfigError(f"{directory / stored[name].file}: '{name}' is not {why}; it is {off}. {fix}")
 
 
 def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
