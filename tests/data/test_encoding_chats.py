@@ -191,7 +191,7 @@ def test_a_generation_prompt_that_the_answer_does_not_begin_with_is_refused():
         "t",
     )
     with pytest.raises(RecordProblem, match=r"prompt for message 1 .*data\.chat_template"):
-        Chats("messages", template, True).render((chat("a", "b"),))
+        Chats(("messages",), template, True).render((chat("a", "b"),))
 
 
 def test_conversations_without_the_assistant_train_nothing(directory):
@@ -286,7 +286,7 @@ def test_an_encoder_goes_to_another_process_and_names_all_that_decides_its_token
     again = pickle.loads(pickle.dumps(encoder))
     messages = chat("a", "b", "c", "d", system="s")
     assert again.encode((messages,)).labels.tolist() == encoder.encode((messages,)).labels.tolist()
-    assert (again.name, again.columns) == (encoder.name, ("messages",))
+    assert (again.name, again.columns) == (encoder.name, ("messages", "tools", "chat_template_kwargs"))
     names = [
         our_encoder(directory, case, tagged, loss_on=loss).name
         for case in TEMPLATES

@@ -157,4 +157,4 @@ def test_encoders_use_the_forms_and_travel_to_workers(tmp_path):
     for record, values in (("messages", ([question, answer],)), ("prompt_completion", ([question], [answer]))):
         encoder = pickle.loads(pickle.dumps(open_encoder(encoder_config(record=record, **options))))
         assert ByteTokenizer().decode(encoder.encode(values).tokens) == '<user>q<assistant>seeweather({"a": 1})'
-    assert Chats("messages", template_of(), True).render(([question],)).text == "<user>q"
+    assert Chats(("messages",), template_of(), True).render(([question],)).text == "<user>q"

@@ -1,9 +1,12 @@
 """Columns beside the wanted ones: used, checked to change nothing, or refused until a setting says "ignore"."""
 
+import json
+
 import numpy as np
 import pytest
 from datasets import Dataset
 
+from chat_cases import CHATML
 from corpus_files import data_config
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
@@ -172,3 +175,96 @@ def test_records_of_many_files_are_estimated(tmp_path):
     (line,) = GlobalBatchLoader(data_config(str(tmp_path))).source_lines()
     assert line.startswith(f"{tmp_path}: 40 jsonl files, about ")
     assert abs(int(line.split("about ")[1].split(" ")[0]) - 140) <= 12
+
+
+TALK = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four"},
+]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if mood %}<{{ mood }}>{% endif %}" + CHATML.plain
+
+
+def chat_encoder(tmp_path, template, **settings):
+    (tmp_path / "template.jinja").write_text(template)
+    settings = {"record": "messages", "chat_template": str(tmp_path / "template.jinja")} | settings
+    return open_encoder(data_config("x", **settings))
+
+
+def trained_text(document):
+    labels = document.tokens if document.labels is None else document.labels
+    return bytes(label for label in labels.tolist() if 0 <= label < 256).decode()
+
+
+def whole_text(document):
+    return bytes(token for token in document.tokens.tolist() if token < 256).decode()
+
+
+@pytest.mark.parametrize("template", [CHATML.plain, CHATML.tagged], ids=["prefixes", "blocks"])
+@pytest.mark.parametrize("key", ["weight", "train", "training"])
+@pytest.mark.parametrize("split", [None, 1, 2, 3])
+def test_messages_with_weight_0_have_no_loss(tmp_path, template, key, split):
+    talk = [message | ({key: index == 3} if index % 2 else {}) for index, message in enumerate(TALK)]
+    record = "messages" if split is None else "prompt_completion"
+    values = (talk,) if split is None else (talk[:split], talk[split:])
+    encoder = chat_encoder(tmp_path, template, record=record)
+    assert trained_text(encoder.encode(values)) == "four<|im_end|>\n"
+    ignoring = chat_encoder(tmp_path, template, record=record, ignore_columns=(key,))
+    both = "two<|im_end|>\nfour<|im_end|>\n"
+    assert trained_text(ignoring.encode(values)) == (both if split in (None, 1) else "four<|im_end|>\n")
+    assert encoder.name != ignoring.name
+
+
+@pytest.mark.parametrize(
+    ("message", "settings", "why"),
+    [
+        ({"role": "assistant", "content": "a", "weight": 0.5}, {}, r"message 1 has weight 0\.5, must be 0 or 1"),
+        (
+            {"role": "user", "content": "a", "train": True},
+            {},
+            "role 'user' has train True, and only what the assistant",
+        ),
+        ({"role": "assistant", "content": "a", "weight": 0}, {"loss_on": "all"}, "has no loss by its weight"),
+    ],
+)
+def test_weights_that_cannot_be_kept_are_refused(tmp_path, message, settings, why):
+    encoder = chat_encoder(tmp_path, CHATML.plain, **settings)
+    with pytest.raises(RecordProblem, match=why):
+        encoder.encode(([TALK[0], message],))
+    ignoring = chat_encoder(tmp_path, CHATML.plain, ignore_columns=("weight", "train"), **settings)
+    assert len(ignoring.encode(([TALK[0], message],)).tokens)
+
+
+@pytest.mark.parametrize("way", ["jsonl", "parquet", "dataset", "stream"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_and_variables_of_a_record_reach_its_template(tmp_path, way, as_text):
+    tools = json.dumps(TOOLS) if as_text else TOOLS
+    rows = [{"messages": TALK, "tools": tools, "chat_template_kwargs": {"mood": "sunny"}}, {"messages": TALK}]
+    rows[1] |= {"tools": None, "chat_template_kwargs": None}
+    (tmp_path / "template.jinja").write_text(WITH_TOOLS)
+    settings = {"record": "messages", "chat_template": str(tmp_path / "template.jinja"), "max_document_tokens": 999}
+    first, second = documents_of(tmp_path, way, rows, **settings)
+    begin = bytes(token for token in first[0] if token < 256).decode().partition("<sunny><|im_start|>user\none")
+    assert json.loads(begin[0]) == TOOLS
+    assert begin[1]
+    assert bytes(token for token in second[0] if token < 256).decode().startswith("<|im_start|>user\none")
+    assert [label for label in first[1] if label != -100] == [label for label in second[1] if label != -100]
+    ignored = documents_of(tmp_path, way, rows, ignore_columns=("tools", "chat_template_kwargs"), **settings)
+    assert ignored[0] == ignored[1] == second
+
+
+def test_tools_that_no_template_writes_are_refused(tmp_path):
+    encoder = chat_encoder(tmp_path, CHATML.plain)
+    with pytest.raises(RecordProblem, match=r"has tools, which chat template .* does not write; .*data.ignore_columns"):
+        encoder.encode((TALK, TOOLS))
+    assert len(encoder.encode((TALK, [])).tokens)
+    texts = chat_encoder(tmp_path, CHATML.plain, record="prompt_completion")
+    with pytest.raises(RecordProblem, match="has tools, and its prompt is a text"):
+        texts.encode(("a", "b", TOOLS))
+    knows = chat_encoder(tmp_path, WITH_TOOLS)
+    with pytest.raises(RecordProblem, match="'tools' holds text that is not JSON"):
+        knows.encode((TALK, "{broken"))
+    with pytest.raises(RecordProblem, match="'chat_template_kwargs' sets messages"):
+        knows.encode((TALK, None, {"messages": []}))

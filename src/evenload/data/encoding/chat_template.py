@@ -14,6 +14,7 @@ Price: jinja's, 20 to 100 µs a chat. Trust: the sandbox keeps a template from f
 for ever.
 """
 
+import copy
 import datetime
 import hashlib
 import itertools
@@ -42,6 +43,8 @@ TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"([{_OPEN}{_CLOSE}])")
 _BLOCKS = "_evenload_generation_blocks"
+_GIVEN = {"messages", "tools", "add_generation_prompt", _BLOCKS}
+_IGNORE = "repair the record, or pass over the column by data.ignore_columns"
 
 
 class _GenerationBlocks(Extension):
@@ -78,6 +81,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
         self.source, self.variables, self.origin = source, dict(variables), origin
+        self._inputs: dict[str, Any] = {}
         content = json.dumps([source, sorted(self.variables.items())])
         self.name = hashlib.sha256(content.encode()).hexdigest()[:16]
         environment = ImmutableSandboxedEnvironment(
@@ -125,16 +129,37 @@ class ChatTemplate:
                 position += len(piece)
         return "".join(texts), tuple(spans)
 
+    def for_record(self, tools: Any = None, chat_template_kwargs: Any = None) -> "ChatTemplate":
+        """The template with what a record gives it beside its messages, as to transformers' `apply_chat_template`.
+
+        Args:
+            tools: a list of JSON schemas, or JSON text of one; None = none.
+            chat_template_kwargs: further variables.
+
+        Raises:
+            RecordProblem: neither of these, or tools that the template does not write.
+        """
+        if tools is None and not chat_template_kwargs:
+            return self
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools) if tools else None
+            except ValueError as err:
+                raise RecordProblem(f"'tools' holds text that is not JSON: {err}") from err
+        if tools and "tools" not in self.wanted_variables:
+            raise RecordProblem(f"the record has tools, which chat template '{self.origin}' does not write; {_IGNORE}")
+        if not isinstance(tools, list | None) or not isinstance(chat_template_kwargs, dict | None):
+            raise RecordProblem(f"'tools' must be a list and 'chat_template_kwargs' an object; {_IGNORE}")
+        if taken := _GIVEN & set(chat_template_kwargs or ()):
+            raise RecordProblem(f"'chat_template_kwargs' sets {', '.join(sorted(taken))}, which the record itself says")
+        bound = copy.copy(self)
+        bound._inputs = {"tools": tools, **(chat_template_kwargs or {})}
+        return bound
+
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, blocks: Iterator[int] | None) -> str:
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, _BLOCKS: blocks}
         try:
-            return self._template.render(
-                **self.variables,
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{_BLOCKS: blocks},
-            )
+            return self._template.render(self.variables | {"tools": None, "documents": None} | self._inputs | given)
         except Exception as err:  # a template may fail in any way that Python code can
             kind = "" if isinstance(err, jinja2.TemplateError) else f"{type(err).__name__}: "
             raise RecordProblem(f"the chat template '{self.origin}' does not take these messages: {kind}{err}") from err

@@ -21,7 +21,7 @@ Price: 2 renderings for each of the assistant's messages, so it grows with the s
 `{% generation %}` blocks or loss on all tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from evenload.data.encoding.chat_template import ChatTemplate, Message
@@ -30,6 +30,8 @@ from evenload.data.encoding.template_forms import TemplateForms
 from evenload.data.encoding.text_encoder import CharSpan, RenderedText
 
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
+_IGNORE = "repair it, or pass over the key by data.ignore_columns"
+_WEIGHTS = ("weight", "train", "training")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -37,38 +39,80 @@ class Chats:
     """`Renderer` of kind "messages".
 
     Args:
+        columns: of the messages, then those of `ChatTemplate.for_record`.
         has_spans: loss on the assistant's messages only; else on every token after the first.
+        ignored: keys of messages that are passed over although they say which messages have a loss.
     """
 
-    def __init__(self, column: str, template: ChatTemplate, has_spans: bool) -> None:
-        self.columns: tuple[str, ...] = (column,)
+    def __init__(
+        self, columns: tuple[str, ...], template: ChatTemplate, has_spans: bool, ignored: Collection[str] = ()
+    ) -> None:
+        self.columns, self._ignored = columns, frozenset(ignored)
         loss = "completion" if has_spans else "all"
-        self.name = f"messages of '{column}', loss on {loss}, template {template.name}"
+        passed_over = f", passed over {sorted(ignored)}" if ignored else ""
+        self.name = f"messages of {columns}, loss on {loss}, template {template.name}{passed_over}"
         self._has_spans, self._template, self._forms = has_spans, template, TemplateForms(template)
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         messages = read_messages(values[0], self.columns[0], self._forms)
         if not messages:
             return RenderedText("", () if self._has_spans else None)
-        return render_chat(self._template, messages, 0 if self._has_spans else None)
+        template = self._template.for_record(**dict(zip(self.columns[1:], values[1:], strict=False)))
+        return render_chat(template, messages, 0 if self._has_spans else None, self._ignored)
 
 
-def render_chat(template: ChatTemplate, messages: Sequence[Message], first: int | None) -> RenderedText:
+def render_chat(
+    template: ChatTemplate, messages: Sequence[Message], first: int | None, ignored: Collection[str]
+) -> RenderedText:
     """A conversation with loss on what the assistant says in `messages[first:]`; None = on every token after the first.
+
+    Messages of the assistant that say so by a weight of 0 have none.
+
+    Args:
+        ignored: keys of messages that say nothing.
 
     Raises:
         RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
     """
+    untrained = [index for index, message in enumerate(messages) if _is_untrained(message, index, ignored)]
     if first is None:
+        if untrained:
+            raise RecordProblem(
+                f'message {untrained[0]} has no loss by its weight, and data.loss_on is "all"; {_IGNORE}'
+            )
         return RenderedText(template.render(messages))
     if not template.marks_generation:
         whole = template.render(messages)
-        return RenderedText(whole, tuple(_assistant_spans(template, messages, whole, first)))
+        trained = [index for index in range(first, len(messages)) if index not in untrained]
+        return RenderedText(whole, tuple(_assistant_spans(template, messages, whole, trained)))
     whole, spans = template.render_with_spans(messages)
-    if first:
-        start = len(_beginning(template.render(messages[:first]), whole, template, first))
-        spans = tuple((max(start, span[0]), span[1]) for span in spans if span[1] > start)
+
+    def edge(index: int) -> int:
+        return len(_beginning(template.render(messages[:index]), whole, template, index)) if index else 0
+
+    for begin, stop in [(0, first), *((index, index + 1) for index in untrained if index >= first)]:
+        if begin < stop:
+            left, right = edge(begin), edge(stop) if stop < len(messages) else len(whole)
+            parts = [part for span in spans for part in ((span[0], min(span[1], left)), (max(span[0], right), span[1]))]
+            spans = tuple(part for part in parts if part[0] < part[1])
     return RenderedText(whole, spans, counts_touching=True)
+
+
+def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> bool:
+    """Whether a message of the assistant has no loss, by `weight` as in OpenAI's format or `train` as in Axolotl's."""
+    is_untrained = False
+    for key in _WEIGHTS:
+        if key in ignored or (weight := message.get(key)) is None:
+            continue
+        if weight not in (0, 1):
+            raise RecordProblem(f"message {index} has {key} {weight!r}, must be 0 or 1; {_IGNORE}")
+        if weight and message["role"] != "assistant":
+            raise RecordProblem(
+                f"message {index} of role '{message['role']}' has {key} {weight!r}, and only what the assistant says "
+                f"is trained; {_IGNORE}"
+            )
+        is_untrained |= not weight and message["role"] == "assistant"
+    return is_untrained
 
 
 def read_messages(value: Any, column: str, forms: TemplateForms) -> list[Message]:
@@ -123,10 +167,12 @@ def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> s
     return prompt
 
 
-def _assistant_spans(template: ChatTemplate, messages: Sequence[Message], whole: str, first: int) -> list[CharSpan]:
+def _assistant_spans(
+    template: ChatTemplate, messages: Sequence[Message], whole: str, trained: Sequence[int]
+) -> list[CharSpan]:
     spans: list[CharSpan] = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index < first:
+    for index in trained:
+        if messages[index]["role"] != "assistant":
             continue
         if index == 0:
             raise RecordProblem(f"the conversation begins with the assistant, which no prompt comes before; {_FIX}")

@@ -40,11 +40,11 @@ def open_encoder(
     """
     _check(config)
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
+    columns = record_columns(config)
     if config.record == "tokens":
         # Bytes are what the setting is by default, so they say nothing about ids that others made.
         own = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
         limit = min((size for size in (own, vocab_size) if size is not None), default=None)
-        columns = record_columns(config)
         masks = [column.name for column in columns if column.kind == "mask"]
         return TokenIds(value_names(columns), masks, limit)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
@@ -54,16 +54,15 @@ def open_encoder(
             "larger vocab_size"
         )
     masked = config.loss_on != "all"
+    names, ignored = value_names(columns), config.ignore_columns
     if config.record == "messages":
-        return TextEncoder(
-            Chats(config.messages_column, open_chat_template(config, tokenizer), masked), tokenizer, None
-        )
+        return TextEncoder(Chats(names, open_chat_template(config, tokenizer), masked, ignored), tokenizer, None)
     opening = required_opening(tokenizer, config.prepend_bos)
     end_id = required_eos(tokenizer) if config.append_eos else None
     if config.record == "text":
         return TextEncoder(PlainText(config.text_column), tokenizer, end_id, opening)
     template = _optional_template(config, tokenizer)
-    renderer = PromptCompletion(config.prompt_column, config.completion_column, template, masked)
+    renderer = PromptCompletion(names, template, masked, ignored)
     return TextEncoder(renderer, tokenizer, end_id, opening)
 
 

@@ -9,6 +9,7 @@ record kind "messages" gives the completion's messages: what the assistant says.
 also what tools answer and users ask in it, and two kinds of records of one conversation would teach different things.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from evenload.data.encoding.chat_template import ChatTemplate
@@ -24,30 +25,34 @@ class PromptCompletion:
     Args:
         template: for lists of messages; a string says why there is none.
         has_spans: loss on the completion only; else on every token after the first.
+        columns, ignored: as of `Chats`, after the columns of prompt and completion.
     """
 
     def __init__(
-        self, prompt_column: str, completion_column: str, template: ChatTemplate | str, has_spans: bool
+        self, columns: tuple[str, ...], template: ChatTemplate | str, has_spans: bool, ignored: Collection[str] = ()
     ) -> None:
-        self.columns: tuple[str, ...] = (prompt_column, completion_column)
+        self.columns, self._ignored = columns, frozenset(ignored)
         loss = "completion's assistant" if has_spans else "all"
         known = template.name if isinstance(template, ChatTemplate) else None
-        self.name = f"prompt '{prompt_column}', completion '{completion_column}', loss on {loss}, template {known}"
+        passed_over = f", passed over {sorted(ignored)}" if ignored else ""
+        self.name = f"prompt and completion of {columns}, loss on {loss}, template {known}{passed_over}"
         self._has_spans, self._template = has_spans, template
         self._forms = TemplateForms(template) if isinstance(template, ChatTemplate) else None
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        prompt, completion = values
+        (prompt, completion), beside = values[:2], dict(zip(self.columns[2:], values[2:], strict=False))
         if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
-            return self._render_messages(prompt, completion)
+            return self._render_messages(prompt, completion, beside)
+        if beside.get("tools"):
+            raise RecordProblem("the record has tools, and its prompt is a text, which no template puts them into")
         prompt = check_text(prompt, self.columns[0])
         whole = prompt + check_text(completion, self.columns[1])
         return RenderedText(whole, ((len(prompt), len(whole)),) if self._has_spans else None, is_bare=True)
 
-    def _render_messages(self, prompt: Any, completion: Any) -> RenderedText:
+    def _render_messages(self, prompt: Any, completion: Any, beside: dict[str, Any]) -> RenderedText:
         if isinstance(self._template, str) or self._forms is None:
             raise RecordProblem(self._template)
-        prompt_column, completion_column = self.columns
+        prompt_column, completion_column = self.columns[:2]
         before = read_messages(prompt, prompt_column, self._forms)
         after = read_messages(completion, completion_column, self._forms)
         if not before or not after:
@@ -58,4 +63,5 @@ class PromptCompletion:
                 f"the last message of '{prompt_column}' is the assistant's, and '{completion_column}' goes on with "
                 f"one of its; move it to '{completion_column}'"
             )
-        return render_chat(self._template, [*before, *after], len(before) if self._has_spans else None)
+        first = len(before) if self._has_spans else None
+        return render_chat(self._template.for_record(**beside), [*before, *after], first, self._ignored)
