@@ -10,10 +10,9 @@ import torch
 from cost_samples import sample_coefficients, sample_model
 from evenload.calibrate import yardstick
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of
-from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.rounds import Sample, whole
 from evenload.calibrate.yardstick import Yardstick, can_tell_drift
-from evenload.cost.measured_on import MeasuredOn, MeasuredPack
+from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
@@ -95,7 +94,7 @@ def test_a_calibration_keeps_the_seconds_of_its_packs():
     (short,), (long,) = whole(128), whole(4096)
     ranks = [
         RankMeasurement(
-            disturbance=Disturbance(0.0, 0.0),
+            disturbance=Disturbance(waited_share=0.0, spread=0.0),
             packs=tuple(Sample(d, pack, 9 * seconds) for d in ("forward", "backward") for pack in (short, long)),
             yardstick=tuple(Sample(d, short, seconds) for d in ("forward", "backward")),
             head=((1, 1.0), (2, 2.0)),

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import median
 
+from evenload.bench.runs import QUIET_WAITED_SHARE
 from evenload.cost.coefficients import BesideCompute, BesideHalves
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
@@ -186,16 +187,22 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionIn
     )
 
 
-def interval_line(ratios: Sequence[float], interval: PredictionInterval) -> str:
-    """How well predictions held; `ratios` are measured over predicted seconds of the steps after the first, "" where
-    there are none."""
+def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_share: float) -> str:
+    """How well predictions held; "" where there are no ratios.
+
+    Args:
+        ratios: measured over predicted seconds of the steps after the first.
+        waited_share: of the time, in which this rank stood without a core (`cost.measured_on.Disturbance`).
+    """
     if not ratios:
         return ""
-    inside = sum(interval.low <= ratio <= interval.high for ratio in ratios)
-    return (
-        f"steps after the first took {median(ratios):.2f} times their predicted time; {inside:,} of {len(ratios):,} "
-        f"lie in the 90 % interval of {interval.low:.2f} to {interval.high:.2f} times"
-    )
+    said = f"steps after the first took {median(ratios):.2f} times their predicted time; "
+    if waited_share > QUIET_WAITED_SHARE:
+        busy = f"processes stood without a core for {waited_share:.0%} of the time"
+        return f"{said}the machine was busy meanwhile ({busy}), so this says little about the predictions"
+    if not (held := interval.count_inside(ratios)):
+        return said + interval.describe()
+    return f"{said}{held} lie in the 90 % interval of {interval.low:.2f} to {interval.high:.2f} times"
 
 
 def prediction_line(ratios: Sequence[float], device: str, cost_file: str | None) -> str:

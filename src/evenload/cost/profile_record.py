@@ -98,7 +98,7 @@ class Profile(Frozen):
         passes: over the whole grid, interleaved; measured seconds are medians over them.
         seconds: that measuring took, all calls together.
         outliers, timings: repeats that lay far from the median of their pack (more than 5 deviations), of so many.
-        waited_share, spread: how much the machine was disturbed, see `calibrate.disturbance`.
+        waited_share, spread: how much the machine was disturbed, see `cost.measured_on.Disturbance`.
         forward, backward: the fit's error on packs that it had not seen.
         packs: the grid with its residuals.
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.

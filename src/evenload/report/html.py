@@ -21,7 +21,6 @@ from evenload.report.length_figures import (
     length_classes_figure,
     read_classes,
 )
-from evenload.report.measured_headline import measured_headline
 from evenload.report.metrics_file import latest_per_step
 from evenload.report.pack_time_figure import pack_time_figure
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html
@@ -84,8 +83,7 @@ def render_report(report: RunReport) -> str:
 
 def _found(report: RunReport) -> list[str]:
     """What the page says before anything else."""
-    words = report.headline or measured_headline(report.comparison, report.best)
-    blocks = [f'<p class="headline">{escape(words)}.</p>'] if words else []
+    blocks = [f'<p class="headline">{escape(report.headline)}.</p>'] if report.headline else []
     trained = _trained(report)
     if len(trained) == 1:
         blocks.append(tiles_html(trained[0][1]))
