@@ -94,7 +94,7 @@ def test_a_calibration_keeps_the_seconds_of_its_packs():
     (short,), (long,) = whole(128), whole(4096)
     ranks = [
         RankMeasurement(
-            disturbance=Disturbance(waited_share=0.0, spread=0.0),
+            disturbance=Disturbance(waited_share=10 * seconds, spread=0.2),
             packs=tuple(Sample(d, pack, 9 * seconds) for d in ("forward", "backward") for pack in (short, long)),
             yardstick=tuple(Sample(d, short, seconds) for d in ("forward", "backward")),
             head=((1, 1.0), (2, 2.0)),
@@ -105,7 +105,10 @@ def test_a_calibration_keeps_the_seconds_of_its_packs():
         )
         for seconds in (1e-3, 3e-3)
     ]
-    measured_on = coefficients_of(ranks, sample_model(), "cpu", even_layout(3, dp=2)).measured_on
+    found = coefficients_of(ranks, sample_model(), "cpu", even_layout(3, dp=2))
+    measured_on = found.measured_on
     assert measured_on is not None
     assert [(pack.direction, pack.slices) for pack in measured_on.packs] == [("forward", short), ("backward", short)]
     assert all(pack.seconds == pytest.approx(2e-3) for pack in measured_on.packs)
+    # How busy the machine was meanwhile stands beside them, of the rank that was disturbed most.
+    assert found.disturbance == Disturbance(waited_share=pytest.approx(0.03), spread=0.2)

@@ -13,7 +13,7 @@ from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_dev
 from evenload.cli.main import main
 from evenload.cost.coefficients import BesideCompute, BesideHalves, read_coefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.cost.profile_record import FitError, Profile, digest_of
 from evenload.hub.model_files import model_from
 from evenload.types.cluster_catalog import cluster_from
@@ -114,6 +114,11 @@ def profiled(model: ModelSpec):
     where = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
     costs = msgspec.structs.replace(COSTS, measured_on=where, profile=record)
     return msgspec.structs.replace(costs, profile=msgspec.structs.replace(record, digest=digest_of(costs)))
+
+
+def test_a_profile_of_an_older_version_knows_how_busy_the_machine_was():
+    """Its record had it before `measured_on` did."""
+    assert profiled(MODELS["llama-7b"]).disturbance == Disturbance(waited_share=0.0, spread=0.1)
 
 
 def test_what_a_file_says_about_itself(tmp_path):

@@ -173,17 +173,15 @@ class MeasuredRatio(NamedTuple):
         return self.low is not None and self.high is not None and (round(self.low, 2) > 1 or round(self.high, 2) < 1)
 
     def describe(self) -> str:
-        """A sentence without its full stop, with no ratio and no order that the repeats do not support."""
+        """A sentence without its full stop, with no order that the repeats do not support."""
         if self.low is None or self.high is None:
             return f"each step was measured once, which does not tell whether {self.one} or {self.other} is faster"
-        interval = f"{self.low:.2f} to {self.high:.2f}"
+        interval, than = f"{self.low:.2f} to {self.high:.2f}", f"times as long as {self.other}"
         if self.is_told:
-            times = f"{self.ratio:.2f} times as long as {self.other}, measured"
-            return f"{self.one} takes {times} (95 % interval of its repeats: {interval})"
-        start = f"this machine is too noisy to tell whether {self.one} or {self.other} is faster"
-        if self.low > 1 / (1 + CLOSE) and self.high < 1 + CLOSE:
-            start = f"{self.one} and {self.other} are as fast as each other"
-        return f"{start}: {self.one} takes {interval} times as long, measured (95 % interval of its repeats)"
+            return f"{self.one} takes {self.ratio:.2f} {than} (95 % interval {interval})"
+        is_equal = self.low > 1 / (1 + CLOSE) and self.high < 1 + CLOSE
+        start = "as fast as each other" if is_equal else "this machine is too noisy to tell"
+        return f"{start}: {self.one} takes {interval} {than} (95 % interval)"
 
 
 def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1) -> MeasuredRatio:
@@ -248,8 +246,8 @@ class BenchResult(Frozen):
         """What was measured in one sentence without its full stop: the first comparison, or the first that the repeats
         do not decide."""
         said = [one.describe() for one in sorted(self.ratios, key=lambda one: one.is_told)]
-        said = said or [f"{self.runs[0].strategy} takes {self.runs[0].measured_s:.3g} s a step, measured"]
-        waited = f"; other programs kept it waiting for a core {self.load.waited_share:.0%} of the time"
+        said = said or [f"{self.runs[0].strategy} takes {self.runs[0].measured_s:.3g} s a step"]
+        waited = f"; other programs held cores it needed for {self.load.waited_share:.0%} of the time"
         return said[0] + (waited if self.load.waited_share > QUIET_WAITED_SHARE else "")
 
 

@@ -10,7 +10,7 @@ import typer
 from evenload.bench.ledger import append_result, require_ledger
 from evenload.bench.runs import BenchResult
 from evenload.cli.output_file import calibration_cache, require_writable, write_output
-from evenload.explore.prediction_interval import prediction_interval
+from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
@@ -145,6 +145,15 @@ def show_result(result: BenchResult, seconds: float) -> None:
     console.print(f"({seconds:.0f} s)")
 
 
+def held_to_interval(result: BenchResult) -> tuple[PredictionInterval, str]:
+    """The interval of predicted step times, and how many of the strategies lie inside, such as "2 of 2"; "" where there
+    is none, or the machine was not as quiet while steps were measured as it is made for."""
+    interval, runs = prediction_interval(result.coefficients, result.inputs.layout), result.runs
+    spread, rounds = max(one.spread for one in runs), len(runs[0].batches[0].measured_s)
+    is_quiet = result.load.is_quiet(spread, rounds)
+    return interval, interval.count_inside(one.measured_s / one.predicted_s for one in runs) if is_quiet else ""
+
+
 def _lines(result: BenchResult) -> list[str]:
     from evenload.report.units import format_change, format_percent
 
@@ -155,18 +164,18 @@ def _lines(result: BenchResult) -> list[str]:
         f"means of {counted(len(batches), 'global batch')} "
         f"({counted(sum(run.documents for run in batches), 'document')}, "
         f"{sum(run.tokens for run in batches):,} tokens), medians of {counted(rounds, 'round')}",
-        *(f"{one.describe()}; predicted {predicted_s[one.one] / predicted_s[one.other]:.2f}" for one in result.ratios),
+        *(
+            f"measured: {one.describe()}; predicted: {predicted_s[one.one] / predicted_s[one.other]:.2f}"
+            for one in result.ratios
+        ),
     ]
-    interval = prediction_interval(result.coefficients, result.inputs.layout)
-    said, spread = interval.describe(), max(one.spread for one in runs)
-    if held := interval.count_inside(one.measured_s / one.predicted_s for one in runs):
-        busy = (
-            f"not held against it, for this machine was busy or changed its speed while steps were measured: no core "
-            f"for {format_percent(load.waited_share)} of the time, rounds differ by {format_percent(spread)}, packs of "
-            f"the calibration by {format_change(load.drift or 0.0)}"
-        )
-        said += f"; here {held if load.is_quiet(spread, rounds) else busy}"
-    lines.append(said)
+    interval, held = held_to_interval(result)
+    busy = (
+        f"not held against it, for this machine was busy or changed its speed while steps were measured: no core for "
+        f"{format_percent(load.waited_share)} of the time, rounds differ by "
+        f"{format_percent(max(one.spread for one in runs))}"
+    )
+    lines.append(interval.describe() + (f"; here {held or busy}" if interval.of(1.0) else ""))
     if (drift := load.drift) is not None:
         left = sorted((1 + one.error) * (1 + drift) - 1 for one in runs)
         lines.append(

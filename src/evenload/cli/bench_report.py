@@ -28,7 +28,7 @@ def bench_report(result: BenchResult, typical: Mapping[str, Sequence[StepReport]
     rows = [_row(one, typical[one.strategy]) for one in result.runs]
     return RunReport(
         title=f"Evenload bench: {', '.join(one.strategy for one in result.runs)} on the same batches",
-        headline=result.outcome,
+        headline=f"Measured: {result.outcome}",
         facts=result.facts,
         sections=tuple(_section(one, typical[one.strategy], costs, result) for one in result.runs),
         comparison=(*rows, *({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)),
