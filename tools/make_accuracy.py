@@ -226,7 +226,7 @@ def _intervals(rows: Sequence[LedgerRow]) -> str:
     ]
     for one in intervals_of(rows):
         lines.append(
-            f"| measured, {one.device} | {one.layout} | {one.low:.2f}-{one.high:.2f} | "
+            f"| measured, on {one.device} | {one.layout} | {one.low:.2f}-{one.high:.2f} | "
             f"{one.rows} rows of {one.cases} cases |"
         )
     for costs, error, source in (

@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.text import Text
 
 from evenload.bench.runs import BenchResult
-from evenload.cli.bench import held_to_interval
 from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
 from evenload.runtime.config.train_config import TrainConfig, load_train_config
 from evenload.types.counted import counted
@@ -74,7 +73,7 @@ def main() -> None:
 
 def first_screen(result: BenchResult, config: TrainConfig, seconds: float) -> list[str]:
     """Five lines, the result first; nothing that the spread of what was measured does not support."""
-    interval, held = held_to_interval(result)
+    interval, held = result.held_to_interval()
     predicted_s = {one.strategy: one.predicted_s for one in result.runs}
     (ratio,) = result.ratios
     if held:

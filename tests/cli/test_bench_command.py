@@ -11,7 +11,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.bench.ledger import read_inputs, read_ledger
 from evenload.bench.recorded import plan_again
 from evenload.bench.runs import BenchResult, MachineLoad
-from evenload.cli.bench import held_to_interval, show_result
+from evenload.cli.bench import show_result
 from evenload.cli.bench_report import bench_report
 from evenload.cli.bench_worker import checked_bench
 from evenload.cli.main import main
@@ -158,7 +158,7 @@ QUIET, BUSY = Disturbance(waited_share=0.0, spread=0.0), Disturbance(waited_shar
 )
 def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, disturbance, seconds, held, words):
     result = disturbed_result(MachineLoad(demand=1.0, waited_share=load), disturbance, *seconds)
-    assert held_to_interval(result)[1] == held
+    assert result.held_to_interval()[1] == held
     show_result(result, 1.0)
     out = capsys.readouterr().out
     assert words in out

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from evenload.bench.quiet_rounds import most_spread
 from evenload.bench.recorded import BenchInputs
 from evenload.cost.coefficients import CostCoefficients
+from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen
 from evenload.types.plan import PackTimes
@@ -234,6 +235,14 @@ class BenchResult(Frozen):
         """Of the strategies, in the order asked for, over the one with the shortest mean step time."""
         fastest = min(self.runs, key=lambda one: one.measured_s)
         return tuple(measured_ratio(one, fastest, len(self.runs) - 1) for one in self.runs if one is not fastest)
+
+    def held_to_interval(self) -> tuple[PredictionInterval, str]:
+        """The interval of predicted step times, and how many of the strategies lie inside, such as "2 of 2"; "" where
+        there is none, or the machine was not as quiet while steps were measured as it is made for."""
+        interval = prediction_interval(self.coefficients, self.inputs.layout)
+        spread, rounds = max(one.spread for one in self.runs), len(self.runs[0].batches[0].measured_s)
+        held = interval.count_inside(one.measured_s / one.predicted_s for one in self.runs)
+        return interval, held if self.load.is_quiet(spread, rounds) else ""
 
     @property
     def winner(self) -> str:

@@ -116,11 +116,10 @@ def calibrate(
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
     """
     rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
-    attempts: list[tuple[Disturbance, list[RankMeasurement]]] = []
-    while not attempts or (attempts[-1][0].is_noisy and len(attempts) < _MAX_ATTEMPTS):
-        everyone = _measured(stages, model, mesh, rounds, demand)
-        attempts.append((most_disturbed(everyone), everyone))
-    _, everyone = min(attempts, key=lambda attempt: attempt[0].size)
+    attempts: list[list[RankMeasurement]] = []
+    while not attempts or (most_disturbed(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
+        attempts.append(_measured(stages, model, mesh, rounds, demand))
+    everyone = min(attempts, key=lambda ranks: most_disturbed(ranks).size)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout)
     if mesh.device.type == "cpu":
         # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that

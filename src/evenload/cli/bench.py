@@ -10,7 +10,6 @@ import typer
 from evenload.bench.ledger import append_result, require_ledger
 from evenload.bench.runs import BenchResult
 from evenload.cli.output_file import calibration_cache, require_writable, write_output
-from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
@@ -145,15 +144,6 @@ def show_result(result: BenchResult, seconds: float) -> None:
     console.print(f"({seconds:.0f} s)")
 
 
-def held_to_interval(result: BenchResult) -> tuple[PredictionInterval, str]:
-    """The interval of predicted step times, and how many of the strategies lie inside, such as "2 of 2"; "" where there
-    is none, or the machine was not as quiet while steps were measured as it is made for."""
-    interval, runs = prediction_interval(result.coefficients, result.inputs.layout), result.runs
-    spread, rounds = max(one.spread for one in runs), len(runs[0].batches[0].measured_s)
-    is_quiet = result.load.is_quiet(spread, rounds)
-    return interval, interval.count_inside(one.measured_s / one.predicted_s for one in runs) if is_quiet else ""
-
-
 def _lines(result: BenchResult) -> list[str]:
     from evenload.report.units import format_change, format_percent
 
@@ -169,7 +159,7 @@ def _lines(result: BenchResult) -> list[str]:
             for one in result.ratios
         ),
     ]
-    interval, held = held_to_interval(result)
+    interval, held = result.held_to_interval()
     busy = (
         f"not held against it, for this machine was busy or changed its speed while steps were measured: no core for "
         f"{format_percent(load.waited_share)} of the time, rounds differ by "

@@ -43,12 +43,13 @@ def _section(one: StrategyRuns, steps: Sequence[StepReport], costs: PackCosts, r
         )
         for step in steps
     )
+    busy = "" if result.held_to_interval()[1] else ", on a machine too busy to hold predictions against it"
     return RunSection(
         name=one.strategy,
         steps=tuple(views),
         time_split=mean_time_split([split_planned_step(step.plan, costs) for step in steps]),
         memory_limit_bytes=result.inputs.memory_cap_bytes,
-        notes=(f"the predicted step time differs from the measured one by {format_change(one.error)}",),
+        notes=(f"the predicted step time differs from the measured one by {format_change(one.error)}{busy}",),
     )
 
 
