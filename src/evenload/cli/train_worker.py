@@ -286,7 +286,7 @@ def _run_steps(
                 has_validated |= report.validation is not None
                 if profiled:
                     console.print(profiled, soft_wrap=True, markup=False)
-                warn(prediction_line(ratios, costs.device, config.train.cost_file), console)
+                warn(prediction_line(ratios, costs.device, config.train.cost_file, waits.share), console)
             last = report
     if held := interval_line(ratios, interval, waits.share()):
         console.print(held, soft_wrap=True)
