@@ -65,8 +65,9 @@ class RankMeasurement:
 
 
 def most_disturbed(ranks: Sequence[RankMeasurement]) -> Disturbance:
-    """What kept the rank busy that had most of it."""
-    return max((rank.disturbance for rank in ranks), key=lambda one: one.size)
+    """The most that any rank had of either."""
+    found = [rank.disturbance for rank in ranks]
+    return Disturbance(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
 
 
 def coefficients_of(

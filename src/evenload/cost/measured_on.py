@@ -13,7 +13,7 @@ _MOST_SPREAD = 0.5
 
 
 class Disturbance(Frozen):
-    """How busy something else kept the machine while it was timed; of several ranks, the one that was disturbed most.
+    """How busy something else kept the machine while it was timed; of several ranks, the most that any had.
 
     Args:
         waited_share: of the time, in which its busiest thread stood ready and had no core, beyond what the run's own
