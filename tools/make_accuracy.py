@@ -26,8 +26,9 @@ from evenload.bench.accuracy import (
     kind_of,
     ranked,
 )
-from evenload.bench.ledger import QUIET_DRIFT, QUIET_WAITED_SHARE, LedgerRow, current_rows, read_ledger
+from evenload.bench.ledger import LedgerRow, current_rows, read_ledger
 from evenload.bench.quiet_rounds import QUIET_SPREAD
+from evenload.bench.runs import QUIET_DRIFT, QUIET_WAITED_SHARE
 from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR, encode_intervals
 from evenload.plan.strategies.registry import strategy_named
 
@@ -214,15 +215,18 @@ def _why(row: LedgerRow) -> str:
 def _intervals(rows: Sequence[LedgerRow]) -> str:
     lines = [
         "Every step time that Evenload prints carries the interval in which nine of ten measured ones lie. It comes",
-        "from the rows above where they speak for the kind of case: CV+ with a fold a case",
+        "from the rows above where they speak for the kind of case and the model of processor: CV+ with a fold a case",
         "(`bench/error_intervals.py`), so that a case is never judged by itself. Elsewhere it is the largest error",
-        "that comparable simulators published, either way, and says so.\n",
+        "that comparable simulators published, either way, and says so. These rows are of quiet machines. An",
+        "interval of costs that a disturbed calibration measured is wider by what its repeats differed by and its",
+        "processes waited for a core; where that is more than 50 % or 15 % there is none, and the line says that the",
+        "machine was busy (`explore/prediction_interval.py`).\n",
         "| costs | layout | measured / predicted | from |",
         "|---|---|---|---|",
     ]
     for one in intervals_of(rows):
         lines.append(
-            f"| measured, on a {one.processor.upper()} | {one.layout} | {one.low:.2f}-{one.high:.2f} | "
+            f"| measured, on {one.device} | {one.layout} | {one.low:.2f}-{one.high:.2f} | "
             f"{one.rows} rows of {one.cases} cases |"
         )
     for costs, error, source in (

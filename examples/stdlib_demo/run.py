@@ -3,10 +3,14 @@
 Documents are the source files of the Python standard library on this machine, one document per file. Four parts: a
 tokeniser; `evenload plan`, what a cluster would make of such documents; `evenload bench`, whole documents packed best
 fit first against the demo's strategy, measured on this machine beside the predictions; and a training run with the
-faster of both. Every command is printed, so that it can be repeated with other settings.
+faster of both, or with the one of demo.toml where the repeats do not tell which is faster.
+
+Five lines say what came out. Every command and all that it said is in runs/demo/details.txt, so that it can be repeated
+with other settings.
 """
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -22,9 +26,12 @@ from rich.text import Text
 
 from evenload.bench.runs import BenchResult
 from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.runtime.config.train_config import TrainConfig, load_train_config
+from evenload.types.counted import counted
 
 HERE = Path(__file__).parent
 OUTPUT = Path("runs/demo")
+DETAILS = OUTPUT / "details.txt"
 STRATEGIES = ("best_fit", "slimpack")
 """The baseline, and the strategy of demo.toml."""
 VOCABULARY = 2048
@@ -35,49 +42,68 @@ PLAN = (
     *("--context", "16k", "--documents", "512", "--strategy", "best_fit,balanced,slimpack,auto"),
 )
 BATCHES, ROUNDS = 3, 3
-EXPECTED = (
-    "About 3 minutes on two free cores; nothing is downloaded. Expected: best_fit takes 1.15 to 1.45 times as long as "
-    "slimpack, measured as well as predicted: a pipeline of two stages with few, uneven packs leaves each stage "
-    "waiting for the other. Other programs on the machine slow both alike; the column spread says how much."
-)
+# Of the terminal that details are written for.
+WIDTH = 120
 
 
 def main() -> None:
-    """Tokeniser, plan, bench, training."""
+    """Tokeniser, plan, bench, training; then what came out."""
     started_s = time.perf_counter()
-    console = Console(highlight=False)
-    console.print(Text(EXPECTED), soft_wrap=True)
+    progress = Console(stderr=True, highlight=False)
     # Every demo starts anew; only its own output is removed.
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    console.rule("1/4  a tokeniser for Python source")
-    config = write_config(OUTPUT / "config.toml")
-    console.print(
-        f"{VOCABULARY:,} tokens, trained on {TOKENIZER_BYTES / 1e6:.0f} MB of this machine's Python library; "
-        f"settings: {config}"
-    )
-    console.rule("2/4  planned: such documents, a model of 7B parameters and 32 GPUs (predicted, needs no GPU)")
-    run(console, "plan", str(config), *PLAN, "--html", str(OUTPUT / "plan.html"))
-
-    console.rule("3/4  measured: the same batches under both strategies, step by step in turn, on this machine")
-    settings = sys.argv[1:]
-    answer = OUTPUT / "bench.json"
+    tell(progress, "1 of 4: a tokeniser for Python source (about 3 minutes in all on two free cores, no download)")
+    path, settings, answer = write_config(OUTPUT / "config.toml"), sys.argv[1:], OUTPUT / "bench.json"
+    tell(progress, "2 of 4: planning such documents for a model of 7B parameters and 32 GPUs")
+    run("plan", str(path), *PLAN, "--html", str(OUTPUT / "plan.html"))
+    tell(progress, "3 of 4: the same batches under both strategies, measured step by step in turn on this machine")
     files = ("--json", str(answer), "--html", str(OUTPUT / "bench.html"))
     sizes = ("--steps", str(BATCHES), "--rounds", str(ROUNDS))
-    run(console, "bench", str(config), *settings, "--strategy", ",".join(STRATEGIES), *sizes, *files)
+    run("bench", str(path), *settings, "--strategy", ",".join(STRATEGIES), *sizes, *files)
     result = msgspec.json.decode(answer.read_bytes(), type=BenchResult)
-    fastest = min(result.runs, key=lambda one: one.measured_s).strategy
+    config = load_train_config(path, settings)
+    strategy = result.winner or config.plan.strategy
+    tell(progress, f"4 of 4: training with {strategy}")
+    run("train", str(path), *settings, f"plan.strategy={strategy}")
+    tell(progress, "")
+    for line in first_screen(result, config, time.perf_counter() - started_s):
+        Console(highlight=False).print(Text(line), soft_wrap=True)
 
-    console.rule(f"4/4  training with the faster one, {fastest}")
-    run(console, "train", str(config), *settings, f"plan.strategy={fastest}")
-    console.print(
-        Text(
-            f"\nopen in a browser: {OUTPUT / 'bench.html'} (both strategies, predicted and measured), "
-            f"{OUTPUT / 'report.html'} (the training), {OUTPUT / 'plan.html'} (the cluster); "
-            f"{OUTPUT / 'trace.json'} at ui.perfetto.dev ({time.perf_counter() - started_s:.0f} s in all)"
-        ),
-        soft_wrap=True,
-    )
+
+def first_screen(result: BenchResult, config: TrainConfig, seconds: float) -> list[str]:
+    """Five lines, the result first; nothing that the spread of what was measured does not support."""
+    interval, held = result.held_to_interval()
+    predicted_s = {one.strategy: one.predicted_s for one in result.runs}
+    (ratio,) = result.ratios
+    if held:
+        steps = (
+            f"{held} step times in their 90 % interval, {interval.low:.2f} to {interval.high:.2f} times the predicted"
+        )
+    else:
+        steps = "this machine was too busy to hold step times against predictions"
+    directory = Path(config.train.output_dir)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    strategy, why = (result.winner, "the faster one") if result.winner else (config.plan.strategy, "as configured")
+    parameters = dict(result.facts)["parameters"]
+    return [
+        f"Measured: {result.outcome}.",
+        f"Predicted: {predicted_s[ratio.one] / predicted_s[ratio.other]:.2f} times as long; {steps}.",
+        f"Trained: a Llama of {parameters} parameters for {counted(len(rows), 'step')} with {strategy} ({why}), loss "
+        f"{rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f}.",
+        f"Open: {directory / 'report.html'} (training), {OUTPUT / 'bench.html'} (both strategies), "
+        f"{OUTPUT / 'plan.html'} (a cluster); details: {DETAILS} ({seconds:.0f} s).",
+        "Next: .venv/bin/evenload plan DOCUMENTS --model llama-7b --cluster h100x32 --context 16k (docs/tutorial.md).",
+    ]
+
+
+def tell(progress: Console, line: str) -> None:
+    """Which part begins; in a terminal in place of the part before, so that the result is the first screen."""
+    if progress.is_terminal:
+        progress.file.write(f"\r\x1b[K{line[: progress.width - 1]}")
+        progress.file.flush()
+    elif line:
+        progress.print(Text(line), soft_wrap=True)
 
 
 def write_config(path: Path) -> Path:
@@ -116,11 +142,16 @@ def sample_texts(sources: list[str]) -> Iterator[str]:
         yield text
 
 
-def run(console: Console, *arguments: str) -> None:
-    """One command of Evenload, as a user would start it; the demo ends where it fails."""
-    console.print(Text(f"$ evenload {shlex.join(arguments)}", style="bold"), soft_wrap=True)
-    code = subprocess.run([sys.executable, "-m", "evenload.cli.main", *arguments], check=False).returncode
+def run(*arguments: str) -> None:
+    """One command of Evenload, as a user would start it, what it says in DETAILS; the demo ends where it fails."""
+    with DETAILS.open("a", encoding="utf-8") as details:
+        details.write(f"\n$ evenload {shlex.join(arguments)}\n")
+        details.flush()
+        command, wide = [sys.executable, "-m", "evenload.cli.main", *arguments], os.environ | {"COLUMNS": str(WIDTH)}
+        code = subprocess.run(command, check=False, stdout=details, stderr=subprocess.STDOUT, env=wide).returncode
     if code:
+        print(f"\nevenload {arguments[0]} failed; the end of {DETAILS}:", file=sys.stderr)
+        print(*DETAILS.read_text(encoding="utf-8").splitlines()[-20:], sep="\n", file=sys.stderr)
         sys.exit(code)
 
 

@@ -149,10 +149,10 @@ def test_kinds_with_enough_cases_have_intervals_of_their_own():
     assert inside == len(rows)
 
 
-def test_cpus_say_nothing_of_gpus():
+def test_one_processor_says_nothing_of_another():
     rows = [*many("pp=2", 4, 1.1), *many("pp=2", 4, 0.8, device="NVIDIA H100")]
-    found = {(one.processor, one.layout): (one.low, one.high) for one in intervals_of(rows)}
-    assert found == {("cpu", "any layout"): (1.1, 1.1), ("gpu", "any layout"): (0.8, 0.8)}
+    found = {(one.device, one.layout): (one.low, one.high) for one in intervals_of(rows)}
+    assert found == {("EPYC", "any layout"): (1.1, 1.1), ("NVIDIA H100", "any layout"): (0.8, 0.8)}
     assert coverage(rows) == (32, 32)
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from bench_samples import batch_run, runs
-from evenload.bench.runs import loss_difference, pack_errors, ranked_pairs, task_seconds
+from bench_samples import batch_run, result_of, runs
+from evenload.bench.runs import MachineLoad, loss_difference, measured_ratio, pack_errors, task_seconds
 from evenload.types.plan import PackTimes
 from report_samples import make_timeline
 
@@ -65,8 +65,100 @@ def test_losses_are_compared_batch_by_batch():
     assert loss_difference((one,)) == 0.0
 
 
-def test_only_pairs_that_differ_are_ranked():
-    fast, near = runs("fast", batch_run((1.0,), 1.0)), runs("near", batch_run((1.04,), 0.9))
-    slow, wrong = runs("slow", batch_run((2.0,), 1.5)), runs("wrong", batch_run((3.0,), 1.2))
-    # fast-near is too close; slow-wrong is predicted the other way round.
-    assert ranked_pairs((fast, near, slow, wrong), 0.05) == (4, 5)
+def strategy(name, *rounds):
+    """Two batches, the second one of twice the time, in some rounds."""
+    return runs(name, batch_run(tuple(rounds)), batch_run(tuple(2 * seconds for seconds in rounds)))
+
+
+QUIET = strategy("best_fit", 1.32, 1.33, 1.31), strategy("slimpack", 1.0, 1.01, 1.0)
+NOISY = strategy("best_fit", 1.0, 1.6, 1.1), strategy("slimpack", 1.4, 0.9, 1.0)
+
+
+def test_a_quiet_machine_tells_which_is_faster_and_by_how_much():
+    found = result_of(*QUIET)
+    (ratio,) = found.ratios
+    assert (ratio.one, ratio.other, ratio.is_told) == ("best_fit", "slimpack", True)
+    assert ratio.ratio == pytest.approx(1.32)
+    assert ratio.low is not None
+    assert ratio.high is not None
+    assert 1.29 < ratio.low < 1.32 < ratio.high < 1.35
+    assert found.winner == "slimpack"
+    assert (
+        found.outcome
+        == f"best_fit takes 1.32 times as long as slimpack (95 % interval {ratio.low:.2f} to {ratio.high:.2f})"
+    )
+
+
+def test_a_difference_within_the_spread_of_its_repeats_is_not_claimed():
+    """Medians differ by 10 %; the rounds by more."""
+    found = result_of(*NOISY)
+    assert found.ratios[0].ratio == pytest.approx(1.1)
+    assert not found.ratios[0].is_told
+    assert found.winner == ""
+    assert found.outcome.startswith("this machine is too noisy to tell: best_fit takes 0.")
+    assert "1.10" not in found.outcome
+
+
+def test_which_strategy_is_the_slower_one_changes_only_the_names():
+    """Nothing favours the baseline, or the one that was named first."""
+    quick, slow = strategy("best_fit", 1.0, 1.01, 1.0), strategy("slimpack", 1.32, 1.33, 1.31)
+    for order in ((quick, slow), (slow, quick)):
+        found = result_of(*order)
+        assert found.winner == "best_fit"
+        assert found.outcome.startswith("slimpack takes 1.32 times as long as best_fit (95 % interval 1.")
+        assert found.ratios[0][2:] == pytest.approx(result_of(*QUIET).ratios[0][2:])
+
+
+def test_a_neighbour_that_slows_whole_rounds_hides_nothing():
+    """Rounds differ by a factor of three, and both strategies alike."""
+    found = result_of(strategy("best_fit", 1.3, 3.9, 2.7), strategy("slimpack", 1.0, 3.0, 2.0))
+    assert found.runs[0].spread > 0.9
+    assert found.winner == "slimpack"
+
+
+def test_strategies_that_are_equal_are_not_called_noise():
+    outcome = result_of(strategy("auto", 1.0, 1.01, 1.0), strategy("slimpack", 1.0, 1.0, 1.01)).outcome
+    assert outcome.startswith("as fast as each other: ")
+
+
+def test_one_round_tells_nothing():
+    found = result_of(strategy("best_fit", 2.0), strategy("slimpack", 1.0))
+    assert (found.winner, found.ratios[0].is_told) == ("", False)
+    assert found.outcome == "each step was measured once, which does not tell whether best_fit or slimpack is faster"
+
+
+def test_of_several_strategies_the_fastest_wins_where_it_is_told_apart_from_every_other():
+    far = strategy("padded", 3.0, 3.02, 3.01)
+    assert result_of(far, *QUIET).winner == "slimpack"
+    undecided = result_of(far, *NOISY)
+    assert undecided.winner == ""
+    assert "best_fit" in undecided.outcome
+    alone = result_of(far)
+    assert (alone.winner, alone.ratios, alone.outcome) == ("padded", (), "padded takes 4.51 s a step")
+
+
+def test_more_comparisons_at_once_need_more_evidence():
+    widths = [np.subtract(*measured_ratio(*QUIET, comparisons)[:2:-1]) for comparisons in (1, 7)]
+    assert widths[1] > widths[0]
+
+
+def test_load_of_the_machine_is_said_with_the_result():
+    found = result_of(*QUIET, load=MachineLoad(demand=1.0, waited_share=0.3))
+    assert found.outcome.endswith("; other programs held cores it needed for 30% of the time")
+
+
+@pytest.mark.parametrize("true_ratio", [1.0, 1.2])
+@pytest.mark.parametrize("noise", [0.03, 0.3])
+def test_intervals_hold_the_true_ratio_and_equal_strategies_are_rarely_told_apart(true_ratio, noise):
+    """Of 400 comparisons with noise of a known size: 95 % hold it, and one in twenty at most claims what is not so."""
+    rng = np.random.default_rng(3)
+
+    def drawn(name, factor):
+        noises = np.exp(noise * rng.standard_normal((3, 3)))
+        return runs(
+            name, *(batch_run(tuple(factor * size * one)) for size, one in zip((1.0, 0.5, 2.0), noises, strict=True))
+        )
+
+    found = [measured_ratio(drawn("a", true_ratio), drawn("b", 1.0)) for _ in range(400)]
+    assert sum(one.low <= true_ratio <= one.high for one in found if one.low and one.high) >= 0.93 * 400
+    assert sum(one.is_told and (one.ratio < 1 or true_ratio == 1) for one in found) <= 0.06 * 400

@@ -8,10 +8,10 @@ import pytest
 
 from cost_samples import BACKWARD, FORWARD, sample_model
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of
-from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.rounds import QUICK_ROUNDS, Sample, pack_features, rounds_up_to
 from evenload.calibrate.weight_timings import TOKENS
 from evenload.cost.group_comm import WEIGHT_RINGS
+from evenload.cost.measured_on import Disturbance
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 
@@ -54,7 +54,7 @@ def measured(*, is_apart):
         for ranges in packs
     )
     return RankMeasurement(
-        disturbance=Disturbance(0.0, 0.0),
+        disturbance=Disturbance(waited_share=0.0, spread=0.0),
         packs=samples,
         head=((1, 1.0), (2, 2.0)),
         peak_flops_per_s=1e9,

@@ -11,10 +11,10 @@ from cost_samples import BACKWARD, FORWARD, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of
 from evenload.calibrate.calibrate import calibrate
-from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.meeting_timings import SharedSample, shared_packs
 from evenload.calibrate.rounds import QUICK_ROUNDS, Sample, pack_features
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.measured_on import Disturbance
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.ranked_packs import rank_seconds
 from evenload.runtime.comm.mesh import create_meshes
@@ -55,7 +55,7 @@ def quick_samples():
 def measured(**more):
     return RankMeasurement(
         **{
-            "disturbance": Disturbance(0.0, 0.0),
+            "disturbance": Disturbance(waited_share=0.0, spread=0.0),
             "head": ((1, 1.0), (2, 2.0)),
             "peak_flops_per_s": 1e9,
             "optimizer_s": 1e-9,

@@ -10,10 +10,9 @@ import torch
 from cost_samples import sample_coefficients, sample_model
 from evenload.calibrate import yardstick
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of
-from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.rounds import Sample, whole
 from evenload.calibrate.yardstick import Yardstick, can_tell_drift
-from evenload.cost.measured_on import MeasuredOn, MeasuredPack
+from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
@@ -95,7 +94,7 @@ def test_a_calibration_keeps_the_seconds_of_its_packs():
     (short,), (long,) = whole(128), whole(4096)
     ranks = [
         RankMeasurement(
-            disturbance=Disturbance(0.0, 0.0),
+            disturbance=Disturbance(waited_share=10 * seconds, spread=0.6 - 100 * seconds),
             packs=tuple(Sample(d, pack, 9 * seconds) for d in ("forward", "backward") for pack in (short, long)),
             yardstick=tuple(Sample(d, short, seconds) for d in ("forward", "backward")),
             head=((1, 1.0), (2, 2.0)),
@@ -106,7 +105,10 @@ def test_a_calibration_keeps_the_seconds_of_its_packs():
         )
         for seconds in (1e-3, 3e-3)
     ]
-    measured_on = coefficients_of(ranks, sample_model(), "cpu", even_layout(3, dp=2)).measured_on
+    found = coefficients_of(ranks, sample_model(), "cpu", even_layout(3, dp=2))
+    measured_on = found.measured_on
     assert measured_on is not None
     assert [(pack.direction, pack.slices) for pack in measured_on.packs] == [("forward", short), ("backward", short)]
     assert all(pack.seconds == pytest.approx(2e-3) for pack in measured_on.packs)
+    # How busy the machine was meanwhile stands beside them: the most that any rank had of either.
+    assert found.disturbance == Disturbance(waited_share=pytest.approx(0.03), spread=pytest.approx(0.5))

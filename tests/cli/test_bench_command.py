@@ -7,15 +7,18 @@ import msgspec
 import pytest
 
 from bench_samples import batch_run, result_of, runs
+from cost_samples import sample_coefficients, sample_model
 from evenload.bench.ledger import read_inputs, read_ledger
 from evenload.bench.recorded import plan_again
-from evenload.bench.runs import BenchResult
+from evenload.bench.runs import BenchResult, MachineLoad
 from evenload.cli.bench import show_result
+from evenload.cli.bench_report import bench_report
 from evenload.cli.bench_worker import checked_bench
 from evenload.cli.main import main
 from evenload.cost.coefficients import read_coefficients, write_coefficients
-from evenload.cost.measured_on import MeasuredPack
+from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
 from evenload.plan.strategies.registry import STRATEGIES
+from evenload.report.run_report import RunSection
 from evenload.runtime.config.train_config import load_train_config
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
@@ -108,6 +111,58 @@ def test_no_number_is_cut_however_narrow_the_terminal_and_busy_the_machine(capsy
     out = capsys.readouterr().out
     assert "…" not in out
     assert all(number in out for number in ("fixed_greedy", "+9752.4 %", "1123.5 %", "1234 s"))
+
+
+def test_no_winner_is_shown_that_the_repeats_do_not_support(capsys, monkeypatch):
+    """Table, lines and page: an arrow and a factor on a quiet machine, neither on a noisy one."""
+    monkeypatch.setenv("COLUMNS", "100")
+    slow, fast = runs("best_fit", batch_run((1.3, 1.31, 1.3), 1.3)), runs("slimpack", batch_run((1.0, 1.01, 1.0)))
+    quiet = result_of(slow, fast)
+    show_result(quiet, 3.0)
+    out = capsys.readouterr().out
+    assert out.count("▶ slimpack") == 1
+    assert "\nmeasured: best_fit takes 1.30 times as long as slimpack (95 % interval 1." in out
+    assert "; predicted: 1.30\n" in out
+    noisy = result_of(runs("best_fit", batch_run((1.0, 1.6, 1.1))), runs("slimpack", batch_run((1.4, 0.9, 1.0))))
+    show_result(noisy, 3.0)
+    out = capsys.readouterr().out
+    assert "▶" not in out
+    assert "\nmeasured: this machine is too noisy to tell: best_fit takes 0." in out
+    # Of steps, of which these results have none.
+    monkeypatch.setattr("evenload.cli.bench_report._section", lambda one, *_: RunSection(name=one.strategy))
+    monkeypatch.setattr("evenload.cli.bench_report._row", lambda one, _: {"name": one.strategy})
+    pages = [bench_report(result, {"best_fit": (), "slimpack": ()}) for result in (quiet, noisy)]
+    assert [page.best for page in pages] == ["slimpack", ""]
+    assert [page.headline for page in pages] == [f"Measured: {result.outcome}" for result in (quiet, noisy)]
+
+
+def disturbed_result(load: MachineLoad, disturbance: Disturbance, *seconds: float) -> BenchResult:
+    """Of one strategy, with costs that were measured under a disturbance."""
+    where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, disturbance=disturbance)
+    costs = sample_coefficients(device="never seen, 1 thread a process", measured_on=where)
+    return result_of(runs("slimpack", batch_run(seconds)), load=load, coefficients=costs)
+
+
+QUIET, BUSY = Disturbance(waited_share=0.0, spread=0.0), Disturbance(waited_share=0.4, spread=0.4)
+
+
+@pytest.mark.parametrize(
+    ("load", "disturbance", "seconds", "held", "words"),
+    [
+        (0.0, QUIET, (1.0, 1.0, 1.0), "1 of 1", "0.88 to 1.16 times the predicted"),
+        (0.0, QUIET, (1.8, 1.8, 1.8), "0 of 1", "here 0 of 1"),
+        (0.3, QUIET, (1.8, 1.8, 1.8), "", "here not held against it, for this machine was busy or changed its speed"),
+        (0.0, QUIET, (1.0, 1.9, 1.8), "", "rounds differ by 50.0 %"),
+        (0.0, BUSY, (1.8, 1.8, 1.8), "", "no 90 % interval of step times: the machine was busy while its costs were"),
+    ],
+)
+def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, disturbance, seconds, held, words):
+    result = disturbed_result(MachineLoad(demand=1.0, waited_share=load), disturbance, *seconds)
+    assert result.held_to_interval()[1] == held
+    show_result(result, 1.0)
+    out = capsys.readouterr().out
+    assert words in out
+    assert ("0 of 1" in out) == (held == "0 of 1")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from evenload.cli.plan_inputs import PlanCosts
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
@@ -66,6 +66,31 @@ def test_links_that_were_not_measured_are_the_clusters_and_said(table, tmp_path,
     for one, other in zip(measured["strategies"], sheet["strategies"], strict=True):
         assert one["feasible"]
         assert one["step_time_s"] == pytest.approx(other["step_time_s"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("waited_share", "words"),
+    [(0.0, "there 0.88 to 1.16; here processes stood without a core for 0% of the time"), (0.4, "no 90 % interval of")],
+    ids=["quiet", "busy"],
+)
+def test_costs_of_a_busy_machine_give_no_interval_anywhere(table, tmp_path, capsys, waited_share, words) -> None:
+    """Neither in the line, nor in the sentence and column of the strategies, nor in the files."""
+    costs = measured_on_one_device(SMALL)
+    assert costs.measured_on is not None
+    disturbance = Disturbance(waited_share=waited_share, spread=0.0)
+    where = msgspec.structs.replace(costs.measured_on, disturbance=disturbance)
+    write_coefficients(tmp_path / "cost.json", msgspec.structs.replace(costs, measured_on=where))
+    names = {"cost": "cost.json", "json": "plan.json", "html": "page"}
+    files = [word for name, file in names.items() for word in (f"--{name}", str(tmp_path / file))]
+    common = [table, "--model", SMALL.name, "--cluster", "h100x1", "--documents", "20", "--strategy", "best_fit"]
+    assert run(*common, *files) == 0
+    shown, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    assert words in shown
+    assert words in (tmp_path / "page").read_text()
+    is_quiet = not waited_share
+    assert ("90 % of steps" in shown) == is_quiet
+    assert (found["step_time_interval"]["low"] is not None) == is_quiet
+    assert (found["strategies"][0]["step_time_interval_s"] is not None) == is_quiet
 
 
 def test_the_precision_is_the_files(table, tmp_path) -> None:

@@ -121,12 +121,24 @@ def test_the_first_plan_line_counts_real_tokens_cuts_and_packs():
 
 
 def test_a_run_ends_with_how_well_its_predictions_held():
-    assert interval_line([], INTERVAL) == ""
-    line = interval_line([0.9, 1.0, 1.3, 1.2], INTERVAL)
+    assert interval_line([], INTERVAL, 0.0) == ""
+    line = interval_line([0.9, 1.0, 1.3, 1.2], INTERVAL, 0.0)
     assert line.startswith(
         "steps after the first took 1.10 times their predicted time; 3 of 4 lie in the 90 % interval"
     )
     assert line.endswith("of 0.90 to 1.20 times")
+
+
+def test_steps_of_a_busy_machine_are_held_against_nothing():
+    """Neither where it is busy now, nor where it was when costs were measured."""
+    now = interval_line([1.8, 1.9], INTERVAL, 0.3)
+    assert ": other programs held cores that this run needed for 30% of the time, so this says little" in now
+    none = PredictionInterval(low=None, high=None, basis="the machine was busy")
+    then = interval_line([1.8, 1.9], none, 0.0)
+    assert then.endswith("1.85 times their predicted time; no 90 % interval of step times: the machine was busy")
+    for line in (now, then, first_plan_line(random_plan(3, num_layers=4, pp=2, dp=2), 64, none)):
+        assert "of 2 lie in" not in line
+        assert "times the predicted (" not in line
 
 
 @pytest.mark.parametrize("threads", [1, 16])

@@ -58,4 +58,4 @@ def test_the_page_of_rows_says_kinds_worst_cases_and_what_is_not_held(script, mo
     assert worst.lstrip("\n").splitlines()[2].startswith(first)
     assert "| busy | pp=2 | auto, 0 | 2 s | +0.0% | +0.0% | busy machine: 40% of the time without a core" in text
     assert "2 computing threads a core: ranks wait for each other's cores" in text
-    assert "| measured, on a GPU | dp pp | " in text
+    assert "| measured, on x | dp pp | " in text

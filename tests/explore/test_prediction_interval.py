@@ -1,9 +1,12 @@
 """Which interval a prediction carries, and what it says of itself."""
 
+import math
+
 import msgspec
 import pytest
 
-from cost_samples import sample_coefficients
+from cost_samples import sample_coefficients, sample_model
+from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.explore import prediction_interval as intervals
 from evenload.explore.prediction_interval import (
     ANY_LAYOUT,
@@ -15,9 +18,17 @@ from evenload.explore.prediction_interval import (
 )
 from evenload.types.layout import even_layout
 
-CPU = sample_coefficients(device="AMD EPYC, 1 thread a process")
-OF_ALL = KindInterval(processor="cpu", layout=ANY_LAYOUT, low=0.9, high=1.2, rows=90, cases=9)
-OF_PIPELINES = KindInterval(processor="cpu", layout="pp", low=0.95, high=1.05, rows=50, cases=5)
+
+def measured_beside(waited_share: float, spread: float):
+    """Costs of a CPU whose calibration was disturbed by as much."""
+    disturbance = Disturbance(waited_share=waited_share, spread=spread)
+    where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, disturbance=disturbance)
+    return sample_coefficients(device="AMD EPYC, 1 thread a process", measured_on=where)
+
+
+CPU = measured_beside(0.0, 0.0)
+OF_ALL = KindInterval(device="AMD EPYC", layout=ANY_LAYOUT, low=0.9, high=1.2, rows=90, cases=9)
+OF_PIPELINES = KindInterval(device="AMD EPYC", layout="pp", low=0.95, high=1.05, rows=50, cases=5)
 
 
 @pytest.fixture
@@ -39,22 +50,81 @@ def test_data_sheets_carry_the_largest_published_error_and_say_so():
 def test_measured_costs_carry_the_ledgers_interval_of_their_layout(ledger):
     ledger(OF_ALL, OF_PIPELINES)
     of_pipeline, of_replicas = (prediction_interval(CPU, even_layout(4, **axes)) for axes in ({"pp": 2}, {"dp": 2}))
-    assert of_pipeline.of(2.0) == (1.9, 2.1)
-    assert of_replicas.of(2.0) == (1.8, 2.4)
+    assert of_pipeline.of(2.0) == pytest.approx((1.9, 2.1))
+    assert of_replicas.of(2.0) == pytest.approx((1.8, 2.4))
     assert "pp: 50 rows of 5 cases in docs/accuracy.md" in of_pipeline.describe()
 
 
 def test_measured_costs_without_rows_say_so(ledger):
     ledger()
     found = prediction_interval(CPU, even_layout(4))
-    assert "measured costs of a CPU, too few rows in docs/accuracy.md: from published errors" in found.basis
+    assert "measured costs of AMD EPYC, too few rows of it in docs/accuracy.md: from published errors" in found.basis
     assert found.low == pytest.approx(1 / 1.135)
 
 
-def test_rows_of_cpus_do_not_speak_for_gpus(ledger):
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "INTEL(R) XEON(R) PLATINUM, 1 thread a process"])
+def test_rows_of_one_processor_do_not_speak_for_another(ledger, device):
     ledger(OF_ALL, OF_PIPELINES)
-    found = prediction_interval(sample_coefficients(device="NVIDIA H100 80GB HBM3"), even_layout(4, pp=2))
-    assert "measured costs of a GPU, too few rows in docs/accuracy.md: from published errors" in found.basis
+    found = prediction_interval(msgspec.structs.replace(CPU, device=device), even_layout(4, pp=2))
+    name = device.removesuffix(", 1 thread a process")
+    assert f"measured costs of {name}, too few rows of it in docs/accuracy.md: from published errors" in found.basis
+    assert found.low == pytest.approx(1 / 1.135)
+
+
+def test_threads_do_not_make_another_processor(ledger):
+    ledger(OF_PIPELINES)
+    found = prediction_interval(
+        msgspec.structs.replace(CPU, device="AMD EPYC, 16 threads a process"), even_layout(4, pp=2)
+    )
+    assert found.of(2.0) == pytest.approx((1.9, 2.1))
+
+
+def test_what_disturbed_the_calibration_widens_the_interval(ledger):
+    """Half widths add by their squares, in logarithms and around the middle; more of either disturbance is more."""
+    ledger(OF_ALL)
+    low, high = prediction_interval(measured_beside(0.0, 0.4), even_layout(4)).of(1.0) or (0.0, 0.0)
+    middle, half = math.sqrt(0.9 * 1.2), math.log(1.2 / 0.9) / 2
+    factor = math.exp(math.sqrt(half**2 + math.log(1.4) ** 2))
+    assert (low, high) == pytest.approx((middle / factor, middle * factor))
+    widths = []
+    for waited_share, spread in ((0.0, 0.0), (0.0, 0.1), (0.1, 0.1), (0.1, 0.3), (0.15, 0.5)):
+        found = prediction_interval(measured_beside(waited_share, spread), even_layout(4))
+        assert found.low is not None
+        assert found.high is not None
+        widths.append(found.high / found.low)
+        assert f"there 0.90 to 1.20; here processes stood without a core for {waited_share:.0%}" in found.describe()
+    assert widths == sorted(set(widths))
+    assert widths[0] == pytest.approx(1.2 / 0.9)
+
+
+@pytest.mark.parametrize(("waited_share", "spread"), [(0.16, 0.0), (0.0, 0.51), (1.0, 3.0)])
+@pytest.mark.parametrize("rows", [(OF_ALL,), ()], ids=["ledger", "published"])
+def test_a_busy_machine_has_no_interval(ledger, waited_share, spread, rows):
+    """Neither learnt nor published, and nothing is counted inside it."""
+    ledger(*rows)
+    found = prediction_interval(measured_beside(waited_share, spread), even_layout(4))
+    assert (found.low, found.high, found.of(1.0), found.count_inside([1.0])) == (None, None, None, "")
+    assert found.describe().startswith(
+        "no 90 % interval of step times: the machine was busy while its costs were measured: processes stood without a "
+        f"core for {waited_share:.0%} of the time"
+    )
+
+
+def test_cost_files_that_do_not_know_how_quiet_it_was_say_so(ledger):
+    """Files of older versions: the interval as it was learnt, under a condition."""
+    ledger(OF_ALL)
+    for measured_on in (None, MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1)):
+        found = prediction_interval(msgspec.structs.replace(CPU, measured_on=measured_on), even_layout(4))
+        assert found.of(2.0) == pytest.approx((1.8, 2.4))
+        assert found.basis.endswith(
+            "if the machine was quiet while they were measured, which a cost file of this age does not say"
+        )
+
+
+def test_ratios_inside_are_counted():
+    found = intervals.PredictionInterval(low=0.9, high=1.2, basis="")
+    assert found.count_inside([0.9, 0.89, 1.2, 1.21]) == "2 of 4"
+    assert found.count_inside([]) == ""
 
 
 def test_kinds_of_layouts_are_named_by_their_dimensions():

@@ -9,7 +9,6 @@ import pytest
 from evenload.errors import ConfigError
 from evenload.report.comparison_html import comparison_html
 from evenload.report.html import render_report, write_report
-from evenload.report.measured_headline import measured_headline
 from evenload.report.run_report import RunReport, RunSection, StepView
 from report_samples import make_plan, make_row, make_split, make_timeline
 
@@ -140,21 +139,6 @@ def test_a_page_begins_with_what_was_found_and_folds_its_settings():
 def split_row(name, seconds, **losses):
     split = make_split(useful_s=1.0, **losses)
     return {"name": name, "mean_step_time_s": seconds, "time_split": msgspec.to_builtins(split)}
-
-
-def test_what_was_measured_is_said_in_a_sentence():
-    rows = [
-        {"name": "best_fit", "measured_step_time_s": 3.0},
-        {"name": "auto", "measured_step_time_s": 1.2},
-        {"name": "padded", "feasible": False, "why": "no room"},
-    ]
-    assert measured_headline(rows, "auto") == (
-        "auto is 2.50× as fast as best_fit in the windows that it was run with: 1.20 s instead of 3.00 s a step, "
-        "measured"
-    )
-    assert measured_headline(rows, "best_fit") == "best_fit takes 3.00 s a step, measured"
-    for without, best in ((rows, "padded"), ((), "auto"), ([{"name": "auto"}], "auto")):
-        assert measured_headline(without, best) == ""
 
 
 def test_why_strategies_lose_stands_beside_their_names_and_other_columns_are_folded():

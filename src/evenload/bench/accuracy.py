@@ -19,7 +19,7 @@ from evenload.bench.error_intervals import case_interval, left_out_coverage
 from evenload.bench.ledger import LedgerRow, read_inputs
 from evenload.bench.recorded import plan_again
 from evenload.errors import EvenloadError
-from evenload.explore.prediction_interval import ANY_LAYOUT, KindInterval, Processor, processor_of
+from evenload.explore.prediction_interval import ANY_LAYOUT, KindInterval, device_model
 
 STEP_LIMIT, BIAS_LIMIT, RANKING_LIMIT, APART = 0.10, 0.03, 0.95, 0.05
 """Most error of a step time, most of their mean, least share of pairs in the right order, and how much measured step
@@ -138,8 +138,8 @@ def ranked(found: Iterable[Again]) -> Ranking:
     return Ranking(right, pairs)
 
 
-Kind = tuple[Processor, str]
-"""What an interval speaks for: a processor, and a kind of layout."""
+Kind = tuple[str, str]
+"""What an interval speaks for: a model of processor, and a kind of layout."""
 CaseRatios = dict[str, list[float]]
 """Measured / predicted of the rows of every case."""
 
@@ -149,7 +149,7 @@ def ledger_ratios(rows: Iterable[LedgerRow]) -> dict[Kind, CaseRatios]:
     found: dict[Kind, CaseRatios] = {}
     for row in rows:
         if held_to_limits(row) and row.costs != "analytic":
-            of_kind = found.setdefault((processor_of(row.device), kind_of(row)), {})
+            of_kind = found.setdefault((device_model(row.device), kind_of(row)), {})
             ratio = row.step_time_s / row.predicted_step_time_s
             of_kind.setdefault(f"{row.case}, {row.layout}", []).append(ratio)
     return found
@@ -158,14 +158,12 @@ def ledger_ratios(rows: Iterable[LedgerRow]) -> dict[Kind, CaseRatios]:
 def intervals_of(rows: Iterable[LedgerRow]) -> tuple[KindInterval, ...]:
     """What `evenload.explore.prediction_interval` is to know: of kinds of layouts with enough cases, and of all."""
     found = []
-    for (processor, layout), ratios in _offered(ledger_ratios(rows)).items():
+    for (device, layout), ratios in _offered(ledger_ratios(rows)).items():
         interval = case_interval(ratios)
         if interval is not None:
             count = sum(map(len, ratios.values()))
             low, high = (round(factor, 4) for factor in interval)
-            found.append(
-                KindInterval(processor=processor, layout=layout, low=low, high=high, rows=count, cases=len(ratios))
-            )
+            found.append(KindInterval(device=device, layout=layout, low=low, high=high, rows=count, cases=len(ratios)))
     return tuple(found)
 
 
@@ -173,21 +171,10 @@ def coverage(rows: Iterable[LedgerRow]) -> tuple[int, int]:
     """(rows inside, rows) where every case in turn is left out of the interval that it is held against."""
     by_kind = ledger_ratios(rows)
     offered = _offered(by_kind)
-    inside = total = 0
-    for kind, ratios in by_kind.items():
-        if kind in offered:
-            found = left_out_coverage(ratios)
-            inside, total = inside + found[0], total + found[1]
-    for kind, ratios in by_kind.items():
-        if kind in offered:
-            continue
-        everything = offered[kind[0], ANY_LAYOUT]
-        for case, values in ratios.items():
-            found = case_interval({name: others for name, others in everything.items() if name != case})
-            if found is not None:
-                total += len(values)
-                inside += sum(found[0] <= ratio <= found[1] for ratio in values)
-    return inside, total
+    found = [
+        left_out_coverage(ratios, offered.get(kind, offered[kind[0], ANY_LAYOUT])) for kind, ratios in by_kind.items()
+    ]
+    return sum(inside for inside, _ in found), sum(total for _, total in found)
 
 
 def kind_of(row: LedgerRow) -> str:
@@ -199,8 +186,8 @@ def kind_of(row: LedgerRow) -> str:
 def _offered(by_kind: dict[Kind, CaseRatios]) -> dict[Kind, CaseRatios]:
     """Ratios of every interval that is given out."""
     found = {kind: ratios for kind, ratios in by_kind.items() if len(ratios) >= KIND_CASES}
-    for (processor, _), ratios in by_kind.items():
-        found.setdefault((processor, ANY_LAYOUT), {}).update(ratios)
+    for (device, _), ratios in by_kind.items():
+        found.setdefault((device, ANY_LAYOUT), {}).update(ratios)
     return found
 
 

@@ -48,11 +48,14 @@ def case_interval(ratios: Mapping[str, Sequence[float]], miss: float = 0.1) -> t
     )
 
 
-def left_out_coverage(ratios: Mapping[str, Sequence[float]]) -> tuple[int, int]:
-    """(rows inside, rows): every case against the interval that the others alone give; (0, 0) where they give none."""
+def left_out_coverage(
+    ratios: Mapping[str, Sequence[float]], among: Mapping[str, Sequence[float]] | None = None
+) -> tuple[int, int]:
+    """(rows inside, rows): every case against the interval that the others alone give, those of `among` where it is
+    given; (0, 0) where they give none."""
     inside = total = 0
     for case, values in ratios.items():
-        found = case_interval({name: others for name, others in ratios.items() if name != case})
+        found = case_interval({name: others for name, others in (among or ratios).items() if name != case})
         if found is not None:
             total += len(values)
             inside += sum(found[0] <= value <= found[1] for value in values)

@@ -16,19 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.bench.quiet_rounds import most_spread
 from evenload.bench.recorded import BenchInputs
-from evenload.bench.runs import BatchRun, BenchResult
+from evenload.bench.runs import BatchRun, BenchResult, MachineLoad
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError, DataError, unreadable
 from evenload.types.base import Frozen
 
 FACTS = ("model", "parameters", "layout", "device", "costs", "versions")
 """Facts of a result that every row repeats."""
-QUIET_WAITED_SHARE, QUIET_DRIFT = 0.05, 0.10
-"""At most these, and `quiet_rounds.most_spread`, of a row whose measurement nothing else disturbed. A neighbour on
-another core of the same processor takes no core, but caches and memory: packs of the calibration are then slower by a
-fifth, and not all alike."""
 
 
 class LedgerRow(Frozen):
@@ -97,8 +92,8 @@ class LedgerRow(Frozen):
     @property
     def is_quiet(self) -> bool:
         """Nothing else kept the machine busy while it was measured."""
-        quiet = self.waited_share <= QUIET_WAITED_SHARE and self.spread <= most_spread(self.rounds)
-        return quiet and abs(self.machine_drift or 0.0) <= QUIET_DRIFT
+        load = MachineLoad(demand=self.demand, waited_share=self.waited_share, drift=self.machine_drift)
+        return load.is_quiet(self.spread, self.rounds)
 
 
 COLUMNS = LedgerRow.__struct_fields__

@@ -11,16 +11,25 @@ as they are, and beside them what is left of them at that speed.
 """
 
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.bench.quiet_rounds import most_spread
 from evenload.bench.recorded import BenchInputs
 from evenload.cost.coefficients import CostCoefficients
+from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen
 from evenload.types.plan import PackTimes
 from evenload.types.timeline import KINDS, Timeline
+
+QUIET_WAITED_SHARE, QUIET_DRIFT = 0.05, 0.10
+"""At most these, and `quiet_rounds.most_spread`, where nothing else disturbed a measurement. A neighbour on another
+core of the same processor takes no core, but caches and memory: packs of the calibration are then slower by a fifth."""
+CLOSE = 0.05
+"""Strategies whose measured step times differ by less are as fast as each other."""
 
 
 class PackErrors(Frozen):
@@ -143,6 +152,63 @@ class MachineLoad(Frozen):
     waited_share: float
     drift: float | None = None
 
+    def is_quiet(self, spread: float, rounds: int) -> bool:
+        """Nothing else kept the machine busy while so many rounds were measured that differ by `spread`."""
+        quiet = self.waited_share <= QUIET_WAITED_SHARE and spread <= most_spread(rounds)
+        return quiet and abs(self.drift or 0.0) <= QUIET_DRIFT
+
+
+class MeasuredRatio(NamedTuple):
+    """How many times as long steps of one strategy took as those of another; `low` to `high` is the 95 % interval by
+    what repeats differ by, None where each step was measured once."""
+
+    one: str
+    other: str
+    ratio: float
+    low: float | None
+    high: float | None
+
+    @property
+    def is_told(self) -> bool:
+        """The repeats show which one is slower, in the figures that are shown."""
+        return self.low is not None and self.high is not None and (round(self.low, 2) > 1 or round(self.high, 2) < 1)
+
+    def describe(self) -> str:
+        """A sentence without its full stop, with no order that the repeats do not support."""
+        if self.low is None or self.high is None:
+            return f"each step was measured once, which does not tell whether {self.one} or {self.other} is faster"
+        interval, than = f"{self.low:.2f} to {self.high:.2f}", f"times as long as {self.other}"
+        if self.is_told:
+            return f"{self.one} takes {self.ratio:.2f} {than} (95 % interval {interval})"
+        is_equal = self.low > 1 / (1 + CLOSE) and self.high < 1 + CLOSE
+        start = "as fast as each other" if is_equal else "this machine is too noisy to tell"
+        return f"{start}: {self.one} takes {interval} {than} (95 % interval)"
+
+
+def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1) -> MeasuredRatio:
+    """Step times of one strategy over those of another, measured in turn in the same rounds.
+
+    A neighbour that slows a round slows both, so what counts is by how much ln(one / other) of a batch differs between
+    rounds: from that deviation follows the error of medians of so many rounds (sqrt(pi / 2) times that of means), and
+    with Student's factor the interval. It assumes that what disturbs one step of a pair disturbs few others.
+
+    Args:
+        comparisons: that are made at once and shall all be right with 95 % probability (Bonferroni).
+    """
+    ratio, names = one.measured_s / other.measured_s, (one.strategy, other.strategy)
+    logs = np.log([run.measured_s for run in one.batches]) - np.log([run.measured_s for run in other.batches])
+    batches, rounds = logs.shape
+    if rounds < 2:
+        return MeasuredRatio(*names, ratio, None, None)
+    from scipy.special import stdtrit
+
+    freedom = batches * (rounds - 1)
+    variance = ((logs - logs.mean(axis=1, keepdims=True)) ** 2).sum() / freedom
+    shares = np.array([run.step_time_s for run in other.batches]) / (batches * other.measured_s)
+    error = np.sqrt(variance * np.pi / 2 * (shares**2).sum() / rounds)
+    factor = float(np.exp(stdtrit(freedom, 1 - 0.025 / comparisons) * error))
+    return MeasuredRatio(*names, ratio, ratio / factor, ratio * factor)
+
 
 class BenchResult(Frozen):
     """A comparison of strategies on the same global batches.
@@ -163,6 +229,35 @@ class BenchResult(Frozen):
     load: MachineLoad
     coefficients: CostCoefficients
     inputs: BenchInputs
+
+    @property
+    def ratios(self) -> tuple[MeasuredRatio, ...]:
+        """Of the strategies, in the order asked for, over the one with the shortest mean step time."""
+        fastest = min(self.runs, key=lambda one: one.measured_s)
+        return tuple(measured_ratio(one, fastest, len(self.runs) - 1) for one in self.runs if one is not fastest)
+
+    def held_to_interval(self) -> tuple[PredictionInterval, str]:
+        """The interval of predicted step times, and how many of the strategies lie inside, such as "2 of 2"; "" where
+        there is none, or the machine was not as quiet while steps were measured as it is made for."""
+        interval = prediction_interval(self.coefficients, self.inputs.layout)
+        spread, rounds = max(one.spread for one in self.runs), len(self.runs[0].batches[0].measured_s)
+        held = interval.count_inside(one.measured_s / one.predicted_s for one in self.runs)
+        return interval, held if self.load.is_quiet(spread, rounds) else ""
+
+    @property
+    def winner(self) -> str:
+        """The fastest strategy, where the repeats tell it apart from all others; else ""."""
+        is_told = all(ratio.is_told for ratio in self.ratios)
+        return min(self.runs, key=lambda one: one.measured_s).strategy if is_told else ""
+
+    @property
+    def outcome(self) -> str:
+        """What was measured in one sentence without its full stop: the first comparison, or the first that the repeats
+        do not decide."""
+        said = [one.describe() for one in sorted(self.ratios, key=lambda one: one.is_told)]
+        said = said or [f"{self.runs[0].strategy} takes {self.runs[0].measured_s:.3g} s a step"]
+        waited = f"; other programs held cores it needed for {self.load.waited_share:.0%} of the time"
+        return said[0] + (waited if self.load.waited_share > QUIET_WAITED_SHARE else "")
 
 
 def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
@@ -209,15 +304,3 @@ def loss_difference(runs: tuple[StrategyRuns, ...]) -> float:
         losses = [run.loss for run in same]
         worst = max(worst, (max(losses) - min(losses)) / max(abs(max(losses, key=abs)), 1e-300))
     return worst
-
-
-def ranked_pairs(runs: tuple[StrategyRuns, ...], least: float) -> tuple[int, int]:
-    """(pairs predicted in the right order, pairs) of strategies whose measured times differ by more than `least`."""
-    right = total = 0
-    for index, one in enumerate(runs):
-        for other in runs[index + 1 :]:
-            slower, faster = sorted((one, other), key=lambda run: run.measured_s, reverse=True)
-            if slower.measured_s > (1 + least) * faster.measured_s:
-                total += 1
-                right += slower.predicted_s > faster.predicted_s
-    return right, total

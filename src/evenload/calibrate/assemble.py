@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from evenload.calibrate.disturbance import Disturbance
 from evenload.calibrate.fit import fit_relative, squared_error
 from evenload.calibrate.link_timings import TransferKind, median_link
 from evenload.calibrate.meeting_timings import SharedSample
@@ -15,7 +14,7 @@ from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
 from evenload.calibrate.weight_timings import TOKENS
 from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, PassCoefficients
 from evenload.cost.group_comm import context_seconds, weight_gather_seconds
-from evenload.cost.measured_on import MeasuredOn, MeasuredPack
+from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
 from evenload.cost.slice_features import MISSING_COLUMN, missing_share
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
@@ -63,6 +62,12 @@ class RankMeasurement:
     context_beside: BesideCompute | None = None
     part_s: tuple[float, float] | None = None
     halves: BesideHalves | None = None
+
+
+def most_disturbed(ranks: Sequence[RankMeasurement]) -> Disturbance:
+    """The most that any rank had of either."""
+    found = [rank.disturbance for rank in ranks]
+    return Disturbance(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
 
 
 def coefficients_of(
@@ -117,6 +122,7 @@ def coefficients_of(
             pp=layout.pipeline_ranks,
             tp=layout.tp,
             packs=tuple(_yardstick_packs(ranks)),
+            disturbance=most_disturbed(ranks),
         ),
     )
     return msgspec.structs.replace(

@@ -28,9 +28,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evenload.calibrate.assemble import RankMeasurement, coefficients_of
+from evenload.calibrate.assemble import RankMeasurement, coefficients_of, most_disturbed
 from evenload.calibrate.beside_timings import beside_compute
-from evenload.calibrate.disturbance import CoreWaits, Disturbance, spread_of_repeats
+from evenload.calibrate.disturbance import CoreWaits, spread_of_repeats
 from evenload.calibrate.grid_choice import kept_bytes
 from evenload.calibrate.halves_timings import beside_halves
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
@@ -56,6 +56,7 @@ from evenload.calibrate.rounds import (
 from evenload.calibrate.weight_timings import weight_seconds
 from evenload.calibrate.yardstick import reference
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.measured_on import Disturbance
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
@@ -88,12 +89,10 @@ class Calibration:
     """What was measured.
 
     Args:
-        disturbance: of the rank that was disturbed most; a noisy measurement is good for this run at best.
         largest_pack_tokens: that every rank timed.
     """
 
     coefficients: CostCoefficients
-    disturbance: Disturbance
     largest_pack_tokens: int
 
 
@@ -117,18 +116,17 @@ def calibrate(
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
     """
     rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
-    attempts: list[tuple[Disturbance, list[RankMeasurement]]] = []
-    while not attempts or (attempts[-1][0].is_noisy and len(attempts) < _MAX_ATTEMPTS):
-        everyone = _measured(stages, model, mesh, rounds, demand)
-        attempts.append((max((rank.disturbance for rank in everyone), key=lambda found: found.size), everyone))
-    disturbance, everyone = min(attempts, key=lambda attempt: attempt[0].size)
+    attempts: list[list[RankMeasurement]] = []
+    while not attempts or (most_disturbed(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
+        attempts.append(_measured(stages, model, mesh, rounds, demand))
+    everyone = min(attempts, key=lambda ranks: most_disturbed(ranks).size)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout)
     if mesh.device.type == "cpu":
         # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
         # compute, so that what hides varies with the load (benchmarks/overlap.py). None is counted.
         fitted = msgspec.structs.replace(fitted, context_hidden_share=0.0)
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
-    return Calibration(fitted, disturbance, largest)
+    return Calibration(fitted, largest)
 
 
 def _measured(
@@ -144,7 +142,7 @@ def _measured(
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
     copy, copied_bytes = copy_work(model, mesh.layout.tp, mesh.device, first.dtype)
     mine = RankMeasurement(
-        disturbance=Disturbance(waited_share, spread),
+        disturbance=Disturbance(waited_share=waited_share, spread=spread),
         packs=packs,
         shared=shared,
         head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),

@@ -10,7 +10,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 # Raise when calibration measures or fits differently.
-_VERSION = 17
+_VERSION = 18
 
 
 def cached_path(

@@ -2,44 +2,11 @@
 
 A busy neighbour that is always there slows the fastest repeat as well, so that spread alone does not show it; the
 system's own count of how long threads stood ready without a core does (Linux; elsewhere only the spread is known).
+`cost.measured_on.Disturbance` is what a cost file keeps of it.
 """
 
 import time
 from pathlib import Path
-from typing import NamedTuple
-
-# Above these, predicted seconds are off by more than what plans decide by. A quiet machine stays far below.
-_MOST_WAITED_SHARE = 0.15
-_MOST_SPREAD = 0.5
-
-
-class Disturbance(NamedTuple):
-    """Of one rank's timings.
-
-    Args:
-        waited_share: of the time, in which its busiest thread stood ready and had no core, beyond what the run's own
-            processes take from each other.
-        spread: by how much the mean of repeated timings is above the fastest, over all packs together.
-    """
-
-    waited_share: float
-    spread: float
-
-    @property
-    def is_noisy(self) -> bool:
-        """Too much for what was timed to be believed."""
-        return self.size > 1
-
-    @property
-    def size(self) -> float:
-        """To tell the quieter of two measurements."""
-        return max(self.waited_share / _MOST_WAITED_SHARE, self.spread / _MOST_SPREAD)
-
-    def describe(self) -> str:
-        return (
-            f"processes stood without a core for {self.waited_share:.0%} of the time, and repeated timings were "
-            f"{self.spread:.0%} above the fastest"
-        )
 
 
 class CoreWaits:

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenload.calibrate.assemble import RankMeasurement
-from evenload.calibrate.disturbance import Disturbance, spread_of_repeats
+from evenload.calibrate.disturbance import spread_of_repeats
 from evenload.calibrate.kernel_timings import attention_flops, matmul_token_flops
 from evenload.calibrate.link_timings import GRID_BYTES, TRANSFER_KINDS, link_from
 from evenload.calibrate.partial_file import Pass
 from evenload.calibrate.pass_work import EMBEDDED_ROWS, PassWork, transfer_name
 from evenload.calibrate.rounds import GRID, Sample
 from evenload.cost.flops import BACKWARD_ATTENTION_RATIO
+from evenload.cost.measured_on import Disturbance
 from evenload.cost.profile_record import KernelRate, TransferCurve
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
@@ -54,7 +55,7 @@ class PassResults:
         packs = self.names(rank, "pack:")
         spread = spread_of_repeats([self.repeats(rank, name) for name in packs])
         return RankMeasurement(
-            disturbance=Disturbance(waited_share, spread),
+            disturbance=Disturbance(waited_share=waited_share, spread=spread),
             packs=tuple(
                 Sample(
                     direction,

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from evenload.calibrate.assemble import RankMeasurement, coefficients_of, knee_of, pass_timings
+from evenload.calibrate.assemble import RankMeasurement, coefficients_of, knee_of, most_disturbed, pass_timings
 from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.calibrate.fit import LeftOut, left_out
@@ -144,7 +144,7 @@ def profile(
     )
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
-    disturbed = max((rank.disturbance for rank in ranks), key=lambda one: one.size)
+    disturbed = most_disturbed(ranks)
     if disturbed.is_noisy:
         say(
             f"the machine was disturbed: {disturbed.describe()}. Medians bear some of that; where predictions matter, "
@@ -232,7 +232,7 @@ def _recorded(
     """Coefficients with what only a profile measures, and its record."""
     curves, embedding = results.curves(), results.embedding_s_per_token()
     shares = [curve.hidden_share for curve in curves if curve.hidden_share is not None]
-    disturbed = max((rank.disturbance for rank in ranks), key=lambda one: one.size)
+    disturbed = most_disturbed(ranks)
     repeats = results.all_repeats()
     record = Profile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenload.bench.ledger import append_result, require_ledger
-from evenload.bench.runs import BenchResult, StrategyRuns, ranked_pairs
+from evenload.bench.runs import BenchResult
 from evenload.cli.output_file import calibration_cache, require_writable, write_output
-from evenload.explore.prediction_interval import prediction_interval
 from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from evenload.cli.stop_request import StopLine
     from evenload.runtime.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
-
-CLOSE = 0.05
-"""Strategies whose measured step times differ by less are not ranked."""
 
 
 def bench_command(
@@ -117,7 +113,7 @@ def show_result(result: BenchResult, seconds: float) -> None:
     from evenload.report.units import format_change, format_count, format_percent, format_seconds
 
     runs = result.runs
-    fastest = min(runs, key=lambda one: one.measured_s)
+    winner = result.winner
     errors = ("error", "pack\nerror", "memory\nerror")
     headings = ("strategy", "step\ntime", "spread", "pre-\ndicted", *errors, "tokens\n/s")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
@@ -127,7 +123,7 @@ def show_result(result: BenchResult, seconds: float) -> None:
         packs = sorted(run.packs.median_abs for run in one.batches)
         memory = max((run.memory_error for run in one.batches), key=abs)
         table.add_row(
-            f"{'▶' if one is fastest else ' '} {one.strategy}",
+            f"{'▶' if one.strategy == winner else ' '} {one.strategy}",
             format_seconds(one.measured_s),
             format_percent(one.spread),
             format_seconds(one.predicted_s),
@@ -135,47 +131,47 @@ def show_result(result: BenchResult, seconds: float) -> None:
             format_percent(packs[len(packs) // 2]),
             format_change(memory),
             format_count(one.tokens_per_s),
-            style="bold green" if one is fastest else None,
+            style="bold green" if one.strategy == winner else None,
         )
     console = Console(highlight=False)
     # A cut number is a wrong number: what is wider than the terminal wraps there.
     width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     Console(highlight=False, width=max(console.width, width)).print(table)
-    for line in _lines(result, fastest):
+    for line in _lines(result):
         console.print(Text(line), soft_wrap=True)
     for left in result.left_out:
         console.print(Text(f"{left.name}: not measured: {left.why}"), soft_wrap=True)
     console.print(f"({seconds:.0f} s)")
 
 
-def _lines(result: BenchResult, fastest: StrategyRuns) -> list[str]:
-    from evenload.report.units import format_change
+def _lines(result: BenchResult) -> list[str]:
+    from evenload.report.units import format_change, format_percent
 
-    first, runs = result.runs[0], result.runs
-    batches = first.batches
+    runs, load = result.runs, result.load
+    batches, rounds = runs[0].batches, len(runs[0].batches[0].measured_s)
+    predicted_s = {one.strategy: one.predicted_s for one in runs}
     lines = [
         f"means of {counted(len(batches), 'global batch')} "
         f"({counted(sum(run.documents for run in batches), 'document')}, "
-        f"{sum(run.tokens for run in batches):,} tokens), medians of {counted(len(batches[0].measured_s), 'round')}"
+        f"{sum(run.tokens for run in batches):,} tokens), medians of {counted(rounds, 'round')}",
+        *(
+            f"measured: {one.describe()}; predicted: {predicted_s[one.one] / predicted_s[one.other]:.2f}"
+            for one in result.ratios
+        ),
     ]
-    for other in runs:
-        if other is not fastest:
-            lines.append(
-                f"{other.strategy} / {fastest.strategy}: measured {other.measured_s / fastest.measured_s:.3f}, "
-                f"predicted {other.predicted_s / fastest.predicted_s:.3f}"
-            )
-    interval = prediction_interval(result.coefficients, result.inputs.layout)
-    inside = sum(interval.low <= one.measured_s / one.predicted_s <= interval.high for one in runs)
-    lines.append(f"{interval.describe()}; here {inside} of {len(runs)}")
-    if (drift := result.load.drift) is not None:
+    interval, held = result.held_to_interval()
+    busy = (
+        f"not held against it, for this machine was busy or changed its speed while steps were measured: no core for "
+        f"{format_percent(load.waited_share)} of the time, rounds differ by "
+        f"{format_percent(max(one.spread for one in runs))}"
+    )
+    lines.append(interval.describe() + (f"; here {held or busy}" if interval.of(1.0) else ""))
+    if (drift := load.drift) is not None:
         left = sorted((1 + one.error) * (1 + drift) - 1 for one in runs)
         lines.append(
             f"packs of the calibration, timed again beside the steps: {format_change(drift)} of their seconds; at that "
             f"speed the errors of step times are {' to '.join(dict.fromkeys(map(format_change, (left[0], left[-1]))))}"
         )
-    right, pairs = ranked_pairs(runs, CLOSE)
-    if pairs:
-        lines.append(f"order predicted right: {right} of {pairs} pairs that differ by more than {CLOSE:.0%}")
     if len(runs) > 1:
         lines.append(f"losses of the strategies differ by at most {result.loss_difference:.1e} (relative)")
     return lines

@@ -28,10 +28,11 @@ def bench_report(result: BenchResult, typical: Mapping[str, Sequence[StepReport]
     rows = [_row(one, typical[one.strategy]) for one in result.runs]
     return RunReport(
         title=f"Evenload bench: {', '.join(one.strategy for one in result.runs)} on the same batches",
+        headline=f"Measured: {result.outcome}",
         facts=result.facts,
         sections=tuple(_section(one, typical[one.strategy], costs, result) for one in result.runs),
         comparison=(*rows, *({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)),
-        best=min(result.runs, key=lambda one: one.measured_s).strategy,
+        best=result.winner,
     )
 
 
@@ -42,12 +43,13 @@ def _section(one: StrategyRuns, steps: Sequence[StepReport], costs: PackCosts, r
         )
         for step in steps
     )
+    busy = "" if result.held_to_interval()[1] else ", on a machine too busy to hold predictions against it"
     return RunSection(
         name=one.strategy,
         steps=tuple(views),
         time_split=mean_time_split([split_planned_step(step.plan, costs) for step in steps]),
         memory_limit_bytes=result.inputs.memory_cap_bytes,
-        notes=(f"the predicted step time differs from the measured one by {format_change(one.error)}",),
+        notes=(f"the predicted step time differs from the measured one by {format_change(one.error)}{busy}",),
     )
 
 

@@ -6,10 +6,11 @@ decides speed or data order stands here, with its value.
 """
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 
+from evenload.bench.runs import QUIET_WAITED_SHARE
 from evenload.cost.coefficients import BesideCompute, BesideHalves
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
@@ -186,36 +187,53 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionIn
     )
 
 
-def interval_line(ratios: Sequence[float], interval: PredictionInterval) -> str:
-    """How well predictions held; `ratios` are measured over predicted seconds of the steps after the first, "" where
-    there are none."""
+def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_share: float) -> str:
+    """How well predictions held; "" where there are no ratios.
+
+    Args:
+        ratios: measured over predicted seconds of the steps after the first.
+        waited_share: of the time, in which this rank stood without a core (`cost.measured_on.Disturbance`).
+    """
     if not ratios:
         return ""
-    inside = sum(interval.low <= ratio <= interval.high for ratio in ratios)
+    said = f"steps after the first took {median(ratios):.2f} times their predicted time"
+    if waited_share > QUIET_WAITED_SHARE:
+        return said + _busy(waited_share)
+    if not (held := interval.count_inside(ratios)):
+        return f"{said}; {interval.describe()}"
+    return f"{said}; {held} lie in the 90 % interval of {interval.low:.2f} to {interval.high:.2f} times"
+
+
+def _busy(waited_share: float) -> str:
     return (
-        f"steps after the first took {median(ratios):.2f} times their predicted time; {inside:,} of {len(ratios):,} "
-        f"lie in the 90 % interval of {interval.low:.2f} to {interval.high:.2f} times"
+        f": other programs held cores that this run needed for {waited_share:.0%} of the time, so this says little "
+        "about the predictions"
     )
 
 
-def prediction_line(ratios: Sequence[float], device: str, cost_file: str | None) -> str:
+def prediction_line(
+    ratios: Sequence[float], device: str, cost_file: str | None, waited_share: Callable[[], float]
+) -> str:
     """A sentence where a run's steps consistently take another time than predicted, or "".
 
     Costs that were measured beside other work, or on a machine that has become busy since, are off for every step
     alike; the planner then still compares plans by them, but step times and what is worth its overhead are wrong.
-    `ratios` are measured over predicted seconds of the steps after the first, `device` is where costs were measured.
+    `ratios` are measured over predicted seconds of the steps after the first, `device` is where costs were measured,
+    `waited_share` as for `interval_line`: costs that were measured anew beside other programs would be no better.
     """
     if len(ratios) != _NUM_STEPS:
         return ""
     is_slower, is_faster = min(ratios) > _FACTOR, max(ratios) < 1 / _FACTOR
     if not (is_slower or is_faster):
         return ""
+    times = f"steps take {median(ratios):.2f} times their predicted time"
+    if is_slower and (waited := waited_share()) > QUIET_WAITED_SHARE:
+        return times + _busy(waited)
     reason = (
         f"the machine is busier or slower now than when costs were measured ({device})"
         if is_slower
         else f"the machine was busier when costs were measured ({device}), or was a slower one"
     )
-    times = f"steps take {median(ratios):.2f} times their predicted time"
     advice = "train.recalibrate=true measures them anew"
     if cost_file is not None:
         advice = f"leave out train.cost_file {cost_file} to have them measured here"

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 
 from evenload.calibrate.deterministic_price import deterministic_price
+from evenload.calibrate.disturbance import CoreWaits
 from evenload.cli.callback_calls import CallbackCalls
 from evenload.cli.layout_line import layout_line, other_layouts_lines
 from evenload.cli.run_end import leave_finished, show_stopped
@@ -217,7 +218,8 @@ def train_as_rank(
     files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed)
     steps_before, calls = trainer.steps_done, CallbackCalls(task.callbacks, trainer)
     with stop.listening(), calls.running():
-        last = _run_steps(trainer, costs, memory_cap_bytes, (files, calls), console, (stop, asked_to_pause))
+        told, asked, waits = (files, calls), (stop, asked_to_pause), CoreWaits(setup.demand)
+        last = _run_steps(trainer, costs, memory_cap_bytes, told, console, asked, waits)
         # A step that was kept in memory is in no checkpoint yet, be it the last one.
         has_trained = trainer.steps_done > steps_before or isinstance(resumed, KeptStep)
         if has_trained:
@@ -247,6 +249,7 @@ def _run_steps(
     told: tuple[RunWriter, CallbackCalls],
     console: Console,
     asked: tuple[StopRequest, Callable[[], bool]],
+    waits: CoreWaits,
 ) -> StepReport | None:
     """The last step's report, on rank 0 and if any step ran.
 
@@ -283,9 +286,9 @@ def _run_steps(
                 has_validated |= report.validation is not None
                 if profiled:
                     console.print(profiled, soft_wrap=True, markup=False)
-                warn(prediction_line(ratios, costs.device, config.train.cost_file), console)
+                warn(prediction_line(ratios, costs.device, config.train.cost_file, waits.share), console)
             last = report
-    if held := interval_line(ratios, interval):
+    if held := interval_line(ratios, interval, waits.share()):
         console.print(held, soft_wrap=True)
     return last
 

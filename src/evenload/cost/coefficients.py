@@ -36,7 +36,7 @@ from typing import Literal
 import msgspec
 
 from evenload.cost.copy_spec import CopySpec
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.cost.profile_record import Profile, digest_of
 from evenload.errors import ConfigError, unreadable
 from evenload.types.base import Frozen
@@ -261,6 +261,15 @@ class CostCoefficients(Frozen):
     def of_pass(self, direction: Literal["forward", "backward"]) -> PassCoefficients:
         """Of one direction."""
         return self.forward if direction == "forward" else self.backward
+
+    @property
+    def disturbance(self) -> Disturbance | None:
+        """Of the machine while these were measured; None where nothing was, or an older version did not keep it."""
+        if self.measured_on is not None and self.measured_on.disturbance is not None:
+            return self.measured_on.disturbance
+        if self.profile is None:
+            return None
+        return Disturbance(waited_share=self.profile.waited_share, spread=self.profile.spread)
 
     @property
     def prices_context_parts(self) -> bool:

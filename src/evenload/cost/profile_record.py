@@ -98,7 +98,7 @@ class Profile(Frozen):
         passes: over the whole grid, interleaved; measured seconds are medians over them.
         seconds: that measuring took, all calls together.
         outliers, timings: repeats that lay far from the median of their pack (more than 5 deviations), of so many.
-        waited_share, spread: how much the machine was disturbed, see `calibrate.disturbance`.
+        waited_share, spread: how much the machine was disturbed, see `cost.measured_on.Disturbance`.
         forward, backward: the fit's error on packs that it had not seen.
         packs: the grid with its residuals.
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
@@ -130,12 +130,6 @@ class Profile(Frozen):
     counted_bytes: int
     beside: tuple[tuple[str | float, ...], ...] = ()
     digest: str = ""
-
-    @property
-    def allocator_overhead(self) -> float | None:
-        """Memory held for a byte that was needed; None where it is not known. Includes, on a CPU, what libraries take
-        when they are first used, so that it means little for small models."""
-        return self.held_bytes / self.counted_bytes if self.held_bytes else None
 
 
 def digest_of(coefficients: msgspec.Struct) -> str:

@@ -2,16 +2,21 @@
 
 What the public ledger of errors (docs/accuracy.md) supports: `prediction_errors.json` beside this file is made from its
 rows (`tools/make_accuracy.py`, by `bench.error_intervals`) and holds an interval for measured costs of each kind of
-layout, and one for all of them together, of CPUs and of GPUs apart.
+layout, and one for all of them together, of every model of processor apart.
 
-Where it holds nothing, the interval is a prior that says so: the largest error that comparable simulators published
-about themselves or each other, taken both ways.
+Where it holds nothing of the processor that the costs are of, the interval is a prior that says so: the largest error
+that comparable simulators published about themselves or each other, taken both ways.
 
     data sheet    21.8 %    dPRO at its worst (Lumos, MLSys'25; its mean was 14 %)
     measured      13.5 %    SimuMax v1.2 at its worst (43 signed rows; mean 5.6 %)
+
+Either was learnt on quiet machines. What disturbed the machine while these costs were measured adds to it; where that
+was so much that the costs are not to be believed there is no interval.
 """
 
+import math
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -24,7 +29,6 @@ from evenload.types.layout import ParallelLayout
 
 DATA_SHEET_ERROR, MEASURED_ERROR = 0.218, 0.135
 """Largest published |predicted / measured - 1| of comparable simulators."""
-Processor = Literal["cpu", "gpu"]
 ANY_LAYOUT = "any layout"
 """The kind of layout that stands for all."""
 _FILE = Path(__file__).with_name("prediction_errors.json")
@@ -36,13 +40,13 @@ class KindInterval(Frozen):
     """The interval of one kind of case, from rows of the ledger.
 
     Args:
-        processor: that rows were measured on.
+        device: model of the processor that rows were measured on (`device_model`); they speak for no other.
         layout: as `layout_kind` says it, or `ANY_LAYOUT`.
         low, high: nine of ten measured step times lie between these factors of the predicted one.
         rows, cases: that it was made from.
     """
 
-    processor: Processor
+    device: str
     layout: str
     low: float
     high: float
@@ -51,41 +55,68 @@ class KindInterval(Frozen):
 
 
 class PredictionInterval(Frozen):
-    """Factors of a predicted step time, and in words what they rest on."""
+    """Factors of a predicted step time, and in words what they rest on; `low` and `high` are None where the machine was
+    too busy for one."""
 
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     basis: str
 
-    def of(self, step_time_s: float) -> tuple[float, float]:
-        """Seconds between which nine of ten steps like it are measured."""
-        return step_time_s * self.low, step_time_s * self.high
+    def of(self, step_time_s: float) -> tuple[float, float] | None:
+        """Seconds between which nine of ten steps like it are measured; None where that is not known."""
+        return None if self.low is None or self.high is None else (step_time_s * self.low, step_time_s * self.high)
+
+    def count_inside(self, ratios: Iterable[float]) -> str:
+        """How many of measured / predicted lie inside, such as "3 of 4"; "" where there is no interval."""
+        found = self.of(1.0)
+        inside = [found[0] <= ratio <= found[1] for ratio in ratios] if found is not None else []
+        return f"{sum(inside):,} of {len(inside):,}" if inside else ""
 
     def describe(self) -> str:
         """In words, with what it rests on."""
+        if self.low is None:
+            return f"no 90 % interval of step times: {self.basis}"
         return f"90 % interval of step times: {self.low:.2f} to {self.high:.2f} times the predicted ({self.basis})"
 
 
 def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) -> PredictionInterval:
-    """Of step times predicted with these costs in this layout."""
+    """Of step times predicted with these costs in this layout.
+
+    What disturbed a calibration widens the interval. In logarithms, half its width and two errors of what was timed add
+    as independent ones do, by their squares: ln(1 + spread), for the mean of ten to thirty normal repeats lies 1.5 to 2
+    standard deviations above the fastest, and nine of ten lie within 1.6; and -ln(1 - waited_share), for repeats that
+    all waited alike do not differ, and a machine that has become quiet waits no more.
+    """
     if coefficients.source == "analytic":
         return _published(DATA_SHEET_ERROR, "costs of a data sheet")
-    processor = processor_of(coefficients.device)
-    known = {one.layout: one for one in ledger_intervals() if one.processor == processor}
+    device, noise = device_model(coefficients.device), coefficients.disturbance
+    known = {one.layout: one for one in ledger_intervals() if one.device == device}
     found = known.get(layout_kind(layout)) or known.get(ANY_LAYOUT)
     if found is None:
-        return _published(MEASURED_ERROR, f"measured costs of a {processor.upper()}, too few rows in docs/accuracy.md")
-    return PredictionInterval(
-        low=found.low,
-        high=found.high,
-        basis=f"measured costs of a {processor.upper()}, {found.layout}: {found.rows} rows of {found.cases} cases in "
-        "docs/accuracy.md",
-    )
+        learnt = _published(MEASURED_ERROR, f"measured costs of {device}, too few rows of it in docs/accuracy.md")
+    else:
+        rows = f"{found.layout}: {found.rows} rows of {found.cases} cases in docs/accuracy.md"
+        learnt = PredictionInterval(low=found.low, high=found.high, basis=f"measured costs of {device}, {rows}")
+    low, high = learnt.of(1.0) or (0.0, 0.0)
+    if noise is None:
+        old = "if the machine was quiet while they were measured, which a cost file of this age does not say"
+        return PredictionInterval(low=low, high=high, basis=f"{learnt.basis}; {old}")
+    if noise.is_noisy:
+        busy = f"the machine was busy while its costs were measured: {noise.describe()}"
+        return PredictionInterval(low=None, high=None, basis=busy)
+    half = math.hypot(math.log(high / low) / 2, math.log1p(noise.spread), math.log1p(-noise.waited_share))
+    middle, basis = math.sqrt(low * high), f"{learnt.basis}, there {low:.2f} to {high:.2f}; here {noise.describe()}"
+    return PredictionInterval(low=middle / math.exp(half), high=middle * math.exp(half), basis=basis)
 
 
-def processor_of(device: str) -> Processor:
+def processor_of(device: str) -> Literal["cpu", "gpu"]:
     """Whether measured costs, by the name of their device, are of a CPU."""
     return "gpu" if _CPU.search(device) is None else "cpu"
+
+
+def device_model(device: str) -> str:
+    """The name of the processor in that of a device: without the threads of a process."""
+    return _CPU.sub("", device)
 
 
 def layout_kind(layout: ParallelLayout) -> str:

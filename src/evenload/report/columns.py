@@ -84,7 +84,6 @@ COLUMNS = (
     ),
     Column("tokens_per_s_per_device", "tokens/s\ndevice", format_count, "real tokens a second and device, predicted"),
     Column("measured_tokens_per_s", "tokens/s\nmeasured", format_count, "real tokens a second, all devices"),
-    Column("final_loss", "loss\nlast", lambda loss: f"{loss:.4f}", "loss of the last step"),
     Column("bubble_fraction", "bubble", format_percent, "share of rank time in which nothing is computed"),
     Column("imbalance_forward", "fwd\nmax/mean", format_ratio, "slowest forward pack over the mean"),
     Column("imbalance_backward", "bwd\nmax/mean", format_ratio, "slowest backward pack over the mean"),

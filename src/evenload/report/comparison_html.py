@@ -19,7 +19,6 @@ _FIRST = (
     "step_time_interval_s",
     "measured_tokens_per_s",
     "tokens_per_s_per_device",
-    "final_loss",
     "bubble_fraction",
     "peak_memory_bytes",
     "cap_violations",

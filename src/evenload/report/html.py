@@ -21,11 +21,9 @@ from evenload.report.length_figures import (
     length_classes_figure,
     read_classes,
 )
-from evenload.report.measured_headline import measured_headline
 from evenload.report.metrics_file import latest_per_step
 from evenload.report.pack_time_figure import pack_time_figure
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html
-from evenload.report.run_figures import typical_meaning
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.time_split_figure import time_split_figure
@@ -84,8 +82,7 @@ def render_report(report: RunReport) -> str:
 
 def _found(report: RunReport) -> list[str]:
     """What the page says before anything else."""
-    words = report.headline or measured_headline(report.comparison, report.best)
-    blocks = [f'<p class="headline">{escape(words)}.</p>'] if words else []
+    blocks = [f'<p class="headline">{escape(report.headline)}.</p>'] if report.headline else []
     trained = _trained(report)
     if len(trained) == 1:
         blocks.append(tiles_html(trained[0][1]))
@@ -106,8 +103,6 @@ def _parts(report: RunReport) -> list[Part]:
     refused = {str(row["name"]) for row in report.comparison if not is_feasible(row)}
     step_view = step_view_html(report.sections, report.best, refused)
     comparison = [comparison_html(report.comparison, report.best, report.unit)] if report.comparison else []
-    if report.comparison:
-        comparison.append(_comparison_note(trained))
     parts: list[Part] = [
         ("comparison", "Comparison", comparison),
         ("time", "Where the time goes", _split(report, refused)),
@@ -208,15 +203,4 @@ def _read_split_of(sections: Sequence[RunSection]) -> str:
     shown = ", ".join(f"{escape(name)} step {step}" for name, step in steps.items())
     return (
         f" Of trained runs the bars are <b>predicted</b> too, for the last step ({shown}); what it took stands below."
-    )
-
-
-def _comparison_note(trained: Sequence[tuple[str, RunSection]]) -> str:
-    """What the numbers of trained runs in the comparison are; nothing for predictions, whose columns say it."""
-    meanings = {typical_meaning(section.metrics) for _, section in trained}
-    if not meanings:
-        return ""
-    return (
-        f"<p>Times, tokens/s, bubble and max/mean are the {escape(' or '.join(sorted(meanings)))} of each run, "
-        "measured unless the heading says predicted; memory is the measured peak of all steps.</p>"
     )

@@ -72,10 +72,10 @@ class RunReport:
     """A whole page.
 
     Args:
-        headline: the outcome in one sentence, without its full stop; "" = said from what was measured.
+        headline: the outcome in one sentence, without its full stop; "" = none.
         facts: (name, value) pairs: hardware, model, data, layout, strategy, seed, versions.
         comparison: one row a strategy; keys as `evenload plan --json`, and
-            `measured_step_time_s`, `measured_tokens_per_s`, `final_loss` for trained runs.
+            `measured_step_time_s`, `measured_tokens_per_s` of `evenload bench`.
         best: name of the comparison row to mark; "" marks none.
         lengths: of the documents of all steps.
     """

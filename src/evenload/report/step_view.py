@@ -12,7 +12,6 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from evenload.report.measured_headline import BASELINE
 from evenload.report.page import data_block, folded_html
 from evenload.report.palette import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
 from evenload.report.run_report import RunSection
@@ -20,6 +19,7 @@ from evenload.report.step_blocks import DataBlock, plan_block, timeline_block
 from evenload.report.units import format_seconds
 from evenload.types.timeline import COUNTED_KINDS, KINDS, MEMORY_KINDS, SIDE_KINDS
 
+_BASELINE = "best_fit"
 STEP_VIEW_SCRIPTS = (
     "packed_columns.js",
     "step_timeline.js",
@@ -54,7 +54,7 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
     names = [section.name for section in sections]
     first = names.index(best) if best in names else 0
     # Beside the best stands what it is compared with everywhere.
-    compare = names.index(BASELINE) if BASELINE in names and names[first] != BASELINE else -1
+    compare = names.index(_BASELINE) if _BASELINE in names and names[first] != _BASELINE else -1
     blocks: list[str] = []
     index = {
         "kinds": [dict(zip(("letter", *_STYLE_KEYS), (letter, *KIND_STYLES[letter]), strict=True)) for letter in KINDS],

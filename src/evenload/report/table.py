@@ -27,7 +27,6 @@ _LEFT_OUT_FIRST = (
     "imbalance_dp",
     "imbalance_backward",
     "imbalance_forward",
-    "final_loss",
     "time_split",
     "fraction_of_layout_bound",
     "mfu",
