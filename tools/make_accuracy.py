@@ -14,7 +14,12 @@ from statistics import mean, median
 
 import numpy as np
 
-from evenload.bench.accuracy import (
+from evenload.bench.ledger import LedgerRow, current_rows, read_ledger
+from evenload.bench.quiet_rounds import QUIET_SPREAD
+from evenload.bench.runs import QUIET_DRIFT, QUIET_WAITED_SHARE
+from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR, encode_intervals
+from evenload.plan.strategies.registry import strategy_named
+from ledger_accuracy import (
     APART,
     BIAS_LIMIT,
     RANKING_LIMIT,
@@ -26,11 +31,6 @@ from evenload.bench.accuracy import (
     kind_of,
     ranked,
 )
-from evenload.bench.ledger import LedgerRow, current_rows, read_ledger
-from evenload.bench.quiet_rounds import QUIET_SPREAD
-from evenload.bench.runs import QUIET_DRIFT, QUIET_WAITED_SHARE
-from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR, encode_intervals
-from evenload.plan.strategies.registry import strategy_named
 
 ROOT = Path(__file__).resolve().parent.parent
 LEDGERS = tuple(ROOT / "benchmarks" / "accuracy" / name for name in ("cpu.csv", "gpu.csv"))
@@ -216,7 +216,7 @@ def _intervals(rows: Sequence[LedgerRow]) -> str:
     lines = [
         "Every step time that Evenload prints carries the interval in which nine of ten measured ones lie. It comes",
         "from the rows above where they speak for the kind of case and the model of processor: CV+ with a fold a case",
-        "(`bench/error_intervals.py`), so that a case is never judged by itself. Elsewhere it is the largest error",
+        "(`tools/ledger_intervals.py`), so that a case is never judged by itself. Elsewhere it is the largest error",
         "that comparable simulators published, either way, and says so. These rows are of quiet machines. An",
         "interval of costs that a disturbed calibration measured is wider by what its repeats differed by and its",
         "processes waited for a core; where that is more than 50 % or 15 % there is none, and the line says that the",

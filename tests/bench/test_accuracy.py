@@ -6,7 +6,10 @@ import msgspec
 import pytest
 
 from bench_samples import batch_run, ledger_row, result_of, runs
-from evenload.bench.accuracy import (
+from evenload.bench.ledger import append_result, current_rows, read_inputs, read_ledger
+from evenload.bench.recorded import plan_again
+from evenload.cost.coefficients import write_coefficients
+from ledger_accuracy import (
     KIND_CASES,
     Again,
     beyond_limits,
@@ -16,9 +19,6 @@ from evenload.bench.accuracy import (
     predicted_again,
     ranked,
 )
-from evenload.bench.ledger import append_result, current_rows, read_inputs, read_ledger
-from evenload.bench.recorded import plan_again
-from evenload.cost.coefficients import write_coefficients
 
 RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy" / "cpu.csv"
 

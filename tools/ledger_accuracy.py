@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from evenload.bench.error_intervals import case_interval, left_out_coverage
 from evenload.bench.ledger import LedgerRow, read_inputs
 from evenload.bench.recorded import plan_again
 from evenload.errors import EvenloadError
 from evenload.explore.prediction_interval import ANY_LAYOUT, KindInterval, device_model
+from ledger_intervals import case_interval, left_out_coverage
 
 STEP_LIMIT, BIAS_LIMIT, RANKING_LIMIT, APART = 0.10, 0.03, 0.95, 0.05
 """Most error of a step time, most of their mean, least share of pairs in the right order, and how much measured step
