@@ -20,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
 from typing import ParamSpec, TypeVar
 
+from evenload.cli.environment import room_for_sockets
 from evenload.cli.stop_request import STOP_SIGNALS
 from evenload.errors import EvenloadError
 
@@ -30,7 +31,8 @@ _R = TypeVar("_R")
 def start_fork_server(*modules: str) -> None:
     """Let a fork server import these while this process goes on; nothing happens where one runs already."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["evenload.cli.fork_server_start", *modules])
-    forkserver.ensure_running()
+    with room_for_sockets():
+        forkserver.ensure_running()
 
 
 def call_in_child(function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:

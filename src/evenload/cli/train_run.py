@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evenload.cli.environment import prepare_environment
 from evenload.cli.output_file import calibration_cache, require_writable_directory
 from evenload.errors import ConfigError
 from evenload.runtime.config.log_config import require_trackers
@@ -45,6 +46,7 @@ def train_run(
     Raises:
         SystemExit: 128 + signal, where processes were started here and a signal stopped them.
     """
+    prepare_environment()
     require_trackers(settings.log)
     if os.environ.get("RANK", "0") == "0":
         # Importing torch takes seconds, in which nobody should have to wonder.
