@@ -135,7 +135,7 @@ def test_no_batch_ends_a_run_that_was_accepted_at_start(strategy):
                 strategies=FAST if strategy == "auto" else (),
             )
             try:
-                require_trainable(strategy, layout, options, max_document_tokens=2048)
+                require_trainable(strategy, layout, options, 2048)
             except ConfigError:
                 continue
             accepted += 1
@@ -170,9 +170,11 @@ def test_options_that_end_a_run_later_are_refused_at_start():
         require_trainable("best_fit", layout, windows)
     for name, strategy in STRATEGIES.items():
         options = PlanOptions(max_pack_tokens=64)
-        require_trainable(name, layout, options, max_document_tokens=64)
+        require_trainable(name, layout, options, 64)
         if strategy.cuts_documents:
-            require_trainable(name, layout, options, max_document_tokens=65)
+            require_trainable(name, layout, options, 65)
         else:
-            with pytest.raises(ConfigError, match=f"is 64, data.max_document_tokens is 65, and strategy {name} never"):
-                require_trainable(name, layout, options, max_document_tokens=65)
+            with pytest.raises(
+                ConfigError, match=f"is 64, data.max_document_tokens is 65, and strategy {name} never cuts"
+            ):
+                require_trainable(name, layout, options, 65)

@@ -1,5 +1,5 @@
 """What commands need of their environment, and containers, batch systems and old terminals do not always give: a name
-and a home of the user, which torch and others ask for, characters for tables and odd file names, short socket paths."""
+and a home of the user, which torch and others ask for, and characters for tables and odd file names."""
 
 import codecs
 import io
@@ -9,16 +9,12 @@ import re
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from evenload.errors import ConfigError
 
 _ALIKE = str.maketrans("×·→−–►▶▸◄▲▼★─│┌┐└┘├┤┬┴┼µλΣ", "x.>-->>><^v*-|+++++++++ulS") | dict.fromkeys(
     range(0x2580, 0x25A0), "#"
 )
-_MOST_BYTES = 103 - len("/pymp-12345678/listener-12345678")  # of a socket's path on macOS; Linux takes 4 more
-_SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def prepare_environment() -> None:
@@ -51,27 +47,15 @@ def replace_unknown_characters() -> None:
 
 def _alike(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
-    text = error.object[error.start : error.end].translate(_ALIKE)
-    # A byte of a file name that is no text is a surrogate; NFKD makes "..." of an ellipsis and "e" of an accented one.
-    plain = (unicodedata.normalize("NFKD", one).encode("ascii", "ignore").decode() for one in text)
-    escaped = (f"\\x{ord(one) - 0xDC00:02x}" if "\udc80" <= one <= "\udcff" else "?" for one in text)
-    return "".join(one or other for one, other in zip(plain, escaped, strict=True)), error.end
+    return "".join(map(_alike_character, error.object[error.start : error.end].translate(_ALIKE))), error.end
+
+
+def _alike_character(one: str) -> str:
+    if "\udc80" <= one <= "\udcff":  # a byte of a file name that is no text
+        return f"\\x{ord(one) - 0xDC00:02x}"
+    return unicodedata.normalize("NFKD", one).encode("ascii", "ignore").decode() or "?"
 
 
 def with_home(argument: str) -> str:
     """An argument with `~` written out, which shells leave alone behind "="."""
     return re.sub(r"^(-[\w-]*=)?(~[^/\s]*)(?=/)", lambda at: (at[1] or "") + os.path.expanduser(at[2]), argument)
-
-
-@contextmanager
-def room_for_sockets() -> Iterator[None]:
-    """Make temporary files where paths of sockets stay within their limit; `ConfigError` where nothing is writable."""
-    own, before = tempfile.gettempdir(), tempfile.tempdir
-    if len(os.fsencode(own)) > _MOST_BYTES:
-        tempfile.tempdir = next((one for one in _SHORT_DIRECTORIES if os.access(one, os.W_OK | os.X_OK)), None)
-        if tempfile.tempdir is None:
-            raise ConfigError(f"TMPDIR is {own}, too long for sockets; set one of at most {_MOST_BYTES} bytes")
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before

@@ -36,16 +36,16 @@ def require_writable(*paths: Path | None) -> None:
 def require_writable_directory(path: Path, setting: str) -> None:
     """Check a directory that a run will write into, without making it; `setting` is its name, for messages."""
     nearest = path.absolute()
-    while not nearest.exists():
-        if nearest.is_symlink():
-            raise ConfigError(
-                f"{setting} is {path}, but {nearest} is a link to {os.readlink(nearest)}, which leads nowhere; make "
-                "that directory, or remove the link"
-            )
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        raise ConfigError(f"{setting} is {path}, but {nearest} is a file; choose another directory")
     try:
+        while not nearest.exists():
+            if nearest.is_symlink():
+                raise ConfigError(
+                    f"{setting} is {path}, but {nearest} is a link to {os.readlink(nearest)}, which leads nowhere; "
+                    "make that directory, or remove the link"
+                )
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise ConfigError(f"{setting} is {path}, but {nearest} is a file; choose another directory")
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise ConfigError(

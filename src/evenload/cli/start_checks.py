@@ -50,9 +50,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
     for one in layouts:
         require_trainable(
-            *(config.plan.strategy, one, options),
-            feedback=config.plan.feedback,
-            max_document_tokens=config.data.max_document_tokens,
+            config.plan.strategy, one, options, config.data.max_document_tokens, feedback=config.plan.feedback
         )
     if config.train.cost_file is not None:
         file = config.train.cost_file

@@ -166,7 +166,7 @@ class DataConfig(Frozen):
     stall_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        write_out_home(self, "data")
+        write_out_home(self)
         if bool(self.sources) == bool(self.mixture) or not all(self.sources):
             raise ConfigError(
                 f"data.sources is {list(self.sources)} and data.mixture has {len(self.mixture)} parts; name at least "

@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 import msgspec
@@ -26,7 +26,6 @@ USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_c
 """Of a column of lengths; the first that a table has counts."""
 
 _SUFFIXES = (".npy", ".npz", ".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson")
-Column = TypeVar("Column")
 _MOST_LENGTH = np.iinfo(np.int64).max
 _SHOWN_CHARACTERS = 40
 
@@ -104,7 +103,7 @@ def _meant_array(content: bytes, source: str) -> bytes:
         raise DataError(
             f"{source} cannot be read as an .npz: {err}; write it with numpy.savez(path, length=...)"
         ) from err
-    return _meant_column(arrays, arrays, source, "arrays")
+    return bytes(_meant_column(arrays, arrays, source))  # by the name of the array, as of a table's column
 
 
 def _npy_lengths(content: bytes, source: str) -> NDArray[np.int64]:
@@ -187,9 +186,7 @@ _HOW = (
 )
 
 
-def _meant_column(
-    whole: Mapping[str, Column], columns: Iterable[str], source: str, kind: str = "columns of whole numbers"
-) -> Column:
+def _meant_column(whole: Mapping[str, Sequence[int]], columns: Iterable[str], source: str) -> Sequence[int]:
     """The one column of whole numbers, or the one with a usual name among several."""
     if len(whole) == 1:
         return next(iter(whole.values()))
@@ -198,9 +195,9 @@ def _meant_column(
         if name in by_name:
             return by_name[name]
     if not whole:
-        raise DataError(f"{source} has no {kind} among {', '.join(map(repr, columns))}; {_HOW}")
+        raise DataError(f"{source} has no column of whole numbers among {', '.join(map(repr, columns))}; {_HOW}")
     raise DataError(
-        f"{source} has {len(whole)} {kind}: {', '.join(map(repr, whole))}; keep the one with the "
+        f"{source} has {len(whole)} columns of whole numbers: {', '.join(map(repr, whole))}; keep the one with the "
         f"lengths, or call it '{USUAL_NAMES[0]}'"
     )
 

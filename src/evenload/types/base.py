@@ -23,15 +23,11 @@ class Frozen(msgspec.Struct, metaclass=_FrozenMeta, frozen=True, kw_only=True, f
     """Base struct. Tuples instead of lists, units in field names, half-open ranges."""
 
 
-def write_out_home(settings: Frozen, section: str) -> None:
-    """Replace `~` at the beginning of every `PathText` of a struct that is being made; `ConfigError` where nobody knows
+def write_out_home(settings: Frozen) -> None:
+    """Replace `~` at the beginning of every `PathText` of a struct that is being made; a `ConfigError` where nobody has
     that home."""
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        value = getattr(settings, name)
-        if value is not None and PathText in (hint, *get_args(hint)) and value.startswith("~"):
-            path = os.path.expanduser(value)
-            if path == value:
-                raise ConfigError(
-                    f"{section}.{name} is '{value}', a home that nobody here has; ./{value} is a folder here"
-                )
+        if PathText in (hint, *get_args(hint)) and (value := getattr(settings, name) or "").startswith("~"):
+            if (path := os.path.expanduser(value)) == value:
+                raise ConfigError(f"{name} is '{value}', and no such home is known; ./{value} is a path here")
             msgspec.structs.force_setattr(settings, name, path)

@@ -225,7 +225,8 @@ class GlobalBatchLoader:
         """An epoch ends: documents came of it, and all that was read of it is accounted for."""
         account, held = self._drawn.account(self.ledger.state)
         if not num_sampled and self.config.reads == "held_out" and not account.read.documents:
-            number = sum(part.count_records() for part in self.parts)
+            opened = ((of.readers[one.file], of.files[one.file], one.part) for of in self.parts for one in of.segments)
+            number = sum(1 for reader, file, part in opened for _ in reader.records(file, part))
             raise DataError(
                 f"validation.share {self.config.held_out_share:g} holds out none of {counted(number, 'document')} of "
                 "data.sources; raise it, or give validation.sources"

@@ -42,10 +42,6 @@ class PartFiles:
     def origin(self, file: int, offset: int) -> str:
         return self.readers[file].origin(self.files[file], offset)
 
-    def count_records(self) -> int:
-        """How many there are; reads all files."""
-        return sum(1 for file, part in self.segments for _ in self.readers[file].records(self.files[file], part))
-
 
 def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
     """The files of a part, or the Hugging Face data set that is read instead of `config.sources`."""

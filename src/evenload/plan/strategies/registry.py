@@ -42,36 +42,28 @@ def whole_strategies() -> tuple[str, ...]:
 
 
 def require_trainable(
-    name: str,
-    layout: ParallelLayout,
-    options: PlanOptions,
-    *,
-    feedback: bool = False,
-    max_document_tokens: int | None = None,
+    name: str, layout: ParallelLayout, options: PlanOptions, longest: int | None = None, *, feedback: bool = False
 ) -> None:
-    """Refuse what `evenload plan` predicts and the runtime of this version cannot run, what would end a run at a later
-    batch, and settings that would do nothing (`evenload plan` compares many strategies under one set of options, a run
-    has one strategy).
+    """Refuse what `evenload plan` predicts and the runtime of this version cannot run, what would end a run later, and
+    settings that would do nothing (`evenload plan` compares many strategies under one set of options, a run has one).
 
     Args:
         feedback: plans shall follow the measured speed of ranks (`plan.feedback`).
-        max_document_tokens: of the longest document that may come; None = not known.
+        longest: `data.max_document_tokens`; None = not known.
 
     Raises:
-        ConfigError: unknown; it knows no pipeline and the layout has one; an option is set that it does not read;
-            options that do not go together; documents that fit no pack and are not cut; or feedback has nothing to
-            decide.
+        ConfigError: unknown; it knows no pipeline and the layout has one; options that it does not read, or that do
+            not go together; documents that fit no pack and are not cut; or feedback has nothing to decide.
     """
     strategy = strategy_named(name)
     strategy.require_layout(layout)
     strategy.require_schedule(options, layout)
     strategy.require_options(options)
-    limit = options.max_pack_tokens
-    if limit is not None and (max_document_tokens or 0) > limit and not strategy.cuts_documents:
+    if not strategy.cuts_documents and options.max_pack_tokens and (longest or 0) > options.max_pack_tokens:
         raise ConfigError(
-            f"plan.options.max_pack_tokens is {limit}, data.max_document_tokens is {max_document_tokens}, and strategy "
-            f"{name} never cuts, so a longer document would fit no pack; raise max_pack_tokens, lower "
-            'max_document_tokens with data.overlong = "split", "truncate" or "drop", or train with slimpack or auto'
+            f"plan.options.max_pack_tokens is {options.max_pack_tokens}, data.max_document_tokens is {longest}, and "
+            f"strategy {name} never cuts a document; raise the former, lower the latter (and say data.overlong), or "
+            "train with slimpack or auto"
         )
     if feedback:
         _require_feedback(strategy, layout)

@@ -27,7 +27,7 @@ class LoraConfig(Frozen):
     path: PathText | None = None
 
     def __post_init__(self) -> None:
-        write_out_home(self, "model.lora")
+        write_out_home(self)
         if self.rank < 1:
             raise ConfigError(f"model.lora.rank is {self.rank}, must be at least 1")
         if self.alpha <= 0:

@@ -128,7 +128,7 @@ class RunConfig(Frozen):
     survivor_memory: Literal["off", "shared"] = "off"
 
     def __post_init__(self) -> None:
-        write_out_home(self, "train")
+        write_out_home(self)
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
         if self.checkpoint_every_steps < 0:

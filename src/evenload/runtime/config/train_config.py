@@ -55,7 +55,7 @@ class ModelConfig(Frozen):
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
-        write_out_home(self, "model")
+        write_out_home(self)
 
 
 class ParallelConfig(Frozen):
