@@ -1,6 +1,7 @@
 """Commands where containers, batch systems, old terminals and users name files and directories oddly: they work, or say
 in one line what is wrong."""
 
+import io
 import json
 import os
 import re
@@ -18,9 +19,10 @@ from rich.console import Console
 from dist_training import COSTS
 from evenload import plan
 from evenload.cli import worker_setup
-from evenload.cli.environment import prepare_environment, with_home
+from evenload.cli.environment import prepare_environment, replace_unknown_characters, with_home
 from evenload.cli.main import main
 from evenload.cli.output_file import require_writable, require_writable_directory
+from evenload.cli.train_run import train_run
 from evenload.cost.coefficients import read_coefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
@@ -28,7 +30,7 @@ from evenload.data.reading.held_out import HoldOut
 from evenload.errors import ConfigError, DataError
 from evenload.hub.model_files import model_from
 from evenload.runtime.config.config_keys import settings_of
-from evenload.runtime.config.train_config import TrainConfig, load_train_config
+from evenload.runtime.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.types.base import PathText
 from evenload.types.layout import even_layout
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
@@ -211,6 +213,16 @@ def test_links_that_lead_nowhere_are_named(tmp_path, monkeypatch, capsys):
             ConfigError, match=rf"output_dir is {name}, but .* is a link to \S+, which leads nowhere; make"
         ):
             require_writable_directory(Path(name), "train.output_dir")
+    run = {
+        "model": {"path": "m"},
+        "data": {"sources": ["s"], "max_document_tokens": 8, "batch_documents": 1},
+        "train": {"output_dir": "dangling", "steps": 1},
+    }
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a rank of torchrun")
+    with pytest.raises(ConfigError, match=r"output_dir is dangling, but .* which leads nowhere"):
+        train_run(read_train_config(run), name="c.toml", command="")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    capsys.readouterr()
     for arguments in (
         ("train", "loop"), ("check", "dangling"), ("plan", "l.txt", *PLAN, "--cost", "loop"), ("lengths", "dangling"),
         ("lengths", "l.txt", "--json", "loop"), ("lengths", "loop"), ("lengths", "l.txt", "--json", "dangling"),
@@ -313,3 +325,12 @@ def test_a_damaged_npz_is_named(tmp_path, capsys):
     (tmp_path / "l.npz").write_bytes(b"PK\x03\x04 no archive")
     code, text = lengths(tmp_path / "l.npz", capsys)
     assert (code, "l.npz cannot be read as an .npz: File is not a zip file" in text) == (2, True)
+
+
+def test_characters_that_a_terminal_lacks_are_replaced_like_with_like():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        replace_unknown_characters()
+        print(f"1.2× ±6 % … ▶ é ① 東 {BYTES_NAME} ██▏", end="", flush=True)
+    assert stream.buffer.getvalue() == rb"1.2x +-6 % ... > e 1 ? by\xe9te ###"

@@ -12,9 +12,7 @@ import unicodedata
 
 from evenload.errors import ConfigError
 
-_ALIKE = str.maketrans("×·→−–►▶▸◄▲▼★─│┌┐└┘├┤┬┴┼µλΣ", "x.>-->>><^v*-|+++++++++ulS") | dict.fromkeys(
-    range(0x2580, 0x25A0), "#"
-)
+_ALIKE = str.maketrans("×·→−–►▶▸★│─█▉▊▋▌▍▎▏▁▲▼µ", "x.>-->>>*|-########_^vu") | {ord("±"): "+-"}
 
 
 def prepare_environment() -> None:
@@ -47,13 +45,12 @@ def replace_unknown_characters() -> None:
 
 def _alike(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
-    return "".join(map(_alike_character, error.object[error.start : error.end].translate(_ALIKE))), error.end
-
-
-def _alike_character(one: str) -> str:
-    if "\udc80" <= one <= "\udcff":  # a byte of a file name that is no text
-        return f"\\x{ord(one) - 0xDC00:02x}"
-    return unicodedata.normalize("NFKD", one).encode("ascii", "ignore").decode() or "?"
+    plain = ""
+    for one in error.object[error.start : error.end].translate(_ALIKE):
+        is_byte = "\udc80" <= one <= "\udcff"  # of a file name that is no text
+        known = unicodedata.normalize("NFKD", one).encode("ascii", "ignore").decode() or "?"
+        plain += f"\\x{ord(one) - 0xDC00:02x}" if is_byte else known
+    return plain, error.end
 
 
 def with_home(argument: str) -> str:

@@ -55,6 +55,7 @@ def train_run(
             "starting processes (importing PyTorch takes some seconds)\n"
         )
         sys.stderr.flush()
+    require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     if _TORCHRUN in os.environ:
         if nproc is not None:
             raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
@@ -64,7 +65,6 @@ def train_run(
         run = _run_elastic_rank if settings.train.on_lost_rank == "shrink" else _run_rank
         return record(run)(settings, calibration_cache(), "the same torchrun command", callbacks) or 0
     _require_survivable(settings)
-    require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 
     checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)

@@ -131,12 +131,6 @@ class Profile(Frozen):
     beside: tuple[tuple[str | float, ...], ...] = ()
     digest: str = ""
 
-    @property
-    def allocator_overhead(self) -> float | None:
-        """Memory held for a byte that was needed; None where it is not known. Includes, on a CPU, what libraries take
-        when they are first used, so that it means little for small models."""
-        return self.held_bytes / self.counted_bytes if self.held_bytes else None
-
 
 def digest_of(coefficients: msgspec.Struct) -> str:
     """Of all fields that differ from their defaults, but the digest itself; a field that a later version adds with a

@@ -100,9 +100,7 @@ def _meant_array(content: bytes, source: str) -> bytes:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             arrays = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as err:
-        raise DataError(
-            f"{source} cannot be read as an .npz: {err}; write it with numpy.savez(path, length=...)"
-        ) from err
+        raise DataError(f"{source} cannot be read as an .npz: {err}; write it again with numpy.savez") from err
     return bytes(_meant_column(arrays, arrays, source))  # by the name of the array, as of a table's column
 
 
