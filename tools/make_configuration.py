@@ -85,6 +85,7 @@ def _type(hint: Any) -> str:
     values = re.search(r"Literal\[(.*)\]", text)
     if values:
         return ", ".join(f'`"{value}"`' for value in re.findall(r"'([^']*)'", values[1]))
+    text = re.sub(r"typing\.Optional\[(.*)\]", r"\1 | None", text)
     text = (
         text.replace("tuple[str, ...]", "list of strings")
         .replace("tuple[int, ...]", "list of integers")

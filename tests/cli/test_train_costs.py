@@ -148,6 +148,8 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert untold.is_changed, "what was measured is part of the record"
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
     assert not msgspec.structs.replace(costs, copies=copies).is_changed, "a run measured them"
+    assert costs.profile is not None
+    assert costs.profile.held_bytes == 1.5 * costs.profile.counted_bytes
 
     changed = msgspec.structs.replace(costs, optimizer_s_per_parameter=1e-12)
     assert "CHANGED after it was measured" in measured_line(changed)

@@ -153,3 +153,19 @@ def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path):
         f"train.output_dir={tmp_path}/again",
     ]
     assert gloo_pool.run(1, train_steps, str(config_file), from_export, 1)[0][0] > 0
+
+
+def test_an_epochs_small_last_batch_trains_under_interleaved_stages(gloo_pool, tmp_path):
+    """Two pipeline ranks of two virtual stages, batches of 6, 6 and 1 documents: packs are no multiple of the ranks."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(13):
+        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13))
+    config = write_training_config(tmp_path, corpus, data="epochs = 1", num_layers=4)
+    overrides = [
+        *("parallel.pp=2", "parallel.virtual=2", "plan.strategy=balanced", "plan.options.schedule=interleaved"),
+        *("data.batch_documents=6", "train.steps=3"),
+    ]
+    ranks = gloo_pool.run(2, train_steps, str(config), overrides, 4)
+    assert len(ranks[0]) == 3
+    assert ranks[0] == pytest.approx(plain_losses(load_train_config(config, overrides)), rel=1e-9)

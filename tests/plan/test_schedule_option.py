@@ -1,22 +1,28 @@
 """`plan.options.schedule`: every registered schedule under every strategy that can run it, and ZB-H1 in `auto`."""
 
 import dataclasses
+import itertools
+import random
 
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
 from evenload.hub.model_files import model_from
+from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
+from evenload.plan.strategies.best_fit import BestFitOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_trainable
+from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.zero_bubble import ZB_H1
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
+from sweeps import LOOKS_FURTHER
 
 MODEL = model_from("qwen2.5-0.5b")
 EVEN = (1500,) * 8
@@ -95,3 +101,80 @@ def test_a_replica_without_documents_has_nothing_to_order():
     for schedule in SCHEDULES:
         found = propose((1500,), "balanced", schedule, pp=1, dp=2)
         assert [len(schedule.ranks[0]) > 0 for schedule in found.plan.schedules] == [True, False]
+
+
+FAST = (AutoOptions(max_candidates=4),)
+
+
+def batch_of(seed: random.Random, most: int = 2048) -> list[int]:
+    """Lengths of 1 to 20 documents: any, equal, short, or one that is long beside short ones."""
+    count, kind = seed.randint(1, 20), seed.choice(("any", "equal", "short", "one long"))
+    longest = {"any": most, "equal": 1, "short": 4, "one long": 40}[kind]
+    lengths = [1500 if kind == "equal" else seed.randint(1, longest) for _ in range(count)]
+    return [*lengths[1:], most] if kind == "one long" else lengths
+
+
+@pytest.mark.parametrize("strategy", [name for name, one in STRATEGIES.items() if not one.needs_solver])
+def test_no_batch_ends_a_run_that_was_accepted_at_start(strategy):
+    """Every schedule in layouts of 1, 2 and 4 stages of ranks with one and two virtual stages, alone and step by step:
+    what `require_trainable` accepts, every batch of documents that fit a pack is planned, under that schedule."""
+    seed, accepted = random.Random(strategy), 0
+    slow, alone = STRATEGIES[strategy].search is not None, STRATEGIES[strategy].needs_one_stage
+    layouts = list(itertools.product((1,) if alone else (1, 2, 4), (1,) if alone else (1, 2), (1, 2)))
+    few = 2 if slow or alone else 6
+    for schedule in ("choose", *SCHEDULES):
+        for pp, virtual, dp in layouts if LOOKS_FURTHER else seed.sample(layouts, few):
+            layout = even_layout(MODEL.num_layers, dp=dp, pp=pp, virtual=virtual)
+            options = PlanOptions(
+                max_pack_tokens=2048,
+                schedule=schedule,
+                policy=seed.choice(("replay", "choose")),
+                candidates=1 if slow else seed.choice((1, 6)),
+                micro_batches=seed.choice((None, None, 1, 3)),
+                window=seed.choice((1, 2)),
+                strategies=FAST if strategy == "auto" else (),
+            )
+            try:
+                require_trainable(strategy, layout, options, 2048)
+            except ConfigError:
+                continue
+            accepted += 1
+            costs = analytic_coefficients(MODEL, cluster_from("h100x8" if layout.world_size < 9 else "h100x16"), layout)
+            planner = StepPlanner(MODEL, costs, layout, seed.choice((None, 80 * 2**30)), options, host="unlimited")
+            for _ in range(4 if LOOKS_FURTHER else 1):
+                state, waiting = seed.choice((None, DelayState())), ()
+                steps = 1 if state is None else 3
+                for step in range(steps):
+                    first = 100 * step
+                    lengths = batch_of(seed)
+                    new = (Document(doc_id=first + i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
+                    documents = (*waiting, *new)
+                    found = planner.propose(step, documents, strategy, state=state, is_last=step == steps - 1)
+                    validate_plan(found.plan, max_pack_tokens=2048)
+                    left, state = {one.doc_id for one in found.plan.left_out}, found.state
+                    waiting = tuple(document for document in documents if document.doc_id in left)
+                    assert found.feasible
+                    used = {choice.candidate.schedule for choice in found.choices if len(choice.documents)}
+                    assert schedule == "choose" or used <= {schedule}
+                assert not waiting
+    assert accepted >= (2 if alone else 8)
+
+
+def test_options_that_end_a_run_later_are_refused_at_start():
+    layout = even_layout(4, dp=2)
+    published = PlanOptions(schedule="list", strategies=(SlimpackOptions(as_published=True),))
+    with pytest.raises(ConfigError, match=r"slimpack.as_published runs PackFlow's static order; leave one out"):
+        require_trainable("slimpack", layout, published)
+    windows = PlanOptions(max_pack_tokens=64, strategies=(BestFitOptions(window_tokens=65),))
+    with pytest.raises(ConfigError, match=r"best_fit.window_tokens is 65, max_pack_tokens is 64"):
+        require_trainable("best_fit", layout, windows)
+    for name, strategy in STRATEGIES.items():
+        options = PlanOptions(max_pack_tokens=64)
+        require_trainable(name, layout, options, 64)
+        if strategy.cuts_documents:
+            require_trainable(name, layout, options, 65)
+        else:
+            with pytest.raises(
+                ConfigError, match=f"is 64, data.max_document_tokens is 65, and strategy {name} never cuts"
+            ):
+                require_trainable(name, layout, options, 65)

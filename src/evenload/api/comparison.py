@@ -141,16 +141,16 @@ class Comparison:
 
     def write_html(self, path: str | Path) -> None:
         """The page of `evenload plan --html`; `ConfigError` where it cannot be written."""
-        write_output(Path(path), b"")
-        write_report(Path(path), plan_report(self._found))
+        write_output(Path(path).expanduser(), b"")
+        write_report(Path(path).expanduser(), plan_report(self._found))
 
     def write_trace(self, path: str | Path) -> None:
         """The first step of the best strategy for Perfetto; `ConfigError` where it cannot be written, or was planned on
         a part of a large cluster only, `InfeasiblePlanError` where nothing could be planned."""
         for name in (self.best,) if self.best else self._found.evaluation.proposals:
             self._found.require_whole(name, f"trace {path}")
-        write_output(Path(path), b"")
-        write_plan_trace(Path(path), self._found.evaluation)
+        write_output(Path(path).expanduser(), b"")
+        write_plan_trace(Path(path).expanduser(), self._found.evaluation)
 
     def __str__(self) -> str:
         text = io.StringIO()

@@ -67,12 +67,12 @@ def plan(
         if given.get(name) is not None:
             given[name] = list(given[name])
     if given.get("cost") is not None:
-        given["cost"] = Path(given["cost"])
+        given["cost"] = Path(given["cost"]).expanduser()
     is_named = isinstance(lengths, str | os.PathLike)
     asked = PlanArguments(
-        lengths=os.fspath(lengths) if isinstance(lengths, str | os.PathLike) else GIVEN,
-        cluster=None if cluster is None else os.fspath(cluster),
-        model=None if model is None else os.fspath(model),
+        lengths=os.path.expanduser(lengths) if isinstance(lengths, str | os.PathLike) else GIVEN,
+        cluster=None if cluster is None else os.path.expanduser(cluster),
+        model=None if model is None else os.path.expanduser(model),
         layout=layout,
         documents=documents,
         tokens=None if tokens is None else str(tokens),

@@ -1,6 +1,7 @@
 """A cache of calibrated cost files, keyed by everything that changes the measured seconds."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ def cached_path(
 
 
 def read_cached(path: Path) -> CostCoefficients | None:
-    return read_coefficients(path) if path.is_file() else None
+    return read_coefficients(path) if os.path.isfile(path) else None  # no directory that may not be searched
 
 
 def write_cached(path: Path, coefficients: CostCoefficients) -> None:

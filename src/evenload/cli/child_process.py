@@ -13,6 +13,7 @@ Children end with the launcher, however that ends: each watches a pipe that mult
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -21,16 +22,28 @@ from multiprocessing import forkserver
 from typing import ParamSpec, TypeVar
 
 from evenload.cli.stop_request import STOP_SIGNALS
-from evenload.errors import EvenloadError
+from evenload.errors import ConfigError, EvenloadError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_MOST_BYTES = 103 - len("/pymp-12345678/listener-12345678")  # of a socket's path on macOS; Linux takes 4 more
+_SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def start_fork_server(*modules: str) -> None:
     """Let a fork server import these while this process goes on; nothing happens where one runs already."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["evenload.cli.fork_server_start", *modules])
-    forkserver.ensure_running()
+    own = tempfile.gettempdir()
+    short = [
+        one for one in (own, *_SHORT_DIRECTORIES) if len(os.fsencode(one)) <= _MOST_BYTES and os.access(one, os.W_OK)
+    ]
+    if not short:
+        raise ConfigError(f"TMPDIR is {own}, too long for paths of sockets; set one of at most {_MOST_BYTES} bytes")
+    tempfile.tempdir = short[0]  # children make their sockets beside the server's, and other files where TMPDIR says
+    try:
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = own
 
 
 def call_in_child(function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:

@@ -8,10 +8,13 @@ import os
 import signal
 import sys
 
+from evenload.cli.environment import replace_unknown_characters
 from evenload.cli.stop_request import STOP_SIGNALS
 
 for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)
+
+replace_unknown_characters()
 
 # Python puts the working directory in front for `-c`, and a file random.py of the user's would be imported here.
 sys.path[:] = [path for path in sys.path if path]

@@ -22,7 +22,7 @@ from evenload.runtime.config.config_keys import set_options
 from evenload.runtime.config.train_config import TrainConfig, load_train_config
 
 SOURCE_HELP = (
-    "Document lengths: .npy, .txt (one a line), .csv or .json of numbers (also .gz); or documents that are counted "
+    "Document lengths: .npy, .npz, .txt (one a line), .csv or .json of numbers (also .gz); or documents to count "
     "(file, folder, glob, URL); or the config.toml of a run of 'evenload train', for the documents that it trains."
 )
 DATA_PANEL = "Documents"

@@ -19,7 +19,7 @@ from evenload.cli.length_source import (
     unit_line,
 )
 from evenload.cli.option_values import COUNTS, parse_tokens
-from evenload.cli.output_file import require_writable, write_output
+from evenload.cli.output_file import require_writable, shown_name, write_output
 from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths, require_windows
 from evenload.report.lengths_page import write_lengths_page
 from evenload.report.lengths_png import write_lengths_png
@@ -74,6 +74,7 @@ def lengths_command(
     # Counting the tokens of a text source takes time; the spinner shows on terminals only.
     with Console(stderr=True).status(f"reading {escape(source)}"):
         table = asked.read()
+    source = shown_name(source)
     profile = profile_lengths(table.lengths, windows)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     title = f"evenload {version('evenload')} lengths: {source}"

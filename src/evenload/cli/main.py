@@ -12,6 +12,7 @@ import typer
 
 from evenload.cli.bench import bench_command
 from evenload.cli.check import check_command
+from evenload.cli.environment import prepare_environment, with_home
 from evenload.cli.help_text import help_text
 from evenload.cli.lengths import lengths_command
 from evenload.cli.plan import plan_command
@@ -55,7 +56,8 @@ def root(
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit: 0 ok, 2 user error, 3 infeasible, 1 a broken plan."""
     try:
-        app(args=arguments)
+        prepare_environment()
+        app(args=[with_home(one) for one in (sys.argv[1:] if arguments is None else arguments)])
     except EvenloadError as error:
         sys.stderr.write(f"evenload: error: {' '.join(str(error).split())}\n")
         sys.exit(error.exit_code)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from evenload.cli.length_source import LengthSource, length_source, unit_line
+from evenload.cli.output_file import shown_name
 from evenload.cli.plan_arguments import DEFAULT_SEARCH_S, PlanArguments
 from evenload.cli.plan_engine import engine_evaluation, engine_layout, require_engine
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
@@ -132,7 +133,7 @@ def find_plans(asked: PlanArguments, console: Console, source: LengthSource | No
         if asked.engine:
             require_engine(asked.engine, inputs, strategies, layout)
     coefficients = inputs.costs.of(layout)
-    said = inputs_said(asked, inputs, source.name, table, layout)
+    said = inputs_said(asked, inputs, shown_name(source.name), table, layout)
     say(console, first_line(said, table, layout, coefficients), unit_line(table))
     say(console, *(f"cost: {note}" for note in inputs.costs.notes(layout)))
     say(console, "" if asked.engine else host_line(inputs, coefficients))

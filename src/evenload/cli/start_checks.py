@@ -8,6 +8,8 @@ and what their files hold (`data.reading.part_files`). tests/support/matrix.py l
 in tests/dist/test_matrix.py.
 """
 
+import msgspec
+
 from evenload.attention.backends import select_backend
 from evenload.cost.coefficients import read_coefficients
 from evenload.cost.coverage import require_covered
@@ -46,8 +48,11 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     require_optimizer(config, spec, len(layouts))
     require_whole_model(config, layouts)
     _require_use_of_twins(config, layouts)
+    options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
     for one in layouts:
-        require_trainable(config.plan.strategy, one, config.plan.options, feedback=config.plan.feedback)
+        require_trainable(
+            config.plan.strategy, one, options, config.data.max_document_tokens, feedback=config.plan.feedback
+        )
     if config.train.cost_file is not None:
         file = config.train.cost_file
         require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evenload.cli.environment import prepare_environment
 from evenload.cli.output_file import calibration_cache, require_writable_directory
 from evenload.errors import ConfigError
 from evenload.runtime.config.log_config import require_trackers
@@ -45,6 +46,7 @@ def train_run(
     Raises:
         SystemExit: 128 + signal, where processes were started here and a signal stopped them.
     """
+    prepare_environment()
     require_trackers(settings.log)
     if os.environ.get("RANK", "0") == "0":
         # Importing torch takes seconds, in which nobody should have to wonder.
@@ -53,6 +55,7 @@ def train_run(
             "starting processes (importing PyTorch takes some seconds)\n"
         )
         sys.stderr.flush()
+    require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     if _TORCHRUN in os.environ:
         if nproc is not None:
             raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
@@ -62,7 +65,6 @@ def train_run(
         run = _run_elastic_rank if settings.train.on_lost_rank == "shrink" else _run_rank
         return record(run)(settings, calibration_cache(), "the same torchrun command", callbacks) or 0
     _require_survivable(settings)
-    require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
     from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 
     checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)

@@ -232,7 +232,14 @@ def _found_or_measured(
             soft_wrap=True,
         )
     elif mesh.rank == 0:
-        write_cached(path, measured.coefficients)
+        try:
+            write_cached(path, measured.coefficients)
+        except OSError as error:  # such as of a home that is no directory of the user's
+            console.print(
+                f"these costs are not kept for the next run: {path.parent} cannot be written ({error.strerror}); set "
+                "HOME or XDG_CACHE_HOME",
+                soft_wrap=True,
+            )
     return measured.coefficients
 
 

@@ -360,7 +360,7 @@ def read_coefficients(path: str | Path) -> CostCoefficients:
         ConfigError: the file is missing or is not a cost file; the message names the field.
     """
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=CostCoefficients)
+        return msgspec.json.decode(Path(path).expanduser().read_bytes(), type=CostCoefficients)
     except OSError as error:
         raise unreadable(f"cost file {path}", error) from error
     except msgspec.MsgspecError as error:

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 import msgspec
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.nearest_name import did_you_mean
 
 Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow", "memmap"]
@@ -160,9 +160,9 @@ class DataConfig(Frozen):
     ignore_columns: tuple[str, ...] = ()
     document_end_id: int | None = None
     loss_on: LossOn = "auto"
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     include: tuple[str, ...] = ()
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     eos_token: str | None = None
     append_eos: bool = True
     prepend_bos: bool | None = None
@@ -182,6 +182,7 @@ class DataConfig(Frozen):
     stall_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        write_out_home(self)
         if bool(self.sources) == bool(self.mixture) or not all(self.sources):
             raise ConfigError(
                 f"data.sources is {list(self.sources)} and data.mixture has {len(self.mixture)} parts; name at least "

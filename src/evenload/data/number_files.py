@@ -1,4 +1,4 @@
-"""`read_numbers`: document lengths from files that hold numbers: .npy, .txt, .csv, .tsv, .json, .jsonl, also with .gz.
+"""`read_numbers`: document lengths from files of numbers: .npy, .npz, .txt, .csv, .tsv, .json, .jsonl, also with .gz.
 
 A table must have one column of whole numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused in
 words, because a table that is read as if it were a document gives one length that looks right. Only .jsonl may hold
@@ -8,6 +8,7 @@ documents, too; its first record tells. Price: a file of numbers is held in memo
 import csv
 import gzip
 import io
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from evenload.errors import ConfigError, DataError
 USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_count", "num_bytes", "bytes", "len")
 """Of a column of lengths; the first that a table has counts."""
 
-_SUFFIXES = (".npy", ".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson")
+_SUFFIXES = (".npy", ".npz", ".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson")
 _MOST_LENGTH = np.iinfo(np.int64).max
 _SHOWN_CHARACTERS = 40
 
@@ -52,7 +53,9 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as err:
             raise DataError(f"{source} cannot be decompressed: {err}; write it again with gzip") from err
-    if name.endswith(".npy"):
+    if name.endswith(".npz"):
+        content = _meant_array(content, source)
+    if name.endswith((".npy", ".npz")):
         return _npy_lengths(content, source)
     if name.endswith(".txt"):
         return _lines_of_numbers(content, source)
@@ -89,6 +92,16 @@ def _begins_with_numbers(source: str) -> bool:
     if isinstance(record, dict):
         return bool(record) and all(_is_whole(value) or isinstance(value, float) for value in record.values())
     return _is_whole(record) or isinstance(record, float)
+
+
+def _meant_array(content: bytes, source: str) -> bytes:
+    """The array of an .npz that is meant, as the .npy that it is there."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            arrays = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as err:
+        raise DataError(f"{source} cannot be read as an .npz: {err}; write it again with numpy.savez") from err
+    return bytes(_meant_column(arrays, arrays, source))  # by the name of the array, as of a table's column
 
 
 def _npy_lengths(content: bytes, source: str) -> NDArray[np.int64]:

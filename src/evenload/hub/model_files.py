@@ -1,6 +1,7 @@
 """`model_from`: the shape of a model by a built-in name, or read from its `config.json`, here or on the Hub."""
 
 import json
+import os
 from pathlib import Path
 
 from evenload.errors import ConfigError
@@ -20,7 +21,7 @@ def model_from(name_or_path: str) -> ModelSpec:
     """
     if name_or_path in MODELS:
         return MODELS[name_or_path]
-    path = Path(local_path(name_or_path, "model"))
+    path = Path(local_path(os.path.expanduser(name_or_path), "model"))
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():

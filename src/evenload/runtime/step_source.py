@@ -97,7 +97,8 @@ class StepSource:
     ) -> None:
         options = planner.start.options if isinstance(planner, FlexPlanner) else planner.options
         for layout in meshes.layouts:
-            require_trainable(strategy, layout, options, feedback=track is not None)
+            longest = loader.config.max_document_tokens
+            require_trainable(strategy, layout, options, longest, feedback=track is not None)
         assert options.max_pack_tokens is not None, "`run_planner` decides it"
         watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
         maker = StepMaker(

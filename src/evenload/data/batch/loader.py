@@ -233,12 +233,20 @@ class GlobalBatchLoader:
     def _check_epoch(self, epoch: int, num_sampled: int) -> None:
         """An epoch ends: documents came of it, and all that was read of it is accounted for."""
         account, held = self._drawn.account(self.ledger.state)
+        if not num_sampled and self.config.reads == "held_out" and not account.read.documents:
+            opened = ((of.readers[one.file], of.files[one.file], one.part) for of in self.parts for one in of.segments)
+            number = sum(1 for reader, file, part in opened for _ in reader.records(file, part))
+            raise DataError(
+                f"validation.share {self.config.held_out_share:g} holds out none of {counted(number, 'document')} of "
+                "data.sources; raise it, or give validation.sources"
+            )
         if not num_sampled:
             files = sum(len(part.files) for part in self.parts)
             named = list(self.config.sources) or [part.name for part in self.config.mixture]
             raise DataError(
                 f"epoch {epoch} of {counted(files, 'file')} in {named} has no document "
-                f"to train ({'; '.join(account.lines(held))}); check data.sources, data.overlong and data.on_corrupt"
+                f"to train ({'; '.join(account.lines(held))}); check data.sources, data.overlong, "
+                "data.on_corrupt and validation.share"
             )
         Ledger(account).check(held)
 

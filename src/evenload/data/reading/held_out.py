@@ -39,5 +39,5 @@ class HoldOut:
 
     def is_held_out(self, key: str, offset: int) -> bool:
         """A record of the file with this key."""
-        hashed = blake2b(f"{key}\n{offset}".encode(), digest_size=_HASH_BYTES).digest()
+        hashed = blake2b(f"{key}\n{offset}".encode(errors="surrogateescape"), digest_size=_HASH_BYTES).digest()
         return int.from_bytes(hashed) < self.share * 256**_HASH_BYTES

@@ -123,6 +123,6 @@ def files_digest(files: Sequence[SourceFile]) -> str:
     """Number of files, bytes, and a hash of their relative paths and sizes, to notice that they changed."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.key}\0{file.size_bytes}\0".encode())
+        digest.update(f"{file.key}\0{file.size_bytes}\0".encode(errors="surrogateescape"))
     total_bytes = sum(file.size_bytes or 0 for file in files)
     return f"{len(files)} files of {total_bytes} bytes, {digest.hexdigest()[:16]}"

@@ -14,7 +14,7 @@ import numpy as np
 from evenload.errors import ConfigError
 from evenload.plan.packing.bin_packing import best_fit_decreasing
 from evenload.plan.packing.whole_packs import assign_in_turn
-from evenload.plan.problem.options import StrategyOptions
+from evenload.plan.problem.options import PlanOptions, StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy
 
@@ -39,12 +39,16 @@ class BestFitOptions(StrategyOptions, tag="best_fit"):
 
 def plan_best_fit(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
     limit, asked = problem.window_tokens("best_fit"), problem.options.own(BestFitOptions).window_tokens
-    if asked is not None and asked > limit:
+    return assign_in_turn(problem, _windows(problem, limit if asked is None else asked))
+
+
+def _require_windows(options: PlanOptions) -> None:
+    limit, asked = options.max_pack_tokens, options.own(BestFitOptions).window_tokens
+    if asked is not None and limit is not None and asked > limit:
         raise ConfigError(
             f"plan options: best_fit.window_tokens is {asked}, max_pack_tokens is {limit}; lower the former or raise "
             "the latter"
         )
-    return assign_in_turn(problem, _windows(problem, limit if asked is None else asked))
 
 
 def _windows(problem: StepProblem, window_tokens: int) -> list[list[int]]:
@@ -64,5 +68,6 @@ BEST_FIT = Strategy(
     description="fills packs by tokens, whole documents: a baseline, packs of unequal work",
     plan=plan_best_fit,
     options=BestFitOptions,
+    require_options=_require_windows,
     ignores_memory=True,
 )

@@ -41,20 +41,30 @@ def whole_strategies() -> tuple[str, ...]:
     return tuple(one.name for one in STRATEGIES.values() if one.keeps_whole and not one.changes_layout)
 
 
-def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, *, feedback: bool = False) -> None:
-    """Refuse what `evenload plan` predicts and the runtime of this version cannot run, and settings that would do
-    nothing (`evenload plan` compares many strategies under one set of options, a run has one strategy).
+def require_trainable(
+    name: str, layout: ParallelLayout, options: PlanOptions, longest: int | None = None, *, feedback: bool = False
+) -> None:
+    """Refuse what `evenload plan` predicts and the runtime of this version cannot run, what would end a run later, and
+    settings that would do nothing (`evenload plan` compares many strategies under one set of options, a run has one).
 
     Args:
         feedback: plans shall follow the measured speed of ranks (`plan.feedback`).
+        longest: `data.max_document_tokens`; None = not known.
 
     Raises:
-        ConfigError: unknown; it knows no pipeline and the layout has one; an option is set that it does not read; or
-            feedback has nothing to decide.
+        ConfigError: unknown; it knows no pipeline and the layout has one; options that it does not read, or that do
+            not go together; documents that fit no pack and are not cut; or feedback has nothing to decide.
     """
     strategy = strategy_named(name)
     strategy.require_layout(layout)
     strategy.require_schedule(options, layout)
+    strategy.require_options(options)
+    if not strategy.cuts_documents and options.max_pack_tokens and (longest or 0) > options.max_pack_tokens:
+        raise ConfigError(
+            f"plan.options.max_pack_tokens is {options.max_pack_tokens}, data.max_document_tokens is {longest}, and "
+            f"strategy {name} never cuts a document; raise the former, lower the latter (and say data.overlong), or "
+            "train with slimpack or auto"
+        )
     if feedback:
         _require_feedback(strategy, layout)
     if options.dp_merge and not strategy.shares_documents:

@@ -30,7 +30,7 @@ from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import Merge, long_merges, merge_above_printed, merge_documents, other_merges
 from evenload.plan.packing.paced_replicas import deal_until_even
 from evenload.plan.packing.pack_counts import pack_counts
-from evenload.plan.problem.options import CHOOSE, StrategyOptions
+from evenload.plan.problem.options import CHOOSE, PlanOptions, StrategyOptions
 from evenload.plan.problem.step_problem import StepProblem
 from evenload.plan.search.even_replicas import even_out
 from evenload.plan.search.found_step import FoundStep
@@ -148,12 +148,16 @@ def _rules_under(schedule: str) -> Callable[[StepProblem], SearchRules]:
     return lambda problem: slimpack_rules(problem, orders_of(schedule))
 
 
-def _plan_as_published(problems: Sequence[StepProblem]) -> Planned:
-    if problems[0].options.schedule not in (CHOOSE, STATIC.name):
+def _require_published_order(options: PlanOptions) -> None:
+    if options.own(SlimpackOptions).as_published and options.schedule not in (CHOOSE, STATIC.name):
         raise ConfigError(
-            f"plan.options.schedule is '{problems[0].options.schedule}', but plan.options.slimpack.as_published runs "
-            f"PackFlow's static order; leave one out"
+            f"plan.options.schedule is '{options.schedule}', but plan.options.slimpack.as_published runs PackFlow's "
+            "static order; leave one out"
         )
+
+
+def _plan_as_published(problems: Sequence[StepProblem]) -> Planned:
+    _require_published_order(problems[0].options)
 
     def rules(problem: StepProblem) -> SearchRules:
         return SearchRules(
@@ -350,6 +354,7 @@ SLIMPACK = Strategy(
     description="cuts documents into slices; forward and backward packs of equal work, chosen by simulation",
     search=lambda problems, others: plan_slimpack(problems),
     options=SlimpackOptions,
+    require_options=_require_published_order,
     cuts_documents=True,
     shares_documents=True,
     balances_speeds=True,

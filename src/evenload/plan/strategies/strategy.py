@@ -43,6 +43,7 @@ class Strategy:
         search: the step under every activation policy that may be used, all stored first, and the other registered
             strategies, to the best plan.
         options: what it alone reads, a struct tagged with its name.
+        require_options: refuses, by a `ConfigError`, options that do not go together; asked before a run starts, too.
         moves_documents: with which options documents really wait; asked only where there is `delay`.
         can_fit: False where it is known without planning that a problem exceeds memory: such a problem is planned only
             where no activation policy fits.
@@ -68,6 +69,7 @@ class Strategy:
     delay: DelayingPlanner | None = None
     search: Callable[[Sequence[StepProblem], Sequence["Strategy"]], Planned] | None = None
     options: type[StrategyOptions] | None = None
+    require_options: Callable[[PlanOptions], None] = lambda options: None
     moves_documents: Callable[[PlanOptions], bool] = lambda options: True
     can_fit: Callable[[StepProblem], bool] | None = None
     cuts_documents: bool = False
@@ -135,6 +137,7 @@ class Strategy:
         first = problems[0]
         self.require_layout(first.layout)
         self.require_schedule(first.options, first.layout)
+        self.require_options(first.options)
         if first.speeds is not None:
             self.require_balances_speeds()
         if self.cuts_documents and not self.tries_others:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.model import ModelSpec
 
 
@@ -24,9 +24,10 @@ class LoraConfig(Frozen):
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ()
     dropout: float = 0.0
-    path: str | None = None
+    path: PathText | None = None
 
     def __post_init__(self) -> None:
+        write_out_home(self)
         if self.rank < 1:
             raise ConfigError(f"model.lora.rank is {self.rank}, must be at least 1")
         if self.alpha <= 0:

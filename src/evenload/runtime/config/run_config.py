@@ -6,7 +6,7 @@ Needs no torch.
 from typing import Literal
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.cluster import DeviceKind
 
 # What a killed run may lose by default; a save itself costs training a copy in memory.
@@ -94,13 +94,13 @@ class RunConfig(Frozen):
             launcher ends, the checkpoint is the way back in any case.
     """
 
-    output_dir: str
+    output_dir: PathText
     steps: int | None = None
     seed: int = 0
     device: DeviceKind = "cpu"
     attention: str = "auto"
     threads_per_process: int | None = None
-    cost_file: str | None = None
+    cost_file: PathText | None = None
     checkpoint_every_steps: int = 0
     checkpoint_every_s: float | None = None
     stop_grace_s: float = 120.0
@@ -128,6 +128,7 @@ class RunConfig(Frozen):
     survivor_memory: Literal["off", "shared"] = "off"
 
     def __post_init__(self) -> None:
+        write_out_home(self)
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
         if self.checkpoint_every_steps < 0:

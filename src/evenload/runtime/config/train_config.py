@@ -22,7 +22,7 @@ from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.config.run_tokenizer import with_default_tokenizer
 from evenload.runtime.config.samples_config import SamplesConfig
 from evenload.runtime.config.validation_config import ValidationConfig, validation_data, with_held_out
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
 from evenload.types.transfers import ChannelChoice
@@ -48,11 +48,14 @@ class ModelConfig(Frozen):
         lora: train LoRA adapters and freeze the model's own weights; default: train all weights.
     """
 
-    path: str
+    path: PathText
     random_init: bool = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     router_aux_loss_coef: float | None = None
     lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        write_out_home(self)
 
 
 class ParallelConfig(Frozen):
@@ -252,7 +255,7 @@ def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         ConfigError: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise unreadable(f"configuration {path}", error) from error
     except UnicodeDecodeError as error:

@@ -139,12 +139,6 @@ class GradientReduction:
             self._squares[at] = square_sum(shard)
 
 
-def reduce_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh) -> list[Tensor]:
-    """`GradientReduction` of gradients that are all there."""
-    with GradientReduction(buffers, mesh) as reduction:
-        return reduction.finish()
-
-
 def _sum_tied_ends(buffers: Sequence[FlatBuffer], mesh: Mesh) -> None:
     """Over all ranks of both ends at once, in place: where these are not as many at either end, their shards are not
     the same elements. Price: an all-reduce of the whole weight in place of a reduce-scatter and one of shards."""

@@ -1,0 +1,336 @@
+"""Commands where containers, batch systems, old terminals and users name files and directories oddly: they work, or say
+in one line what is wrong."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dist_training import COSTS
+from evenload import plan
+from evenload.cli import worker_setup
+from evenload.cli.environment import prepare_environment, replace_unknown_characters, with_home
+from evenload.cli.main import main
+from evenload.cli.output_file import require_writable, require_writable_directory
+from evenload.cli.train_run import train_run
+from evenload.cost.coefficients import read_coefficients
+from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.config import DataConfig
+from evenload.data.reading.held_out import HoldOut
+from evenload.errors import ConfigError, DataError
+from evenload.hub.model_files import model_from
+from evenload.runtime.config.config_keys import settings_of
+from evenload.runtime.config.train_config import TrainConfig, load_train_config, read_train_config
+from evenload.types.base import PathText
+from evenload.types.layout import even_layout
+from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+from sweeps import LOOKS_FURTHER, thorough
+
+PLAN = ("--model", "llama3-8b", "--cluster", "h100x8", "--strategy", "balanced,best_fit", "--documents", "4")
+NOBODY = "import pwd\ndef getpwuid(uid):\n    raise KeyError(uid)\npwd.getpwuid = getpwuid\n"
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
+    "intermediate_size": 128, "max_position_embeddings": 512,
+}  # fmt: skip
+BYTES_NAME = os.fsdecode(b"by\xe9te")
+ODD_NAMES = ["sp ace", "new\nline", "[bold]b", "z[/red]q", "[0-9]*", "-dash", "~tilde", "東京", BYTES_NAME]
+
+
+@pytest.fixture
+def odd_environment(tmp_path: Path) -> dict[str, str]:
+    """No HOME, a user without a name or an entry, a TMPDIR too long for sockets, and a terminal that knows ASCII."""
+    (tmp_path / "nobody").mkdir()
+    (tmp_path / "nobody" / "sitecustomize.py").write_text(NOBODY)
+    long = tmp_path / ("t" * 100)
+    long.mkdir()
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")}
+    return kept | {
+        "PYTHONPATH": str(tmp_path / "nobody"),
+        "TMPDIR": str(long),
+        "LC_ALL": "C",
+        "PYTHONIOENCODING": "ascii",
+        "COLUMNS": "200",
+    }
+
+
+def run(environment: dict[str, str], folder: Path, *arguments: str) -> str:
+    """What a command that ends well wrote to both streams."""
+    done = subprocess.run(
+        [sys.executable, "-m", "evenload.cli.main", *arguments],
+        check=False, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500,
+    )  # fmt: skip
+    output = done.stdout.decode("ascii")
+    assert done.returncode == 0, output
+    assert "Traceback" not in output
+    return output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("lengths", "l.txt"), ("plan", "l.txt", *PLAN), ("plan", "--help")], ids=" ".join
+)
+def test_tables_and_help_are_written_in_ascii(odd_environment, tmp_path, arguments):
+    (tmp_path / "l.txt").write_text("100\n200\n3000\n500\n")
+    text = run(odd_environment, tmp_path, *arguments)
+    if arguments[0] == "lengths":
+        assert "|256 to 512 |   1 | 25.0 % |####" in text
+    elif arguments[1] == "l.txt":
+        assert "1.00x" in text
+        assert "> balanced" in text or "> best_fit" in text
+
+
+RUNS = {
+    "train": ("train", "config.toml", "train.output_dir=~/run"),
+    "check": ("check", "config.toml"),
+    "bench": ("bench", "config.toml", "--steps", "1", "--rounds", "1", "--json=~/bench.json"),
+    "profile": ("profile", "--model=~/model", "--minutes", "0.1", "--context", "1k", "--output=~/profile.json"),
+}
+WRITTEN = {"train": "run/report.html", "bench": "bench.json", "profile": "profile.json"}
+
+
+@pytest.mark.parametrize("name", ["train", *(pytest.param(name, marks=thorough) for name in RUNS if name != "train")])
+def test_processes_start_without_home_name_and_short_tmpdir(odd_environment, tmp_path, name):
+    settings = 'max_document_tokens = 1024\nbatch_documents = 6\n[train]\nsteps = 1\ncost_file = "cost.json"\n'
+    write_small_run(tmp_path, LONG_TAILED_TEXTS[:12], settings, tied=True)
+    write_small_costs(tmp_path)
+    if name == "profile":
+        odd_environment["HOME"] = str(tmp_path)
+    run(odd_environment, tmp_path, *RUNS[name])
+    assert not (tmp_path / "~").exists()
+    home = tmp_path if name == "profile" else Path(odd_environment["TMPDIR"], f"evenload-home-{os.getuid()}")
+    assert home.stat().st_mode & 0o077 == 0 or name == "profile"
+    assert name not in WRITTEN or (home / WRITTEN[name]).is_file()
+    assert not list(tmp_path.glob("t*/pymp-*"))
+
+
+def test_a_home_that_belongs_to_somebody_else_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setenv("USER", "somebody")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    (tmp_path / f"evenload-home-{os.getuid()}").write_text("no directory")
+    with pytest.raises(ConfigError, match=r"HOME is not set, and .*evenload-home-\d+ is another's or no directory"):
+        prepare_environment()
+
+
+def test_a_home_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    measured = SimpleNamespace(coefficients=COSTS, largest_pack_tokens=8, disturbance=SimpleNamespace(is_noisy=False))
+    for name, answer in (("calibrate", measured), ("computing_demand", None), ("what_is_timed", "")):
+        monkeypatch.setattr(worker_setup, name, lambda *asked, answer=answer: answer)
+    monkeypatch.setattr(worker_setup.dist, "broadcast_object_list", lambda *asked, **options: None)
+    mesh = SimpleNamespace(rank=0, device=SimpleNamespace(type="cpu"), control=None, layout=even_layout(2))
+    config = SimpleNamespace(
+        train=SimpleNamespace(cost_file=None, recalibrate=False),
+        data=SimpleNamespace(max_document_tokens=8),
+        max_pack_tokens=8,
+    )
+    trainer = SimpleNamespace(mesh=mesh, config=config, coefficients=None, stages=None, model=model_from("llama3-8b"))
+    found = worker_setup._found_or_measured(trainer, tmp_path / "file" / "cache", 1, Console(width=400), None)
+    assert found is COSTS
+    assert "not kept for the next run" in (shown := capsys.readouterr().out)
+    assert "cache cannot be written (Not a directory); set HOME or XDG_CACHE_HOME" in shown
+
+
+def test_arguments_with_a_tilde_are_paths_whatever_stands_before():
+    home = os.path.expanduser("~")
+    assert with_home("~/a b") == f"{home}/a b"
+    assert with_home("--html=~/x") == f"--html={home}/x"
+    assert with_home("-o=~root/x") == f"-o={os.path.expanduser('~root')}/x"
+    for same in ("~", "~tilde", "a~/b", "train.output_dir=~/run", "--set=x", ""):
+        assert with_home(same) == same
+
+
+NO_PATHS = {
+    "data.text_column", "data.messages_column", "data.prompt_column", "data.completion_column", "data.tokens_column",
+    "data.labels_column", "data.eos_token", "train.attention", "optimizer.name", "optimizer.schedule", "plan.strategy",
+    "plan.options.schedule", "log.project", "log.name",
+}  # fmt: skip
+"""Settings of any text that name no file; lists of texts are sources, patterns and names, and sources know `~`."""
+
+
+def texts_of(kind, prefix=""):
+    """Names of all settings that take any text, and whether they are paths."""
+    whole = get_type_hints(kind, include_extras=True)
+    for name, hint in settings_of(kind).items():
+        inner = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+        if inner:
+            yield from texts_of(inner[0], f"{prefix}{name}.")
+        elif str in (hint, *get_args(hint)) and "tuple" not in str(hint):
+            yield f"{prefix}{name}", PathText in (whole[name], *get_args(whole[name]))
+
+
+def test_every_setting_that_is_a_path_knows_the_home_directory(tmp_path, monkeypatch):
+    found = {
+        name: is_path
+        for name, is_path in texts_of(TrainConfig)
+        if not name.startswith(("data.mixture.", "validation."))
+    }
+    paths = {name for name, is_path in found.items() if is_path}
+    assert {name for name in found if name not in NO_PATHS} == paths
+    assert paths == {
+        "model.path", "model.lora.path", "data.tokenizer", "data.chat_template", "train.output_dir", "train.cost_file",
+    }  # fmt: skip
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = '[data]\nsources = ["s"]\nmax_document_tokens = 8\nbatch_documents = 1\n[train]\nsteps = 1\n[model]\n'
+    (tmp_path / "c.toml").write_text(settings)
+    config = load_train_config(Path("~/c.toml"), [f"{name}=~/{name}" for name in paths])
+    for name in paths:
+        value = config
+        for key in name.split("."):
+            value = getattr(value, key)
+        assert value == f"{tmp_path}/{name}"
+    with pytest.raises(ConfigError, match=r"output_dir is '~nobody-has-it/x', and no such home is known"):
+        load_train_config(tmp_path / "c.toml", ["model.path=m", "train.output_dir=~nobody-has-it/x"])
+
+
+def test_functions_know_the_home_directory_as_commands_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "l.txt").write_text("100\n200\n")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    found = plan("~/l.txt", model="~/config.json", cluster="h100x2", strategy="balanced", documents=2)
+    found.write_html("~/page.html")
+    assert (tmp_path / "page.html").is_file()
+    with pytest.raises(ConfigError, match=r"cost file ~/no.json cannot be read: No such file"):
+        read_coefficients("~/no.json")
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, target in (("dangling", "/nowhere/run"), ("loop", "loop"), ("out.json", "made.json")):
+        os.symlink(target, name)
+    for name in ("dangling", "dangling/deeper", "loop"):
+        with pytest.raises(
+            ConfigError, match=rf"output_dir is {name}, but .* is a link to \S+, which leads nowhere; make"
+        ):
+            require_writable_directory(Path(name), "train.output_dir")
+    run = {
+        "model": {"path": "m"},
+        "data": {"sources": ["s"], "max_document_tokens": 8, "batch_documents": 1},
+        "train": {"output_dir": "dangling", "steps": 1},
+    }
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a rank of torchrun")
+    with pytest.raises(ConfigError, match=r"output_dir is dangling, but .* which leads nowhere"):
+        train_run(read_train_config(run), name="c.toml", command="")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    capsys.readouterr()
+    for arguments in (
+        ("train", "loop"), ("check", "dangling"), ("plan", "l.txt", *PLAN, "--cost", "loop"), ("lengths", "dangling"),
+        ("lengths", "l.txt", "--json", "loop"), ("lengths", "loop"), ("lengths", "l.txt", "--json", "dangling"),
+    ):  # fmt: skip
+        (tmp_path / "l.txt").write_text("5\n")
+        with pytest.raises(SystemExit) as exit:
+            main(list(arguments))
+        assert exit.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("evenload: error: ")
+        assert error.count("\n") == 1
+    require_writable(Path("out.json"))
+    assert os.path.islink("out.json")
+    assert not Path("made.json").exists()
+
+
+def test_a_path_that_the_system_refuses_is_an_error_in_words(tmp_path):
+    """As a folder that may not be searched, which stops no root."""
+    name = tmp_path / ("x" * 300)
+    with pytest.raises(ConfigError, match=r"cannot write \S+x: File name too long"):
+        require_writable(name)
+    with pytest.raises(ConfigError, match=r"train.output_dir is \S+x, but nothing can be written .*File name too long"):
+        require_writable_directory(name, "train.output_dir")
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names_are_read_shown_and_written(tmp_path, monkeypatch, capfd, name):
+    monkeypatch.chdir(tmp_path)
+    file = Path(f"{name}.txt")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("100\n200\n3000\n500\n")
+    source = f"./{file}" if name.startswith("-") else str(file)
+    page = f"./{name}.html"
+    commands = [("lengths", source, "--json", f"./{name}.json", "--html", page)]
+    if LOOKS_FURTHER or name in ("z[/red]q", BYTES_NAME):
+        commands.append(("plan", source, *PLAN, "--json", f"./{name}.json", "--html", page, "--trace", f"./{name}.t"))
+    for arguments in commands:
+        with pytest.raises(SystemExit) as exit:
+            main(list(arguments))
+        shown, error = capfd.readouterr()
+        assert exit.value.code == 0, error
+        told = source.replace(BYTES_NAME, r"by\xe9te")
+        assert f": {told}" in shown
+        assert (
+            told in str(json.loads(Path(f"./{name}.json").read_bytes())["inputs"].values()).replace("\\\\", "\\")
+            or "\n" in told
+        )
+        assert Path(page).stat().st_size > 1000
+
+
+def test_a_share_that_holds_out_nothing_or_everything_names_itself_and_the_documents(tmp_path):
+    assert HoldOut(0.99, takes=True).is_held_out(BYTES_NAME, 0)  # a name that is no text, too
+    (tmp_path / "docs").mkdir()
+    for index in range(6):
+        (tmp_path / "docs" / f"{index}.txt").write_text("some text")
+    config = DataConfig(
+        sources=(str(tmp_path / "docs"),), batch_documents=2, max_document_tokens=64, epochs=1, workers=0,
+        held_out_share=1e-6, reads="held_out",
+    )  # fmt: skip
+    with pytest.raises(
+        DataError, match=r"validation.share 1e-06 holds out none of 6 documents of data.sources; raise it"
+    ):
+        GlobalBatchLoader(config).next_batch()
+    rest = msgspec.structs.replace(config, held_out_share=1 - 1e-9, reads="training")
+    with pytest.raises(
+        DataError, match=r"held out for validation\) +6 documents.* check data.sources,.*validation.share"
+    ):
+        GlobalBatchLoader(rest).next_batch()
+
+
+def lengths(path: Path, capsys) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as exit:
+        main(["lengths", str(path)])
+    shown, error = capsys.readouterr()
+    return exit.value.code, shown + error
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"arr_0": np.array([1, 2, 3])}, "3 documents, 6 tokens"),
+        ({"other": np.ones(2), "Lengths": np.array([4, 5])}, "2 documents, 9 tokens"),
+        ({"a": np.array([1]), "b": np.array([1])}, r"has 2 columns of whole numbers: 'a', 'b'; keep the one"),
+        ({"a": np.array([[1], None], object)}, "holds pickled Python objects"),
+        ({"a": np.ones((2, 2), int)}, r"has shape \(2, 2\); lengths are a one-dimensional array"),
+        ({"a": np.ones(2)}, "has dtype float64; lengths are integers"),
+        ({}, "has no column of whole numbers"),
+    ],
+    ids=["one", "named", "several", "objects", "2-D", "floats", "none"],
+)
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_npz_with_one_array_holds_lengths(tmp_path, capsys, arrays, said, save):
+    save(tmp_path / "l.npz", **arrays)
+    code, text = lengths(tmp_path / "l.npz", capsys)
+    assert code == (0 if "documents" in said else 2)
+    assert re.search(said, text), text
+
+
+def test_a_damaged_npz_is_named(tmp_path, capsys):
+    (tmp_path / "l.npz").write_bytes(b"PK\x03\x04 no archive")
+    code, text = lengths(tmp_path / "l.npz", capsys)
+    assert (code, "l.npz cannot be read as an .npz: File is not a zip file" in text) == (2, True)
+
+
+def test_characters_that_a_terminal_lacks_are_replaced_like_with_like():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        replace_unknown_characters()
+        print(f"1.2× ±6 % … ▶ é ① 東 {BYTES_NAME} ██▏", end="", flush=True)
+    assert stream.buffer.getvalue() == rb"1.2x +-6 % ... > e 1 ? by\xe9te ###"
