@@ -229,3 +229,11 @@ def test_a_directory_of_splits_is_refused_and_one_of_them_read(tmp_path):
     with pytest.raises(ConfigError, match=r"holds the splits test, train of a data set"):
         list_files(data_config(str(tmp_path)))
     assert relative_paths(list_files(data_config(str(tmp_path / "train")))) == ["data.arrow"]
+
+
+def test_names_that_are_not_utf8_are_files_like_others(tmp_path):
+    with open(os.path.join(os.fsencode(tmp_path), b"a\xff.txt"), "w") as file:
+        file.write("a")
+    (listed,) = list_files(data_config(str(tmp_path)))
+    assert os.fsencode(listed.path).endswith(b"a\xff.txt")
+    assert files_digest([listed]).startswith("1 files of 1 bytes")
