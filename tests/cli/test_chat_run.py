@@ -50,7 +50,7 @@ def project(tmp_path: Path) -> Path:
 
 def train(project: Path, *overrides: str) -> str:
     command = [sys.executable, "-m", "evenload.cli.main", "train", "config.toml", *overrides]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, check=False, cwd=project, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
