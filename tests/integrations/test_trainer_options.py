@@ -14,8 +14,8 @@ from test_trainer import WEIGHTS, reference_run
 from test_trl import sft  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
-from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
-from evenload.integrations.trainer import _OTHERWISE, PackedTrainerMixin
+from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.integrations.trainer import _OTHERWISE
 from packed_cases import documents_of, loader_of, reference_gradient, tiny_model, tokens_of, write_texts
 from reference_training import tiny_config
 from trainer_cases import PackedTrainer, arguments, run, weights_of
@@ -333,8 +333,3 @@ def test_models_that_keep_documents_apart_give_their_losses(corpus, tmp_path, ki
     texts = (corpus / "texts.jsonl").read_text().splitlines()
     expected, _ = reference_gradient(model, [tokens_of(text[10:-2]) for text in texts])
     assert found == pytest.approx(expected, rel=2e-6)
-
-
-def test_refusals_are_of_the_librarys_own_classes():
-    assert issubclass(UnsupportedModelError, EvenloadError)
-    assert issubclass(PackedTrainer, PackedTrainerMixin)
