@@ -12,8 +12,8 @@ from trainer_cases import PackedTrainer, arguments, run, run_on_rank, weights_of
 
 STEPS = 5
 # The models' own loss is computed in float32.
-LOSS = 2e-6
-WEIGHTS = 1e-6
+LOSS = 1e-12
+WEIGHTS = 1e-12
 
 
 def reference_run(root, num_steps, learning_rate=0.5, **settings):

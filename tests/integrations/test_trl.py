@@ -6,6 +6,7 @@ import trl
 from test_hf_objects import tokenizer  # noqa: F401
 from test_trainer import WEIGHTS, reference_run
 
+from evenload.check.exact_casts import Float64Casts
 from evenload.errors import ConfigError
 from evenload.integrations.trainer import PackedTrainerMixin
 from packed_cases import loader_of, tiny_model, write_texts
@@ -42,7 +43,20 @@ def sft(tmp_path, tokenizer):  # noqa: F811
     return make
 
 
-def test_sft_trainer_trains_as_documents_one_by_one(tmp_path, sft):
+@pytest.fixture
+def kernel_in_float64(monkeypatch):
+    """TRL's own product of the head adds its gradients up in float32, in a backward that no module calls."""
+    kernel = trl.kernels.chunked_logprob.ChunkedLogProbFunction
+    backward = kernel.backward
+
+    def exact(*arguments):
+        with Float64Casts():
+            return backward(*arguments)
+
+    monkeypatch.setattr(kernel, "backward", staticmethod(exact))
+
+
+def test_sft_trainer_trains_as_documents_one_by_one(tmp_path, sft, kernel_in_float64):
     write_texts(tmp_path, num_documents=24, longest=30)
     _, weights = reference_run(tmp_path, 4)
     model = tiny_model()

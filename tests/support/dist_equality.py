@@ -1,7 +1,5 @@
 """Plans through the real executor, compared with plain training."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,7 @@ import torch
 from dist_cases import gradients_of_plans
 from evenload.types.plan import encode_plan
 from reference_training import (
-    ROUNDS_TO_FLOAT32,
     embedding_name,
-    exact_casts,
     make_tokens,
     plain_loss_and_gradients,
     relative_error,
@@ -53,8 +49,7 @@ def assert_plans_equal_plain(
         weights = {n: torch.from_numpy(w) for r in results for n, w in r[3].items()}
         if config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
-        with exact_casts(kind) if kind in ROUNDS_TO_FLOAT32 and dtype == torch.float64 else nullcontext():
-            loss, plain = plain_loss_and_gradients(config, weights, batch, dtype)
+        loss, plain = plain_loss_and_gradients(config, weights, batch, dtype)
         assert abs(sum(r[0] for r in results) - loss) <= tolerance * max(abs(loss), 1e-12)
         seen = set()
         for result in results:
