@@ -5,7 +5,8 @@ compared with plain training of the same documents in float64: transformers' own
 time, torch's autograd. Nothing of the runtime takes part in that, except that random weights come from it (they depend
 on the seed and the unit); documents are divided over the ranks, and their gradients summed. The error of plain training
 in the configured precision is the yardstick: ours may be twice that, of the loss and of the whole gradient (at least
-1e-6 in float32 and 1e-2 in bfloat16; 1e-10 in float64); and no single parameter may be plainly wrong.
+1e-6 in float32 and 1e-2 in bfloat16; 1e-10 in float64); and no single parameter may be plainly wrong. What is computed
+in float64 is so throughout (`exact_casts`), or the verdict would depend on the processor.
 
 Price: a step a plan, and plain training twice.
 """
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from evenload.check.exact_casts import exact_casts
 from evenload.check.step_runner import StepRunner
 from evenload.check.verdict import Verdict, failed, passed, skipped
 from evenload.data.encoding.token_table import TokenTable
@@ -30,6 +32,7 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.types.counted import counted
 from evenload.types.plan import StepPlan
 
@@ -55,6 +58,7 @@ class Errors:
     parameter: dict[str, float]
 
 
+@exact_casts()
 def check_invariance(
     config: TrainConfig,
     runner: StepRunner,
@@ -166,7 +170,9 @@ def plain_step(
 
 def _plain_model(config: TrainConfig, dtype: torch.dtype) -> Any:
     hf = load_config(config.model.path)
-    hf._attn_implementation = "sdpa"
+    # torch's own attention cannot cap scores, and its grouped products of experts know no float64.
+    hf._attn_implementation = "eager" if attention_soft_cap(hf) else "sdpa"
+    hf._experts_implementation = "eager"
     own = getattr(torch, config.model.dtype)
     if not config.model.random_init:
         weights = local_path(config.model.path, "model.path", "weights")
