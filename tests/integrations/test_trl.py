@@ -6,11 +6,11 @@ import trl
 from test_hf_objects import tokenizer  # noqa: F401
 from test_trainer import WEIGHTS, reference_run
 
-from evenload.check.exact_casts import Float64Casts
 from evenload.errors import ConfigError
 from evenload.integrations.trainer import PackedTrainerMixin
 from packed_cases import loader_of, tiny_model, write_texts
 from trainer_cases import weights_of
+from trl_cases import kernel_in_float64
 
 # Its own use of names that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -43,25 +43,13 @@ def sft(tmp_path, tokenizer):  # noqa: F811
     return make
 
 
-@pytest.fixture
-def kernel_in_float64(monkeypatch):
-    """TRL's own product of the head adds its gradients up in float32, in a backward that no module calls."""
-    kernel = trl.kernels.chunked_logprob.ChunkedLogProbFunction
-    backward = kernel.backward
-
-    def exact(*arguments):
-        with Float64Casts():
-            return backward(*arguments)
-
-    monkeypatch.setattr(kernel, "backward", staticmethod(exact))
-
-
-def test_sft_trainer_trains_as_documents_one_by_one(tmp_path, sft, kernel_in_float64):
+def test_sft_trainer_trains_as_documents_one_by_one(tmp_path, sft):
     write_texts(tmp_path, num_documents=24, longest=30)
     _, weights = reference_run(tmp_path, 4)
     model = tiny_model()
     loader = loader_of(tmp_path, micro_batches=4)
-    sft(model, loader).train()
+    with kernel_in_float64():
+        sft(model, loader).train()
     loader.close()
     torch.testing.assert_close(weights_of(model), weights, rtol=WEIGHTS, atol=WEIGHTS)
 
