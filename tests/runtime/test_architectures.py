@@ -36,7 +36,7 @@ def test_gradients_equal_plain_training_in_float64(kind, cuts, tied):
 
 @pytest.mark.rounded_casts("what users run: all other comparisons in float64 leave these roundings out")
 @pytest.mark.parametrize("kind", NEW)
-@pytest.mark.parametrize(("dtype", "tolerance"), sweep([(torch.float32, 2e-5), (torch.float64, 1e-6)], 2))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, None), (torch.float64, 1e-6)])
 def test_gradients_equal_unchanged_transformers(kind, dtype, tolerance):
     """With transformers' own roundings to float32, to their precision."""
     config = tiny_config(kind)

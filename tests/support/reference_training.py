@@ -131,6 +131,20 @@ def plain_loss_and_gradients(
     return total.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
+def plain_error(
+    config: PretrainedConfig,
+    weights: dict[str, torch.Tensor],
+    tokens: dict[int, torch.Tensor],
+    dtype: torch.dtype,
+) -> float:
+    """What a precision alone costs, on this processor: the largest relative error of a parameter's gradient of plain
+    training in it, against float64. Ours sums in another order, so it may be off from plain training by twice this."""
+    _, found = plain_loss_and_gradients(config, weights, tokens, dtype)
+    exact_weights = {name: weight.double() for name, weight in weights.items()}
+    _, exact = plain_loss_and_gradients(config, exact_weights, tokens, torch.float64)
+    return max(relative_error(found[name], gradient) for name, gradient in exact.items())
+
+
 @torch.no_grad()
 def plain_document_losses(
     config: PretrainedConfig, weights: dict[str, torch.Tensor], tokens: dict[int, torch.Tensor], dtype: torch.dtype
