@@ -1,9 +1,8 @@
 """`exact_casts`: float64 models compute in float64 throughout, inside transformers' own modules too.
 
 transformers casts to float32 in norms, softmax, routers, rotary angles and losses, whatever the model's precision. The
-processor decides where a value on the edge of that rounding goes, and two exact computations differ by 1e-8. Casts are
-told apart by who casts, a module that computes in float64: no architecture needs an entry. Price: torch's functions
-pass through Python there; a small model takes a quarter longer.
+processor decides where a value on the edge of that rounding goes: two exact computations differ by 1e-8. Casts are told
+apart by who casts, a module in float64, so no architecture needs an entry. A small model takes a quarter longer.
 """
 
 import functools
