@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about twenty minutes.)"
 endef
 
-.PHONY: demo test test-engines test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
+.PHONY: demo test test-rounding test-engines test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -34,6 +34,16 @@ TEST_PROCESSES := $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores : 4 )))
 test: .venv/dev  ## everything CI checks of code and pages: lint, types, import rules, tests, every command of the pages
 	@$(BIN)/python -m pytest --collect-only -q >/dev/null & $(MAKE) --no-print-directory check; checked=$$?; wait; exit $$checked
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
+
+# Of what holds float64 results to 1e-9 or tighter, so much that every mechanism is in it.
+ROUNDING_TESTS := $(addprefix tests/,attention/test_range_attention.py check/test_exact_casts.py \
+  runtime/test_architectures.py runtime/test_replay.py runtime/test_lora.py integrations/test_packed_training.py \
+  integrations/test_trainer.py integrations/test_trl.py dist/test_context_attention.py \
+  dist/test_flexpipe_training.py::test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike)
+
+test-rounding: .venv/dev  ## the exactness tests as a processor without vector units rounds; 2 minutes on 2 cores
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
+	  $(ROUNDING_TESTS)
 
 test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, new random examples, every benchmark with --quick; an hour and more
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile=explore

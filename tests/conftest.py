@@ -31,6 +31,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for part in parts for item in part]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def float64_throughout():
+    """Let float64 models compute without transformers' roundings to float32, which differ from processor to processor,
+    in this process and in all ranks (`exact_ranks`)."""
+    from evenload.check.exact_casts import exact_casts
+
+    with exact_casts():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _rounded_casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take `float64_throughout` back in this process, for tests marked `rounded_casts(reason)`."""
+    if (marker := request.node.get_closest_marker("rounded_casts")) is None:
+        return
+    (reason,) = marker.args
+    assert reason, "say why this test needs transformers' roundings"
+    from torch import nn
+
+    monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__.__wrapped__)
+
+
 @pytest.fixture(scope="session")
 def gloo_pool():
     """Real gloo processes, started once for the whole test run."""

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from check_cases import (
+    invariance_among_processors,
     invariance_verdict,
     isolation_verdict,
     not_planned_in_a_check,
@@ -22,7 +23,7 @@ from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.weight_files import stored_weights
 from evenload.types.scaled_units import format_bytes
-from reference_training import tiny_config
+from reference_training import KINDS, tiny_config
 from small_run import write_small_run
 from sweeps import sweep
 
@@ -30,16 +31,18 @@ PIPELINE, TENSOR = ["parallel.pp=2"], ["parallel.tp=2"]
 MERGED = ["parallel.dp=2", "plan.options.dp_merge=true"]
 
 
+SETTINGS = """
+    max_document_tokens = 1024
+    batch_documents = 20
+    [train]
+    steps = 20
+"""
+TEXTS = tuple(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)) for i in range(60))
+
+
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    settings = """
-        max_document_tokens = 1024
-        batch_documents = 20
-        [train]
-        steps = 20
-    """
-    texts = (f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)) for i in range(60))
-    return write_small_run(tmp_path, texts, settings, "qwen3", tied=True)
+    return write_small_run(tmp_path, TEXTS, SETTINGS, "qwen3", tied=True)
 
 
 def agreed(verdicts: list[Verdict]) -> Verdict:
@@ -109,6 +112,17 @@ def test_every_plan_equals_plain_training(gloo_pool, config_file, layout, dtype)
     assert verdict.outcome == "pass", verdict
     for title in ("slimpack", "padded", "best_fit", "balanced", "slimpack in short slices"):
         assert title in verdict.found
+
+
+@pytest.mark.parametrize(
+    "kind", sweep(["gemma2", "qwen3_moe", *(k for k in KINDS if k not in ("gemma2", "qwen3_moe"))], 3)
+)
+def test_in_float64_the_verdict_does_not_depend_on_the_processor(gloo_pool, tmp_path, kind):
+    """Of every architecture; its plain model takes the attention that transformers has for it."""
+    file = write_small_run(tmp_path, TEXTS, SETTINGS, kind)
+    more = [*PIPELINE, "model.dtype=float64", "data.max_document_tokens=512", "data.overlong=truncate"]
+    verdict = agreed(gloo_pool.run(2, invariance_among_processors, str(file), more))
+    assert verdict.outcome == "pass", verdict
 
 
 def test_gradients_are_summed_as_the_run_does(gloo_pool, config_file):

@@ -12,6 +12,7 @@ from trainer_engine_cases import ADAPTER, AdapterReference, trained
 from trl_cases import RecordingSFTTrainer, sft_arguments
 
 STEPS, MICRO_BATCHES, LEARNING_RATE = 4, 4, 0.1
+EXACT = 1e-10
 # TRL's own use of names that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -64,15 +65,15 @@ def test_chats_train_what_the_assistant_says(tmp_path, chats):
     loader.close()
     for documents, loss in zip(trainer.record.documents, trainer.record.losses, strict=True):
         expected = train_plainly(reference, documents, masks)
-        assert loss == pytest.approx(expected, rel=2e-6)
+        assert loss == pytest.approx(expected, rel=EXACT)
     for name, found in trained(trainer.model):
-        torch.testing.assert_close(found, weights[name], rtol=2e-6, atol=2e-6, msg=name)
+        torch.testing.assert_close(found, weights[name], rtol=EXACT, atol=EXACT, msg=name)
     # Evaluation is the mean over the same tokens of all chats, once each.
     everything = [document for batch in evaluation for document in documents_of(batch)]
     assert len(everything) == len(chats)
     found = trainer.evaluate()
     assert found["eval_label_tokens"] == sum(sum(masks[document]) for document in everything)
-    assert found["eval_loss"] == pytest.approx(train_plainly(reference, everything, masks), rel=2e-6)
+    assert found["eval_loss"] == pytest.approx(train_plainly(reference, everything, masks), rel=EXACT)
 
 
 def train_plainly(model, documents, masks):

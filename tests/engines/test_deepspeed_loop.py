@@ -44,7 +44,7 @@ def test_documents_do_not_see_each_other(tmp_path):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_is_plain_training_and_goes_on_with_other_ranks(tmp_path, stage):
     """With another number of ranks through DeepSpeed's universal checkpoint, which knows Adam only."""
-    case = deepspeed_case(stage, optimizer=plain_adam, learning_rate=0.01, training_error=2e-4)
+    case = deepspeed_case(stage, optimizer=plain_adam, learning_rate=0.01, growth=10.0)
     check_training(FreshRanks(), case, tmp_path / "corpus", 2, sweep((1, 3, 2), 1))
 
 

@@ -72,7 +72,7 @@ def test_documents_do_not_see_each_other(tmp_path):
 @pytest.mark.parametrize("stage", sweep([1, 3, 2], 1))
 def test_training_is_plain_training_and_goes_on_without_sequence_groups(tmp_path, stage):
     """With as many ranks from DeepSpeed's checkpoint as it is, with another number from what is made universal."""
-    case = shared_case(stage, optimizer=plain_adam, learning_rate=0.01, training_error=2e-4)
+    case = shared_case(stage, optimizer=plain_adam, learning_rate=0.01, growth=10.0)
     alone = replace(case, loader=case.loader | {"sequence_ranks": 1})
     check_training(FreshRanks(), case, tmp_path / "corpus", 2, (2, 1), alone)
 
@@ -80,7 +80,7 @@ def test_training_is_plain_training_and_goes_on_without_sequence_groups(tmp_path
 @with_deepspeed
 @pytest.mark.long
 def test_a_checkpoint_of_single_ranks_goes_on_in_sequence_groups(tmp_path):
-    shared = shared_case(1, optimizer=plain_adam, learning_rate=0.01, training_error=2e-4)
+    shared = shared_case(1, optimizer=plain_adam, learning_rate=0.01, growth=10.0)
     case = replace(shared, loader=shared.loader | {"sequence_ranks": 1})
     check_training(FreshRanks(), case, tmp_path / "corpus", 2, sweep((2, 4), 1), shared)
 

@@ -123,22 +123,18 @@ def _leaves(batch):
     return [batch]
 
 
-@pytest.mark.parametrize(("attention", "rounding"), [("sdpa", 1e-12), ("eager", 1e-4)], ids=["sdpa", "eager"])
-def test_documents_of_a_pack_do_not_see_each_other_in_a_model(attention, rounding):
-    """The most-cited defect of packing: nothing warns, the loss looks fine (trl#805, unsloth#126).
-
-    Transformers' eager attention takes the softmax in float32 whatever the model's precision, and some processors sum
-    a masked row in another order than a short one.
-    """
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_documents_of_a_pack_do_not_see_each_other_in_a_model(attention):
+    """The most-cited defect of packing: nothing warns, the loss looks fine (trl#805, unsloth#126)."""
     model = tiny_model()
     model.set_attn_implementation(attention)
     documents = {1: [3, 4, 5], 2: [6], 3: [8, 9, 10, 11, 12]}
     inputs = model_inputs(hf_batch(pack_of(documents), 1))
     packed = model(**inputs).logits[0]
     alone = torch.cat([model(input_ids=torch.tensor([tokens])).logits[0] for tokens in documents.values()])
-    torch.testing.assert_close(packed, alone, rtol=rounding, atol=rounding)
+    torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-12)
     seen = model(input_ids=inputs["input_ids"]).logits[0]
-    assert (seen - alone).abs().max() > 100 * 1e-4  # what seeing each other would do
+    assert (seen - alone).abs().max() > 1e-2  # what seeing each other would do
 
 
 def test_gradients_of_a_pack_are_those_of_its_documents():

@@ -10,6 +10,7 @@ from evenload.errors import ConfigError
 from evenload.integrations.trainer import PackedTrainerMixin
 from packed_cases import loader_of, tiny_model, write_texts
 from trainer_cases import weights_of
+from trl_cases import kernel_in_float64
 
 # Its own use of names that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -47,7 +48,8 @@ def test_sft_trainer_trains_as_documents_one_by_one(tmp_path, sft):
     _, weights = reference_run(tmp_path, 4)
     model = tiny_model()
     loader = loader_of(tmp_path, micro_batches=4)
-    sft(model, loader).train()
+    with kernel_in_float64():
+        sft(model, loader).train()
     loader.close()
     torch.testing.assert_close(weights_of(model), weights, rtol=WEIGHTS, atol=WEIGHTS)
 

@@ -21,7 +21,7 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from reference_training import KINDS, exact_casts, make_tokens, relative_error, tiny_config
+from reference_training import KINDS, make_tokens, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 
 # peft asks transformers by an old name.
@@ -44,17 +44,16 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
     stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
     store = ActivationStore({d: len(t) for d, t in tokens.items()}, [])
     labels = sum(len(t) - 1 for t in tokens.values())
-    with exact_casts(kind):
-        for pack in packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False):
-            stage.forward(pack_tokens(pack, tokens), None, store)
-        backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
-        loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
-        plain = peft_model(config, tensors, tmp_path)
-        expected = sum(
-            nn.functional.cross_entropy(plain(t[None]).logits[0, :-1], t[1:], reduction="sum") / labels
-            for t in tokens.values()
-        )
-        expected.backward()
+    for pack in packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False):
+        stage.forward(pack_tokens(pack, tokens), None, store)
+    backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
+    loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
+    plain = peft_model(config, tensors, tmp_path)
+    expected = sum(
+        nn.functional.cross_entropy(plain(t[None]).logits[0, :-1], t[1:], reduction="sum") / labels
+        for t in tokens.values()
+    )
+    expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-11)
     gradients = {n.removeprefix("base_model.model."): p.grad for n, p in plain.named_parameters() if p.grad is not None}
     assert set(gradients) == set(trained)

@@ -11,7 +11,7 @@ from evenload.runtime.replay.host_arena import HostRows
 from evenload.runtime.replay.host_copies import ThreadHostCopies, host_copies
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from reference_training import exact_casts, make_tokens, plain_loss_and_gradients, relative_error, tiny_config
+from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 from spoiled_copies import SpoiledHostCopies
 
@@ -60,8 +60,7 @@ class LateHostCopies:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 def test_no_tensor_is_read_before_it_arrives_or_used_after_it_left(kind, whole, policies):
     copies = LateHostCopies()
-    with exact_casts(kind):
-        assert_trains_as_plain(tiny_config(kind), whole, policies, copies)
+    assert_trains_as_plain(tiny_config(kind), whole, policies, copies)
     assert copies.num_to_host > 0
     assert copies.num_to_device > 0
 
@@ -71,8 +70,7 @@ def test_no_tensor_is_read_before_it_arrives_or_used_after_it_left(kind, whole, 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 def test_freed_host_memory_may_be_overwritten_at_once_and_tensors_lie_in_pieces(kind, whole, policies):
     copies = SpoiledHostCopies()
-    with exact_casts(kind):
-        assert_trains_as_plain(tiny_config(kind), whole, policies, copies)
+    assert_trains_as_plain(tiny_config(kind), whole, policies, copies)
     assert copies.num_pieces > copies.num_tensors > 0
     assert copies.arena.live_bytes == 0
 

@@ -20,7 +20,7 @@ LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, None)])
 def test_gradients_equal_plain_training(kind, tied, dtype, tolerance):
     config = tiny_config(kind, tied=tied)
     tokens = make_tokens(LENGTHS, config.vocab_size)
@@ -38,15 +38,8 @@ def test_sliding_window_equals_plain_training(window):
     assert_equals_plain(config, torch.float64, tokens, forward, backward, 1e-10)
 
 
-def test_with_norms_in_float64_nothing_is_left_but_float64_rounding(monkeypatch):
-    """transformers' RMSNorm rounds to float32 in float64 models too; where a value lies on the edge of that rounding
-    (token seed 12 does), two exact computations differ by 1e-8. Without that rounding they agree to 1e-13."""
-
-    def norm(self, hidden_states):
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", norm)
+def test_nothing_is_left_but_float64_rounding():
+    """With transformers' roundings to float32 two exact computations of the tokens of seed 12 differ by 1e-8."""
     config = tiny_config("llama")
     forward = packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False)
     backward = packs_of(LENGTHS, [0.5], 33, last_first=True)

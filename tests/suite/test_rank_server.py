@@ -8,6 +8,7 @@ def test_what_ranks_use_is_imported_before_they_start():
     ours, theirs = context.Pipe()
     process = context.Process(target=tell_modules, args=(theirs,))
     process.start()
-    found = ours.recv()
+    found, is_exact = ours.recv()
     process.join()
     assert {"torch", "transformers", "evenload.runtime.trainer", "matrix_cases", "training_cases"} <= found
+    assert is_exact

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from evenload.simulate.simulate import simulate
 from evenload.stepplan.forward_only import forward_only
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
-from reference_training import ROUNDS_TO_FLOAT32, balance_factor, exact_casts, tiny_config
+from reference_training import balance_factor, tiny_config
 from spoiled_copies import SpoiledHostCopies
 from staged_group import NAME, register_staged
 
@@ -61,29 +61,23 @@ def gradients_of_plans(
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
     stored activations). `exchange`: how keys and values of shared documents travel. `staged_on`: all ranks are on this
     device, and what they send goes through host memory."""
-    with casts_of(kind, dtype):
-        decoded = [decode_plan(data) for data in plans]
-        if staged_on is not None:
-            register_staged()
-        mesh = create_meshes(
-            [decoded[0].layout],
-            torch.device(staged_on or "cpu"),
-            timeout_s=TIMEOUT_S,
-            channels=channels,
-            backend=staged_on and NAME,
-        ).start
-        rank = RankUnderTest(mesh, kind, changes, dtype)
-        weights = rank.weights()
-        results = []
-        for plan, batch in zip(decoded, tokens, strict=True):
-            loss, gradients, norm, stored = rank.run(plan, batch, exchange)
-            results.append((loss, gradients, norm, weights, stored))
-        return results
-
-
-def casts_of(kind: str, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Under which a kind of model is compared with plain training."""
-    return exact_casts(kind) if kind in ROUNDS_TO_FLOAT32 and dtype == torch.float64 else nullcontext()
+    decoded = [decode_plan(data) for data in plans]
+    if staged_on is not None:
+        register_staged()
+    mesh = create_meshes(
+        [decoded[0].layout],
+        torch.device(staged_on or "cpu"),
+        timeout_s=TIMEOUT_S,
+        channels=channels,
+        backend=staged_on and NAME,
+    ).start
+    rank = RankUnderTest(mesh, kind, changes, dtype)
+    weights = rank.weights()
+    results = []
+    for plan, batch in zip(decoded, tokens, strict=True):
+        loss, gradients, norm, stored = rank.run(plan, batch, exchange)
+        results.append((loss, gradients, norm, weights, stored))
+    return results
 
 
 class RankUnderTest:

@@ -106,8 +106,10 @@ class EngineCase:
         optimizer: of the reference, from parameters and learning rate; the engine's does the same. One that divides by
             the gradient's size (Adam) makes noise of small gradients large: give it a large `eps`.
         learning_rate: with which the loss falls by a tenth within 20 steps, and does not explode.
-        gradient_error, training_error: largest relative errors, of a step's gradient, and of losses and weights after
-            steps of training; a parameter alone may be off by four times as much.
+        gradient_error: largest relative error of a step's gradient; a parameter alone may be off by four times as much.
+        growth: how much more than a step's error, relative to the weights, the optimizer makes of a gradient's: 1 for
+            SGD at rates at which no weight moves by more than its size, lr / eps times ten for Adam. Losses and weights
+            may be off by this for every step (`training_error`).
         output_error: largest difference that another document may make.
         uneven_counts: in some step one rank has more micro-batches than another, or the test shows nothing.
     """
@@ -120,9 +122,13 @@ class EngineCase:
     optimizer: Callable[[Iterable[torch.Tensor], float], torch.optim.Optimizer] = plain_sgd
     learning_rate: float = 0.5
     gradient_error: float = 1e-6
-    training_error: float = 2e-5
+    growth: float = 1.0
     output_error: float = 0.0
     uneven_counts: bool = False
+
+    def training_error(self, num_steps: int) -> float:
+        """Largest relative error of losses and weights after steps: that of every step's gradient, added up."""
+        return num_steps * self.growth * self.gradient_error
 
     def open_loader(self, corpus: Path, **changes: Any) -> PackedLoader:
         """This rank's loader."""

@@ -60,8 +60,7 @@ def perturb_fsdp2(case: EngineCase, corpus: Path) -> Perturbed | None:
 
 def fsdp2_case(engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:
     """FSDP2 in float64, which it trains in as it does in any other type."""
-    exact = {"gradient_error": 1e-12, "training_error": 1e-9}
-    return EngineCase(train_fsdp2, perturb_fsdp2, engine or {}, loader or {}, **(exact | changes))
+    return EngineCase(train_fsdp2, perturb_fsdp2, engine or {}, loader or {}, **({"gradient_error": 1e-12} | changes))
 
 
 def refusals_of_fsdp2(corpus: Path) -> list[str]:

@@ -18,7 +18,6 @@ from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
 from matrix import MODELS
 from reference_training import (
-    exact_casts,
     make_tokens,
     plain_document_losses,
     plain_loss_and_gradients,
@@ -107,10 +106,9 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
                 lora = LoraConfig(rank=LORA.rank, alpha=LORA.alpha, path=str(path))
             return RankUnderTest(mesh, case.kind, case.changes, dtype, lora)
 
-        with exact_casts(case.kind):
-            rank = rank_in(torch.float64)
-            loss, gradients, norm, stored = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)
-            losses = rank.losses(plan, batch, task.exchange)
+        rank = rank_in(torch.float64)
+        loss, gradients, norm, stored = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)
+        losses = rank.losses(plan, batch, task.exchange)
         bf16 = None
         if twice:
             rank = rank_in(torch.bfloat16)
@@ -135,19 +133,18 @@ def adapter_path(directory: Path, case: MatrixCase, dtype: torch.dtype) -> Path:
 
 @cache
 def expected_of(case: MatrixCase, adapter: Path) -> Expected:
-    """In float64, under the casts of `exact_casts`.
+    """In float64.
 
     Args:
         adapter: directory that gets the model's adapter (`adapter_path`), where it has one.
     """
     config, batch = case.config(), case.batch()
-    with exact_casts(case.kind):
-        if case.has_adapter:
-            tensors, path = adapter_tensors(config, torch.float64), adapter_path(adapter, case, torch.float64)
-            return Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.float64))
-        weights = _weights(config, torch.float64)
-        losses = plain_document_losses(config, weights, batch, torch.float64)
-        return Expected(*plain_loss_and_gradients(config, weights, batch, torch.float64), losses)
+    if case.has_adapter:
+        tensors, path = adapter_tensors(config, torch.float64), adapter_path(adapter, case, torch.float64)
+        return Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.float64))
+    weights = _weights(config, torch.float64)
+    losses = plain_document_losses(config, weights, batch, torch.float64)
+    return Expected(*plain_loss_and_gradients(config, weights, batch, torch.float64), losses)
 
 
 @cache
@@ -157,13 +154,11 @@ def expected_in_bf16(case: MatrixCase, adapter: Path) -> tuple[Expected, Expecte
     if case.has_adapter:
         tensors, path = adapter_tensors(config, torch.bfloat16), adapter_path(adapter, case, torch.bfloat16)
         doubles = {name: tensor.double() for name, tensor in tensors.items()}
-        with exact_casts(case.kind):
-            exact = Expected(*adapter_loss_and_gradients(config, doubles, path / "exact", batch, torch.float64))
+        exact = Expected(*adapter_loss_and_gradients(config, doubles, path / "exact", batch, torch.float64))
         return exact, Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.bfloat16))
     weights = _weights(config, torch.bfloat16)
-    with exact_casts(case.kind):
-        doubles = {name: weight.double() for name, weight in weights.items()}
-        exact = Expected(*plain_loss_and_gradients(config, doubles, batch, torch.float64))
+    doubles = {name: weight.double() for name, weight in weights.items()}
+    exact = Expected(*plain_loss_and_gradients(config, doubles, batch, torch.float64))
     return exact, Expected(*plain_loss_and_gradients(config, weights, batch, torch.bfloat16))
 
 

@@ -73,7 +73,6 @@ def reference_gradient(model: torch.nn.Module, documents) -> tuple[float, torch.
         if len(document) < 2:
             continue
         ids = torch.tensor([document])
-        # The model's own loss is computed in float32.
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
         loss.backward()

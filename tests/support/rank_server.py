@@ -12,8 +12,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-_PRELOADED = ["lost_rank_cases", "matrix_cases", "training_cases"]
-"""Modules of this folder that import all that ranks use."""
+_PRELOADED = ["exact_ranks", "lost_rank_cases", "matrix_cases", "training_cases"]
+"""Modules of this folder that import all that ranks use, and let float64 models compute as `tests/conftest.py` says."""
 
 
 def rank_context() -> ForkServerContext:
@@ -80,5 +80,7 @@ def _run_as_torchrun(connection, rank: int, world_size: int, port: int, function
 
 
 def tell_modules(connection) -> None:
-    """As a process: send the names of what is imported at its start."""
-    connection.send(set(sys.modules))
+    """As a process: send the names of what is imported at its start, and whether `exact_casts` holds."""
+    from torch import nn
+
+    connection.send((set(sys.modules), hasattr(nn.Module.__call__, "__wrapped__")))

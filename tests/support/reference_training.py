@@ -1,13 +1,8 @@
-"""Plain training with transformers' own sdpa attention, document by document: what everything must equal.
+"""Plain training with transformers' own attention, document by document: what everything must equal.
 
-transformers rounds some values to float32 in float64 models too: norms, routing probabilities. Where a value lies on
-the edge of that rounding, two exact computations differ by 1e-8 or more. `exact_casts` takes those roundings out of
-transformers' own modules, for plain training and for ours alike, so that what is left can be compared to 1e-10.
+Plain training and ours both run under `evenload.check.exact_casts` (tests/conftest.py), so that in float64 nothing but
+float64's own rounding is left.
 """
-
-import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -26,8 +21,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenload.types.architectures.registry import ARCHITECTURES
 
@@ -88,10 +81,6 @@ scores and logits, post-norms, windows by turns; rotary by kind of layer, qk-nor
 qk-norm."""
 
 
-ROUNDS_TO_FLOAT32 = ("gemma", "gemma2", "gemma3", "mixtral", "olmo2", "qwen3_moe")
-"""Kinds that tests compare under `exact_casts`; the others seldom show their rounding."""
-
-
 def embedding_name(config: PretrainedConfig) -> str:
     """Of the embedding's weight in the whole model."""
     return f"{ARCHITECTURES[config.model_type].names.embedding_path}.weight"
@@ -102,60 +91,9 @@ def balance_factor(config: PretrainedConfig) -> float:
     return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
 
 
-@contextmanager
-def exact_casts(kind: str) -> Iterator[None]:
-    """Norms and routing probabilities of a kind of model in the model's own precision, not in float32."""
-    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    patched = []
-    for name, member in list(vars(module).items()):
-        is_norm, is_router = name.endswith("RMSNorm"), name.endswith("TopKRouter")
-        if is_norm or is_router:
-            patched.append((member, member.forward))
-            member.forward = (_gemma_norm if kind.startswith("gemma") else _norm) if is_norm else _route
-    try:
-        yield
-    finally:
-        for member, forward in patched:
-            member.forward = forward
-
-
-def _norm(self, hidden_states):
-    variance = hidden_states.pow(2).mean(-1, keepdim=True)
-    return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-
-
-def _gemma_norm(self, x):
-    return self._norm(x) * (1.0 + self.weight)
-
-
-def _route(self, hidden_states):
-    logits = nn.functional.linear(hidden_states, self.weight)
-    scores, indices = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
-    if getattr(self, "norm_topk_prob", True):
-        scores = scores / scores.sum(-1, keepdim=True)
-    return logits, scores, indices
-
-
-def _attention_with_soft_cap(
-    module, query, key, value, attention_mask, scaling, dropout=0.0, softcap=None, sliding_window=None, **_
-):
-    """Gemma 2's attention as transformers writes it out, with the softmax in the model's precision."""
-    key, value = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    probabilities = (scores + attention_mask).softmax(-1)
-    return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
-
-
-ALL_ATTENTION_FUNCTIONS.register("reference_soft_cap", _attention_with_soft_cap)
-ALL_MASK_ATTENTION_FUNCTIONS.register("reference_soft_cap", eager_mask)
-
-
 def plain_model(config: PretrainedConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
     """transformers' model with these weights."""
-    # sdpa cannot cap scores, and "eager" rounds probabilities to float32.
-    config._attn_implementation = "reference_soft_cap" if config.model_type == "gemma2" else "sdpa"
+    config._attn_implementation = "eager" if config.model_type == "gemma2" else "sdpa"  # which cannot cap scores
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -191,6 +129,20 @@ def plain_loss_and_gradients(
             total = total + factor * len(document) / num_tokens * document_balance(config, out.router_logits)
     total.backward()
     return total.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def plain_error(
+    config: PretrainedConfig,
+    weights: dict[str, torch.Tensor],
+    tokens: dict[int, torch.Tensor],
+    dtype: torch.dtype,
+) -> float:
+    """What a precision alone costs, on this processor: the largest relative error of a parameter's gradient of plain
+    training in it, against float64. Ours sums in another order, so it may be off from plain training by twice this."""
+    _, found = plain_loss_and_gradients(config, weights, tokens, dtype)
+    exact_weights = {name: weight.double() for name, weight in weights.items()}
+    _, exact = plain_loss_and_gradients(config, exact_weights, tokens, torch.float64)
+    return max(relative_error(found[name], gradient) for name, gradient in exact.items())
 
 
 @torch.no_grad()

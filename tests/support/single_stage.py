@@ -13,7 +13,7 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.token_range import Range
 from plan_building import greedy_packs
-from reference_training import balance_factor, plain_loss_and_gradients, relative_error, tiny_config
+from reference_training import balance_factor, plain_error, plain_loss_and_gradients, relative_error, tiny_config
 
 
 def head_dim(config):
@@ -87,8 +87,10 @@ def run_single_stage(
     return loss, gradients, weights, store
 
 
-def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance):
+def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance=None):
+    """To a tolerance; None = to the precision, as `plain_error` says."""
     loss, gradients, weights, _ = run_single_stage(config, dtype, tokens, forward, backward)
+    tolerance = tolerance or 2 * plain_error(config, weights, tokens, dtype)
     plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, dtype)
     assert abs(loss - plain_loss) <= tolerance * abs(plain_loss)
     assert set(gradients) == set(plain)

@@ -236,8 +236,8 @@ class AdapterReference(torch.nn.Module):
         return iter(trained(self.adapted))
 
 
-# transformers computes the loss in float32; a larger rate makes its rounding grow from step to step.
-TRAINER = EngineCase(train=train, perturb=perturb, engine={"kind": "trainer"}, learning_rate=0.1)
+EXACT = {"gradient_error": 1e-12, "learning_rate": 0.1}
+TRAINER = EngineCase(train=train, perturb=perturb, engine={"kind": "trainer"}, **EXACT)
 SFT = replace(TRAINER, engine={"kind": "sft"})
 LORA = replace(TRAINER, engine={"kind": "lora"}, reference=AdapterReference)
-ACCELERATE = EngineCase(train=train_with_accelerate, perturb=perturb_with_accelerate, learning_rate=0.1)
+ACCELERATE = EngineCase(train=train_with_accelerate, perturb=perturb_with_accelerate, **EXACT)

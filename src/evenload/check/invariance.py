@@ -5,15 +5,15 @@ compared with plain training of the same documents in float64: transformers' own
 time, torch's autograd. Nothing of the runtime takes part in that, except that random weights come from it (they depend
 on the seed and the unit); documents are divided over the ranks, and their gradients summed. The error of plain training
 in the configured precision is the yardstick: ours may be twice that, of the loss and of the whole gradient (at least
-1e-6 in float32 and 1e-2 in bfloat16; 1e-10 in float64); and no single parameter may be plainly wrong.
+1e-6 in float32 and 1e-2 in bfloat16; 1e-10 in float64, which is float64 throughout: `exact_casts`); and no single
+parameter may be plainly wrong.
 
 Price: a step a plan, and plain training twice.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from evenload.check.exact_casts import exact_casts
 from evenload.check.step_runner import StepRunner
 from evenload.check.verdict import Verdict, failed, passed, skipped
 from evenload.data.encoding.token_table import TokenTable
@@ -30,31 +31,27 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.types.counted import counted
 from evenload.types.plan import StepPlan
 
-_FLOAT64_TOLERANCE = 1e-10
 _TIMES_PLAIN = 2.0
 # Below this, rounding alone decides which of two right results is nearer.
-_FLOOR = {"float32": 1e-6, "bfloat16": 1e-2}
+_FLOOR = {"float64": 1e-10, "float32": 1e-6, "bfloat16": 1e-2}
 # A parameter's own gradient is noisier than the whole; this far off it is wrong.
 _PLAINLY_WRONG, _PARAMETER_TIMES_PLAIN = 0.1, 4.0
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors against the reference.
-
-    Args:
-        loss, gradient: of the step.
-        parameter: of each parameter's gradient, by name; of the whole gradient's norm where its own is (nearly) zero.
-    """
+class Errors(NamedTuple):
+    """Relative errors of a step's loss, of its whole gradient, and by name of each parameter's gradient (there of the
+    whole gradient's norm, where its own is nearly zero)."""
 
     loss: float
     gradient: float
     parameter: dict[str, float]
 
 
+@exact_casts()
 def check_invariance(
     config: TrainConfig,
     runner: StepRunner,
@@ -77,14 +74,8 @@ def check_invariance(
         return skipped(name, "", f"nothing could be planned: {'; '.join(left_out)}")
     own = getattr(torch, config.model.dtype)
     exact = plain_step(config, tokens, torch.float64, mesh)
-    if own == torch.float64:
-        plain = Errors(0.0, 0.0, {})
-        limits = (_FLOAT64_TOLERANCE, _FLOAT64_TOLERANCE)
-    else:
-        loss, gradients = plain_step(config, tokens, own, mesh)
-        plain = _errors(loss, gradients, *exact, mesh)
-        floor = _FLOOR[config.model.dtype]
-        limits = (max(_TIMES_PLAIN * plain.loss, floor), max(_TIMES_PLAIN * plain.gradient, floor))
+    plain = _errors(*(exact if own == torch.float64 else plain_step(config, tokens, own, mesh)), *exact, mesh)
+    limits = [max(_TIMES_PLAIN * error, _FLOOR[config.model.dtype]) for error in (plain.loss, plain.gradient)]
     worst_loss, worst_gradient, failures = 0.0, 0.0, []
     for title, plan in plans:
         outcome = runner.run(plan, tokens)
@@ -100,9 +91,8 @@ def check_invariance(
             )
     found = (
         f"{', '.join(title for title, _ in plans)} in {config.model.dtype} on {mesh.layout.describe()}, "
-        f"{counted(len(tokens), 'document')}, {sum(map(len, tokens.values())):,} tokens: loss within "
-        f"{worst_loss:.1e} (allowed "
-        f"{limits[0]:.1e}), gradient within {worst_gradient:.1e} (allowed {limits[1]:.1e}) of plain float64"
+        f"{counted(len(tokens), 'document')}, {sum(map(len, tokens.values())):,} tokens: loss within {worst_loss:.1e} "
+        f"(allowed {limits[0]:.1e}), gradient within {worst_gradient:.1e} (allowed {limits[1]:.1e}) of plain float64"
     )
     if left_out:
         found += f"; not run: {'; '.join(left_out)}"
@@ -143,7 +133,8 @@ def plain_step(
         dtype: to compute in; weights are those of the configured precision.
     """
     model = _plain_model(config, dtype)
-    labels = {doc: _labels(tokens, doc) for doc in sorted(tokens)}
+    rows = {doc: tokens.labels_of(doc) if isinstance(tokens, TokenTable) else tokens[doc] for doc in sorted(tokens)}
+    labels = {doc: torch.from_numpy(np.array(row)).long() for doc, row in rows.items()}
     num_labels = max(1, sum(int((row[1:] != -100).sum()) for row in labels.values()))
     total = torch.zeros(1, dtype=torch.float64)
     for doc in list(labels)[mesh.rank :: mesh.layout.world_size]:
@@ -166,7 +157,9 @@ def plain_step(
 
 def _plain_model(config: TrainConfig, dtype: torch.dtype) -> Any:
     hf = load_config(config.model.path)
-    hf._attn_implementation = "sdpa"
+    # torch's own attention cannot cap scores, and its grouped products of experts know no float64.
+    hf._attn_implementation = "eager" if attention_soft_cap(hf) else "sdpa"
+    hf._experts_implementation = "eager"
     own = getattr(torch, config.model.dtype)
     if not config.model.random_init:
         weights = local_path(config.model.path, "model.path", "weights")
@@ -186,8 +179,3 @@ def _plain_model(config: TrainConfig, dtype: torch.dtype) -> Any:
     assert not unexpected
     model.tie_weights()
     return model.to(dtype)
-
-
-def _labels(tokens: TokenTable | Mapping[int, NDArray[np.int32]], doc: int) -> Tensor:
-    row = tokens.labels_of(doc) if isinstance(tokens, TokenTable) else tokens[doc]
-    return torch.from_numpy(np.array(row)).long()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from evenload.check.scope import STEPS
+from evenload.check.smaller_run import STEPS
 from evenload.check.verdict import Verdict, failed, passed
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError

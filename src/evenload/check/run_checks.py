@@ -8,7 +8,7 @@ import torch.distributed as dist
 from evenload.check.invariance import check_invariance
 from evenload.check.isolation import check_isolation
 from evenload.check.resume import check_resume
-from evenload.check.scope import Scope
+from evenload.check.smaller_run import Scope
 from evenload.check.step_runner import StepRunner
 from evenload.check.survey import check_ledger, check_memory, survey_batches
 from evenload.check.verdict import Verdict, failed

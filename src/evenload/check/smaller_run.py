@@ -1,13 +1,19 @@
-"""`checked_scope`: the smaller run of the same kind that the checks compute; see `check.scope`."""
+"""What the checks that compute run on: the user's model, shortened where it is large, and a small part of the data.
+
+Isolation, invariance and resume do not depend on how many layers there are or how many documents a batch holds, so a
+minute is enough: the model keeps its first layers (with its own weights), a step has a few documents, long ones are
+cut, and two replicas stand for all. Everything that was made smaller is said in `notes`. Ledger and memory look at the
+user's own batches and model.
+"""
 
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from evenload.check.scope import STEPS, Scope
 from evenload.hub.hub_files import local_path
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
@@ -16,12 +22,22 @@ from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_wei
 from evenload.types.architectures.architecture import ModuleNames
 from evenload.types.counted import counted
 
+STEPS = 5
+"""Steps of the run that is resumed."""
+
 # A forward and backward of so many FLOPs takes about a second on two CPU cores.
 _STEP_FLOPS = 4e10
 _MAX_PARAMETERS = 30e6
 _MIN_TOKENS, _MAX_TOKENS = 512, 6144
 _DOCUMENTS = 8
 _REPLICAS = 2
+
+
+class Scope(NamedTuple):
+    """The settings of a smaller run of the same kind, and what is smaller than in the user's."""
+
+    config: TrainConfig
+    notes: tuple[str, ...]
 
 
 def checked_scope(config: TrainConfig, directory: Path) -> Scope:

@@ -12,7 +12,7 @@ from evenload.cli.output_file import calibration_cache
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
-    from evenload.check.scope import Scope
+    from evenload.check.smaller_run import Scope
     from evenload.check.verdict import Verdict
     from evenload.cli.stop_request import StopLine
     from evenload.runtime.config.train_config import TrainConfig

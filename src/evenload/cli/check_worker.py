@@ -6,8 +6,7 @@ import msgspec
 from rich.console import Console
 
 from evenload.check.run_checks import run_checks
-from evenload.check.scope import Scope
-from evenload.check.smaller_run import checked_scope
+from evenload.check.smaller_run import Scope, checked_scope
 from evenload.cli.start_checks import require_runnable
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import memory_for_rank, run_coefficients, started_rank

@@ -1,0 +1,21 @@
+"""Another processor's float32: the last bit of what norms compute differs, as it does between vector units."""
+
+from contextlib import AbstractContextManager
+from unittest import mock
+
+import torch
+
+
+def rounded_up(share: int) -> AbstractContextManager[object]:
+    """Of float32 roots, every value whose place divides by `share` is the next larger one; float64 stays as it is."""
+    rsqrt = torch.rsqrt
+
+    def other(values: torch.Tensor) -> torch.Tensor:
+        found = rsqrt(values)
+        if found.dtype != torch.float32:
+            return found
+        is_other = (torch.arange(found.numel()) % share == 0).view(found.shape)
+        ulp = torch.nextafter(found.detach(), torch.tensor(torch.inf)) - found.detach()
+        return found + ulp * is_other
+
+    return mock.patch("torch.rsqrt", other)
