@@ -32,8 +32,6 @@ from evenload.types.pipeline import PipelineTasks, SplitBackward
 from evenload.types.replica_block import ReplicaBlock
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-_CLOSE = 1.02
-"""Shardings whose steps seem no longer than so many times the shortest are tried as they run."""
 
 
 def choices_as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
@@ -49,21 +47,24 @@ def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
     if found.shardings is not None:
         return found
     possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.forward)
-    if len(possible) > 1:
-        possible = _best_shardings(problem, found, possible, dp_rank)
-    return min(
-        (with_halves(problem, _as_shared(problem, found, one, dp_rank), dp_rank) for one in possible),
-        key=Candidate.score,
-    )
+    ways = _fastest_first(problem, found, possible, dp_rank) if len(possible) > 1 else [(0.0, possible[0])]
+    best: Candidate | None = None
+    for least_s, shardings in ways:
+        if best is not None and best.makespan_s <= least_s:
+            break
+        one = with_halves(problem, _as_shared(problem, found, shardings, dp_rank), dp_rank)
+        best = one if best is None else min(best, one, key=Candidate.score)
+    assert best is not None, "some sharding is always possible"
+    return best
 
 
-def _best_shardings(
+def _fastest_first(
     problem: StepProblem, found: Candidate, possible: Sequence[Shardings], dp_rank: int
-) -> list[Shardings]:
-    """Of every pack the sharding with the least seconds, and of all packs those that come close to these in the
-    pipeline: packs that wait for others may take longer, and halves are decided for all together.
+) -> list[tuple[float, Shardings]]:
+    """Every sharding for all packs, and of every pack the one with the least seconds, with about the seconds of the
+    pipeline, which those of packs priced apart miss where documents are cut over several or halves do not pay.
 
-    Packs that replicas share have the former in all of them: replicas must agree without simulating each other's steps.
+    Packs that replicas share have the latter in all of them: replicas must agree without simulating each other's steps.
     """
     packs, back = found.forward.num_packs, found.backward.num_packs
     all_ways = _in_all_ways(problem, found, possible, dp_rank)
@@ -74,15 +75,14 @@ def _best_shardings(
     seconds = all_ways.forward_s.sum(axis=1).reshape(len(possible), packs)
     fastest = (seconds + [np.bincount(of_slice, one, packs) for one in backward_s]).argmin(axis=0)
     of_block = found.forward.pack_ranks() > problem.layout.cp
-    tried = [fastest, *(np.where(of_block, fastest, way) for way in range(len(possible)))]
     # A backward pack is about as long as under the sharding of the forward pack that its first slice lies in.
     first = of_slice[found.backward.pack_offset[:-1]]
-    makespans_s = []
-    for way in tried:
+    ways: dict[Shardings, float] = {}
+    for way in (fastest, *(np.where(of_block, fastest, one) for one in range(len(possible)))):
         tasks = _rows_of(found.tasks, all_ways, way * packs + np.arange(packs), way[first] * back + np.arange(back))
-        makespans_s.append(simulate(tasks, found.actions).makespan_s)
-    close = np.flatnonzero(np.array(makespans_s) <= _CLOSE * min(makespans_s)).tolist()
-    return list({tuple(possible[way][pack] for pack, way in enumerate(tried[one].tolist())): one for one in close})
+        shardings = tuple(possible[one][pack] for pack, one in enumerate(way.tolist()))
+        ways.setdefault(shardings, simulate(tasks, found.actions).makespan_s)
+    return sorted(((makespan_s, way) for way, makespan_s in ways.items()), key=lambda one: one[0])
 
 
 def _forward_packs_of_slices(found: Candidate) -> NDArray[np.int64]:
