@@ -30,7 +30,6 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
@@ -102,18 +101,6 @@ class Outcome(NamedTuple):
     imbalance: float
     mean_token_delay_steps: float
     plan_ms: float
-
-
-def divisible_heads(model: ModelSpec, tp: int) -> ModelSpec:
-    """The model, or where its heads do not divide over tp the same work in narrower heads (30B: 52 x 128 = 64 x 104).
-
-    The paper gives no head counts; ours of 30B are LLaMA's, which its own tp of 8 does not divide.
-    """
-    if model.num_heads % tp == 0:
-        return model
-    width = model.num_heads * model.head_dim
-    heads = next(count for count in range(model.num_heads, width) if count % tp == 0 and width % count == 0)
-    return msgspec.structs.replace(model, num_heads=heads, num_kv_heads=heads, head_dim=width // heads)
 
 
 def windows_of_step(generator: np.random.Generator, context: int, count: int) -> list[list[int]]:
@@ -210,7 +197,7 @@ def main() -> None:
     rows: list[Row] = []
     speed_ups: dict[str, list[float]] = {}
     for name, context, (tp, cp, pp, dp) in SETTINGS[:1] if options.quick else SETTINGS:
-        model = divisible_heads(model_from(name), tp)
+        model = model_from(name)
         layout = even_layout(model.num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
         generator = np.random.default_rng(0)
         steps = [windows_of_step(generator, context, pp * dp) for _ in range(STEPS)]

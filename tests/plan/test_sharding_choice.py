@@ -26,7 +26,9 @@ def drawn_lengths(draw: np.random.Generator) -> list[int]:
     """A batch: what a loader cuts at a window, few long documents beside many short ones, or all alike."""
     kind = draw.integers(3)
     if kind == 0:
-        return np.minimum(np.ceil(draw.lognormal(np.log(1200), 1.756, draw.integers(8, 160))), 65_536).astype(int).tolist()
+        return (
+            np.minimum(np.ceil(draw.lognormal(np.log(1200), 1.756, draw.integers(8, 160))), 65_536).astype(int).tolist()
+        )
     if kind == 1:
         long = draw.integers(8_000, 65_536, draw.integers(1, 5))
         return draw.permutation([*long, *draw.integers(8, 1_500, draw.integers(10, 200))]).tolist()
