@@ -62,6 +62,16 @@ def test_rules_of_sharding_have_times_of_their_own():
     assert seconds["per_sequence"] == pytest.approx(64 + 0.1 * max(first + 4 * 36, second + 4 * 36))
 
 
+def test_kernels_of_few_rows_behind_many_keys_decide():
+    """WLB §5.3: where reading keys costs more than unequal rows, documents are cut into fewer ranges."""
+    lengths = [64, *([8] * 8)]
+    chosen = [
+        planner(2, "adaptive", prefix_s=prefix_s).propose(0, documents(lengths), "best_fit").choices[0].candidate
+        for prefix_s in (0.0, 10.0)
+    ]
+    assert [one.shardings for one in chosen] == [("per_document",), ("per_sequence",)]
+
+
 def test_candidates_that_nobody_shares_are_not_priced_again():
     found = planner(1, "mixed")
     columns = whole_document_columns([[0, 1]], np.array([5, 9]))
