@@ -75,6 +75,7 @@ CAUSES = {
     "Fixed-4D in exactly N windows (6 % longer ones)": {"window": 1.06},
     "all transfers free": {"free_transfers": True},
     "mixed sharding in WLB-LLM N": {"mixed": True},
+    "these three at once": {"window": 1.06, "free_transfers": True, "mixed": True},
     "no limit of memory": {"unlimited": True},
 }
 """Changes, as `Change` names them."""
