@@ -40,7 +40,7 @@ def possible_shardings(rule: CpRule, costs: PackCosts, packs: SliceColumns) -> l
     if not any(is_shared):
         return [("",) * packs.num_packs]
     names: list[PackSharding] = ["per_sequence", "per_document"] if rule in ("adaptive", "mixed") else [rule]
-    found = [tuple(name if shared else "" for shared in is_shared) for name in names]
+    found: list[Shardings] = [tuple(name if shared else "" for shared in is_shared) for name in names]
     return [*found, *_mixed(costs, packs, ranks)] if rule == "mixed" else found
 
 
