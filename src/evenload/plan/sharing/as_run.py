@@ -1,11 +1,12 @@
 """`as_run`: a candidate with the seconds that its ranks will take, once it is known who computes what.
 
 Searches compare thousands of packings by the mean over the ranks that share a pack; what runs waits for the slowest.
+Rules that choose (`plan.sharing.cp_sharding`) choose here, by the seconds that the plan gets.
 So before candidates of different kinds are compared, and before a plan promises a time, shared packs are given their
 sharding and priced rank by rank (`cost.ranked_packs`), and the pipeline is simulated again in the same order of
 actions; only what follows packs that replicas share moves into the gaps that they leave (`plan.sharing.phase_overlap`).
 Bytes stay as they are: `cost.memory` charges the fullest rank. Some numpy calls a replica, about 2 ms for 512
-documents; nothing where no rank shares anything.
+documents, two to three times as much where a rule chooses; nothing where no rank shares anything.
 """
 
 import itertools
