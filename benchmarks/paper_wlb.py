@@ -21,7 +21,10 @@ are the documents of every strategy.
 Imbalance is the mean over all steps but the last, which trains whatever still waits. All within 80 GB by the same
 activation policies.
 
-    python benchmarks/paper_wlb.py [--quick] [--append]
+`--causes` changes one thing at a time and says what WLB-LLM N and Fixed-4D gain then, over Plain-4D under the same
+change; `CAUSES` lists the changes.
+
+    python benchmarks/paper_wlb.py [--quick] [--causes] [--append]
 """
 
 import argparse
@@ -47,6 +50,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.candidate import imbalance
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice
+from evenload.types.cluster import LinkSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
@@ -65,6 +69,29 @@ SETTINGS = (
 PAPER = {"Fixed-4D": "1.03", "WLB-LLM N": "1.23 (64K: 1.15, 128K: 1.30)"}
 """Its means over Plain-4D (Fig. 12)."""
 STEPS = 32
+CAUSE_STEPS = 8
+CAUSES = {
+    "nothing changed": {},
+    "Fixed-4D in exactly N windows (6 % longer ones)": {"window": 1.06},
+    "all transfers free": {"free_transfers": True},
+    "mixed sharding in WLB-LLM N": {"mixed": True},
+    "these three at once": {"window": 1.06, "free_transfers": True, "mixed": True},
+    "no limit of memory": {"unlimited": True},
+}
+"""Changes, as `Change` names them."""
+
+
+class Change(NamedTuple):
+    """What is unlike the paper's settings.
+
+    Args:
+        window: tokens of Fixed-4D's windows, in contexts: whole documents do not fill N of 1 exactly.
+    """
+
+    window: float = 1.0
+    free_transfers: bool = False
+    mixed: bool = False
+    unlimited: bool = False
 
 
 class Way(NamedTuple):
@@ -102,18 +129,6 @@ class Outcome(NamedTuple):
     imbalance: float
     mean_token_delay_steps: float
     plan_ms: float
-
-
-def divisible_heads(model: ModelSpec, tp: int) -> ModelSpec:
-    """The model, or where its heads do not divide over tp the same work in narrower heads (30B: 52 x 128 = 64 x 104).
-
-    The paper gives no head counts; ours of 30B are LLaMA's, which its own tp of 8 does not divide.
-    """
-    if model.num_heads % tp == 0:
-        return model
-    width = model.num_heads * model.head_dim
-    heads = next(count for count in range(model.num_heads, width) if count % tp == 0 and width % count == 0)
-    return msgspec.structs.replace(model, num_heads=heads, num_kv_heads=heads, head_dim=width // heads)
 
 
 def windows_of_step(generator: np.random.Generator, context: int, count: int) -> list[list[int]]:
@@ -176,7 +191,14 @@ def lower_bound(model: ModelSpec, layout: ParallelLayout, steps: list[list[list[
     return PackCosts(model, coefficients, layout).lower_bound_seconds(lengths)
 
 
-def run_way(way: Way, model: ModelSpec, context: int, layout: ParallelLayout, steps: list[list[list[int]]]) -> Outcome:
+def run_way(
+    way: Way,
+    model: ModelSpec,
+    context: int,
+    layout: ParallelLayout,
+    steps: list[list[list[int]]],
+    change: Change = Change(),  # noqa: B008
+) -> Outcome:
     """All steps, under the fastest of the way's shardings.
 
     Raises:
@@ -184,17 +206,45 @@ def run_way(way: Way, model: ModelSpec, context: int, layout: ParallelLayout, st
     """
     cluster = cluster_from(f"h100x{layout.world_size}")
     coefficients = analytic_coefficients(model, cluster, layout)
+    if change.free_transfers:
+        free = LinkSpec(bandwidth_bytes_per_s=1e18, latency_s=0.0)
+        coefficients = msgspec.structs.replace(coefficients, intra_node=free, inter_node=free, copy_s_per_byte=0.0)
+    window = change.window if way.strategy == "fixed_greedy" else way.contexts
     found = []
-    for sharding in way.shardings:
+    for sharding in ("mixed",) if change.mixed and way.same_count else way.shardings:
         options = PlanOptions(
-            max_pack_tokens=context * way.contexts,
+            max_pack_tokens=int(context * window),
             policy="choose",
             micro_batches=layout.pp if way.same_count else None,
             cp_sharding=sharding,
         )
-        planner = StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host=host_memory(cluster))
+        cap, host = (None, "unlimited") if change.unlimited else (usable_bytes(cluster), host_memory(cluster))
+        planner = StepPlanner(model, coefficients, layout, cap, options, host=host)
         found.append(run_strategy(planner, steps, way.strategy))
     return min(found, key=lambda outcome: outcome.seconds)
+
+
+def causes() -> list[Row]:
+    """What WLB-LLM N and Fixed-4D gain over Plain-4D, geometric means over all settings, under each change."""
+    rows = []
+    ways = [way for way in WAYS if way.name in PAPER]
+    for cause, changed in CAUSES.items():
+        gains: dict[str, list[float]] = {way.name: [] for way in ways}
+        for name, context, (tp, cp, pp, dp) in SETTINGS:
+            model = model_from(name)
+            layout = even_layout(model.num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
+            generator = np.random.default_rng(0)
+            steps = [windows_of_step(generator, context, pp * dp) for _ in range(CAUSE_STEPS)]
+            plain, *others = (
+                run_way(way, model, context, layout, steps, Change(**changed)).seconds for way in (PLAIN, *ways)
+            )
+            for way, seconds in zip(ways, others, strict=True):
+                gains[way.name].append(plain / seconds)
+        for way_name, found in gains.items():
+            gain = statistics.geometric_mean(found)
+            rows.append(Row("wlb causes", f"{cause}, {way_name}, simulated", "speed-up", gain, "x", "Plain-4D"))
+            print(f"{cause}: {way_name} {gain:.3f} x Plain-4D", flush=True)
+    return rows
 
 
 def main() -> None:
@@ -202,7 +252,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one cell: does it work at all?")
     parser.add_argument("--append", action="store_true", help=f"append the rows to benchmarks/results/{RESULTS.name}")
+    parser.add_argument("--causes", action="store_true", help="one change at a time instead of every way to train")
     options = parser.parse_args()
+    if options.causes:
+        rows = causes()
+        if options.append:
+            append_rows(rows, RESULTS)
+        return
     table = Table(title=f"WLB-LLM's Table 1, SIMULATED, {STEPS} steps")
     for head in ("model", "context", "tp cp pp dp", "strategy", "s", "of bound", "x Plain-4D", "imbalance", "delay"):
         table.add_column(head, justify="left" if head in ("model", "strategy") else "right")
@@ -210,7 +266,7 @@ def main() -> None:
     rows: list[Row] = []
     speed_ups: dict[str, list[float]] = {}
     for name, context, (tp, cp, pp, dp) in SETTINGS[:1] if options.quick else SETTINGS:
-        model = divisible_heads(model_from(name), tp)
+        model = model_from(name)
         layout = even_layout(model.num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
         generator = np.random.default_rng(0)
         steps = [windows_of_step(generator, context, pp * dp) for _ in range(STEPS)]

@@ -1,4 +1,4 @@
-"""Time to share one pack of 256K tokens over context ranks (below 1 ms), and how it grows with documents.
+"""Time to choose how context ranks share one pack of 256K tokens, and to price it rank by rank (some milliseconds).
 
 Lengths are `examples/lengths/github_dirs.npy.gz` in its order up to 256K tokens, and 2,048 documents of 128 tokens,
 about as many as one pack can hold; llama-7b's seconds on H100, whose attention has tiles. `mixed` tries every rule and
@@ -16,10 +16,14 @@ from numpy.typing import NDArray
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.ranked_packs import rank_seconds
 from evenload.data.lengths import read_lengths
 from evenload.hub.model_files import model_from
-from evenload.plan.sharing.cp_sharding import share_packs
-from evenload.plan.sharing.sharding_cost import sharding_cost
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem.step_problem import StepProblem
+from evenload.plan.sharing.as_run import as_run
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.stepplan.ranked_packs import ranked_packs
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from results import Row, interleaved_seconds, median_ratio, run_benchmark
@@ -37,24 +41,26 @@ def measure(quick: bool) -> list[Row]:
     packs = {"github_dirs": first_of(read_lengths(str(LENGTHS))), "128 tokens each": np.full(PACK_TOKENS // 128, 128)}
     rows: list[Row] = []
     for name, tokens in packs.items():
-        start = np.zeros(len(tokens), np.int64)
         for cp in RANKS:
             layout = even_layout(model.num_layers, cp=cp)
-            cost = sharding_cost(PackCosts(model, analytic_coefficients(model, cluster, layout), layout), cp)
-            variants = {
-                rule: lambda rule=rule, cost=cost, tokens=tokens, start=start, cp=cp: share_packs(
-                    rule, start, tokens, cp, cost
-                )
-                for rule in ("mixed", "per_document")
-            }
+            costs = PackCosts(model, analytic_coefficients(model, cluster, layout), layout)
+            variants, chosen = {}, {}
+            for rule in ("mixed", "per_document"):
+                options = PlanOptions(max_pack_tokens=PACK_TOKENS, cp_sharding=rule, policy="replay")
+                problem = StepProblem(np.arange(len(tokens)), tokens, costs, None, options)
+                [choice] = STRATEGIES["best_fit"].plan(problem)
+                variants[rule] = lambda problem=problem, one=choice.candidate: as_run(problem, one, 0)
+                chosen[rule] = variants[rule]()
             seconds = interleaved_seconds(variants, QUICK_REPEATS if quick else REPEATS)
             mixed_s, document_s = (statistics.median(seconds[rule]) for rule in ("mixed", "per_document"))
-            case = f"pack of 256K tokens, {len(tokens):,} documents ({name}), cp={cp}, tiles of {cost.tile}"
+            case = f"pack of 256K tokens, {len(tokens):,} documents ({name}), cp={cp}"
             baseline = f"per_document {document_s * 1e3:.3g} ms"
             rows.append(Row("sharding", case, "share (mixed)", mixed_s * 1e3, "ms", baseline))
             ratio = median_ratio(seconds["mixed"], seconds["per_document"])
             rows.append(Row("sharding", case, "time", ratio, "x", "per_document"))
-            uneven = share_packs("mixed", start, tokens, cp, cost).rank_s
+            found = chosen["mixed"]
+            forward, _ = ranked_packs(found.forward, found.backward, found.shardings or (), cp)
+            uneven = rank_seconds(costs, forward, "forward").sum(axis=1)
             rows.append(Row("sharding", case, "slowest rank", uneven.max() / uneven.mean(), "x", "mean of ranks"))
     return rows
 

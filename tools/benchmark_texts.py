@@ -70,13 +70,19 @@ also splits backwards.
 WLB = """\
 ## WLB-LLM's settings
 
-    python benchmarks/paper_wlb.py [--quick] [--append]
+    python benchmarks/paper_wlb.py [--quick] [--causes] [--append]
 
 **Simulated.** The layouts of its Table 1, batches of PP x DP windows, 32 steps. Plain-4D is the loader's windows as
 they come, each shared per sequence by the context ranks; Fixed-4D packs a global batch anew, per sequence or per
 document throughout, whichever is faster; "adaptive" and both `wlb` choose the sharding for every micro-batch. The paper
 measured 1.03 for Fixed-4D and 1.23 for WLB-LLM (64K: 1.15, 128K: 1.30; Fig. 12), and 1.05 of the sharding alone at 7B
 and 128K.
+
+Why WLB-LLM N gains less here than in the paper, and little over Fixed-4D, says the table of changes (`--causes`).
+Whole documents do not fill N windows of a context exactly, so our Fixed-4D takes more of them than N = PP x DP (5
+instead of 4), which fill the pipeline better; in N slightly longer windows it gains 0.07, not 0.12. No packing balances
+transfers of keys, values and hidden states: without them WLB-LLM N gains half as much again. And packs shared per
+sequence or per document pay for keys that travel although their documents are short, which `mixed` avoids.
 """
 
 SKRULL = """\

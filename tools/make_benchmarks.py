@@ -164,9 +164,15 @@ def _slimpack() -> Iterable[str]:
 
 
 def _wlb() -> Iterable[str]:
-    rows = _latest("paper_wlb.csv", ("benchmark",))
+    everything = _latest("paper_wlb.csv", ("benchmark",))
+    rows, causes = ([row for row in everything if (row["benchmark"] == "wlb") == own] for own in (True, False))
     yield from _provenance(rows)
     yield from _wlb_means(rows)
+    yield from _head(("one change, 8 steps", "strategy", "x Plain-4D under the same change, geometric mean"))
+    for row in causes:
+        cause, strategy, _ = row["case"].split(", ")
+        yield _line(cause, strategy, f"{float(row['value']):.3f}")
+    yield ""
     yield from _head(("setting", "strategy", "x Plain-4D", "of bound", "imbalance", "mean delay of a token, steps"))
     for case in dict.fromkeys(row["case"] for row in rows):
         figures = {row["metric"]: float(row["value"]) for row in rows if row["case"] == case}

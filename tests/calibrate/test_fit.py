@@ -1,13 +1,17 @@
 """The fit of coefficients: what it recovers, and how far off it says it is."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenload.calibrate.assemble import DIRECTIONS, pass_timings
 from evenload.calibrate.fit import fit_relative, left_out
+from evenload.calibrate.profile import _best_tile
 from evenload.calibrate.repeats import num_outliers
-from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, pack_features
+from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features
 
 COEFFICIENTS = st.tuples(
     *(
@@ -41,6 +45,36 @@ def test_exact_seconds_leave_no_error_and_noise_shows(truth, seed):
     noise = np.random.default_rng(seed).choice([0.9, 1.1], len(exact))
     noisy = left_out(features, (exact * noise).tolist(), packs).error
     assert 0.02 < noisy.p90 < 1.0
+
+
+def test_the_table_of_kernels_by_rows_and_keys_comes_back_from_packs():
+    """WLB-LLM Fig. 10 from a kernel that pads to 128 rows and reads all keys once a call, timed in whole layers with
+    noise: the tile is found, and seconds of kernels that no pack has are right, of fewer rows than a tile and of more.
+    """
+    pair_s, read_s = 4e-10, 6e-8  # reading a key takes as long as 150 rows of it
+
+    def kernel_s(rows, keys):
+        return pair_s * (rows * (keys - (rows - 1) / 2) + -rows % 128 * keys) + read_s * (keys - rows)
+
+    def layer_s(pack):
+        linear_s = 1e-6 * sum(stop - start for _, start, stop in pack) + 2e-6 * len(pack) + 5e-5
+        return linear_s + sum(kernel_s(stop - start, stop) for _, start, stop in pack)
+
+    packs = [pack for rounds in GRID for pack in rounds]
+    noise = np.random.default_rng(0).normal(1.0, 0.005, len(packs))
+    samples = [
+        Sample(direction, pack, layer_s(pack) * factor)
+        for direction in DIRECTIONS
+        for pack, factor in zip(packs, noise, strict=True)
+    ]
+    measured = [SimpleNamespace(packs=tuple(samples))]
+    tile, _ = _best_tile(measured)
+    assert tile == 128
+    *_, pairs, prefix = fit_relative(*pass_timings(measured, "forward", tile)[:2])
+    for rows in (16, 48, 128, 200, 256, 384, 1024):
+        for keys in (2048, 12_288, 65_536):
+            *_, own_pairs, own_prefix = pack_features(((0, keys - rows, keys),), (0,), tile)
+            assert pairs * own_pairs + prefix * own_prefix == pytest.approx(kernel_s(rows, keys), rel=0.03)
 
 
 def test_left_out_packs_are_predicted_by_the_others():

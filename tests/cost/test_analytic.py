@@ -63,5 +63,8 @@ def test_attention_is_as_fast_as_the_kernels_that_run() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="do not divide over tp=3"):
+    with pytest.raises(ConfigError, match=r"do not divide over tp=3; they do over tp=1, 2, 4, 8, 16, 32$"):
         analytic_coefficients(model_from("llama-7b"), cluster_from("h100x8"), even_layout(32, tp=3))
+    # 2 key/value heads, which several ranks may hold copies of.
+    with pytest.raises(ConfigError, match=r"do not divide over tp=4; they do over tp=1, 2, 14$"):
+        analytic_coefficients(model_from("qwen2.5-0.5b"), cluster_from("h100x8"), even_layout(24, tp=4))

@@ -7,6 +7,7 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.explore.default_layout import usable_bytes
 from evenload.hub.model_files import model_from
@@ -43,6 +44,17 @@ def test_experts_are_active_in_the_published_number(name: str, billions: float) 
     assert spec.num_active_parameters / 1e9 == pytest.approx(billions, rel=0.01)
     assert ", " in spec.describe_size()
     assert spec.describe_size().endswith("B active")
+
+
+# WLB-LLM Table 1; SlimPack's and FlexPipe's tensor parallelism.
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [("wlb-550m", 2), ("wlb-7b", 4), ("wlb-7b", 8), ("wlb-30b", 8), ("wlb-70b", 16), ("llama-7b", 8), ("llama-13b", 8),
+     ("llama-70b", 8), ("llama-150b", 8), ("gpt-3.35b", 8), ("gpt-13b", 8)],
+)  # fmt: skip
+def test_models_of_papers_divide_as_the_papers_divide_them(name: str, tp: int) -> None:
+    model = MODELS[name]
+    require_supported_layout(model, even_layout(model.num_layers, tp=tp))
 
 
 def test_dense_models_are_active_whole() -> None:

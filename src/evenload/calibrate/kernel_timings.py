@@ -24,7 +24,11 @@ Work = Mapping[int, Callable[[], object]]
 HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
 QUICK_HEAD_ROWS = (64, 512, 2048)
 MATMUL_TOKENS = (16, 128, 1024, 4096)
-ATTENTION_GRID = ((64, 0), (192, 0), (256, 768), (1024, 0), (1024, 3072), (2048, 0), (4096, 0))
+ATTENTION_GRID = (
+    *((64, 0), (192, 0), (1024, 0), (1024, 3072), (2048, 0), (4096, 0)),
+    # Few rows behind many keys, up to two tiles of most kernels (WLB-LLM Fig. 10).
+    *((rows, keys - rows) for keys in (1024, 4096) for rows in (16, 64, 128, 256)),
+)
 """(queries, prefix)."""
 _OPTIMIZER_PARAMETERS = 1 << 22  # more than caches hold, as in a step
 _COPIED_BYTES = 1 << 25

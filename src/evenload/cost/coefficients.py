@@ -12,6 +12,9 @@ Time of a pack on one layer is linear in six features of the pack:
 
 `prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys a slice reads and,
 in backward, gradients of K and V it adds to. Finer cuts pay it again and again, which bounds how fine is worth it.
+With whole tiles in `pairs` it is WLB-LLM's table of kernels (§5.3): r rows in tiles of t behind K keys take
+K·(a·t·ceil(r / t) + b), so their achieved FLOP/s rise with r as r / (t·ceil(r / t) + b / a). A profile measures t, a
+and b, and beside them the kernel's own rates by rows and keys.
 
 `pack_s` carries the inefficiency of small matrix products. A product over n tokens that reaches the share
 n / (n + n_half) of its best speed takes `c·n / (n / (n + n_half)) = c·n + c·n_half`: the loss is exactly an

@@ -44,7 +44,7 @@ class PackCosts:
     """Costs of one (model, coefficients, layout); immutable.
 
     Args:
-        keeps_short_whole: short slices of a shared pack stay whole on one rank (`plan.options.cp_sharding` "mixed").
+        keeps_short_whole: short slices of a shared pack stay whole on one rank; planners of steps price them as cut.
         slowness: per pipeline rank, seconds of its packs over what the coefficients give (`types.rank_speeds`);
             None = 1 everywhere. `lower_bound_seconds` and transfers know nothing of it.
 

@@ -16,10 +16,15 @@ def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
             layout for another number of layers.
     """
     kv_heads = model.num_kv_heads
-    if model.num_heads % layout.tp or (kv_heads % layout.tp and layout.tp % kv_heads):
+    fitting = [
+        str(tp)
+        for tp in range(1, model.num_heads + 1)
+        if not model.num_heads % tp and not (kv_heads % tp and tp % kv_heads)
+    ]
+    if str(layout.tp) not in fitting:
         raise ConfigError(
             f"layout {layout.describe()}: {model.num_heads} query and {kv_heads} key/value heads of {model.name} do "
-            f"not divide over tp={layout.tp}; choose a tp that divides both (or a multiple of {kv_heads})"
+            f"not divide over tp={layout.tp}; they do over tp={', '.join(fitting)}"
         )
     if layout.cp > 1 and not model.causal:
         raise ConfigError(

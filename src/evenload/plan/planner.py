@@ -135,8 +135,8 @@ class StepPlanner:
         host: HostMemory | Unlimited,
     ) -> None:
         self.options = options or PlanOptions()
-        keeps_short_whole = self.options.cp_sharding == "mixed"
-        self.costs = PackCosts(model, coefficients, layout, keeps_short_whole=keeps_short_whole)
+        # Searches price shared packs per document whatever the rule: what rules choose from is known as plans run.
+        self.costs = PackCosts(model, coefficients, layout, keeps_short_whole=False)
         self.layout = layout
         self.memory_cap_bytes = memory_cap_bytes
         self.host = host if isinstance(host, HostMemory) else HostMemory(coefficients.devices_per_node, None)

@@ -1,16 +1,18 @@
 """`as_run`: a candidate with the seconds that its ranks will take, once it is known who computes what.
 
 Searches compare thousands of packings by the mean over the ranks that share a pack; what runs waits for the slowest.
+Rules that choose (`plan.sharing.cp_sharding`) choose here, by the seconds that the plan gets.
 So before candidates of different kinds are compared, and before a plan promises a time, shared packs are given their
 sharding and priced rank by rank (`cost.ranked_packs`), and the pipeline is simulated again in the same order of
 actions; only what follows packs that replicas share moves into the gaps that they leave (`plan.sharing.phase_overlap`).
 Bytes stay as they are: `cost.memory` charges the fullest rank. Some numpy calls a replica, about 2 ms for 512
-documents; nothing where no rank shares anything.
+documents, two to three times as much where a rule chooses; nothing where no rank shares anything.
 """
 
-import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +22,12 @@ from evenload.cost.ranked_packs import RankedPacks, TravellingParts, rank_second
 from evenload.cost.split_backward import gather_seconds, weight_seconds
 from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.sharing.cp_sharding import pack_shardings
-from evenload.plan.sharing.halved import with_halves
+from evenload.plan.sharing.cp_sharding import Shardings, possible_shardings
+from evenload.plan.sharing.halved import tasks_in_halves, with_halves
 from evenload.plan.sharing.phase_overlap import run_ahead
-from evenload.plan.sharing.sharding_cost import sharding_cost
+from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_where_shared
+from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 from evenload.types.replica_block import ReplicaBlock
@@ -44,19 +47,103 @@ def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
     it has them."""
     if found.shardings is not None:
         return found
-    return with_halves(problem, _as_shared(problem, found, dp_rank), dp_rank)
+    possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.forward)
+    ways = _fastest_first(problem, found, possible, dp_rank) if len(possible) > 1 else [(0.0, possible[0])]
+    best: Candidate | None = None
+    for least_s, shardings in ways:
+        if best is not None and best.makespan_s <= least_s:
+            break
+        one = with_halves(problem, _as_shared(problem, found, shardings, dp_rank), dp_rank)
+        best = one if best is None else min(best, one, key=Candidate.score)
+    assert best is not None, "some sharding is always possible"
+    return best
 
 
-def _as_shared(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
-    costs = problem.costs
-    rule, price = problem.options.cp_sharding, functools.partial(sharding_cost, costs)
-    found = replace(found, shardings=pack_shardings(rule, found.forward, found.backward, price))
-    assert found.shardings is not None
-    forward, backward = ranked_where_shared(costs, found.forward, found.backward, found.shardings)
-    if forward is None or backward is None:
+def _fastest_first(
+    problem: StepProblem, found: Candidate, possible: Sequence[Shardings], dp_rank: int
+) -> list[tuple[float, Shardings]]:
+    """Every sharding for all packs, and of every pack the one with the least seconds, with about the seconds of the
+    pipeline, which those of packs priced apart miss where documents are cut over several or halves do not pay.
+
+    Packs that replicas share have the latter in all of them: replicas must agree without simulating each other's steps.
+    """
+    packs, back = found.forward.num_packs, found.backward.num_packs
+    all_ways = _in_all_ways(problem, found, possible, dp_rank)
+    of_slice, of_backward = _forward_packs_of_slices(found), found.backward.pack_of_slice()
+    tokens = found.backward.slice_tokens()
+    share = tokens / found.backward.pack_sums(tokens)[of_backward]
+    backward_s = all_ways.backward_s.sum(axis=1).reshape(len(possible), back)[:, of_backward] * share
+    seconds = all_ways.forward_s.sum(axis=1).reshape(len(possible), packs)
+    fastest = (seconds + [np.bincount(of_slice, one, packs) for one in backward_s]).argmin(axis=0)
+    of_block = found.forward.pack_ranks() > problem.layout.cp
+    # A backward pack is about as long as under the sharding of the forward pack that its first slice lies in.
+    first = of_slice[found.backward.pack_offset[:-1]]
+    ways: dict[Shardings, float] = {}
+    for way in (fastest, *(np.where(of_block, fastest, one) for one in range(len(possible)))):
+        tasks = _rows_of(found.tasks, all_ways, way * packs + np.arange(packs), way[first] * back + np.arange(back))
+        shardings = tuple(possible[one][pack] for pack, one in enumerate(way.tolist()))
+        ways.setdefault(shardings, simulate(tasks, found.actions).makespan_s)
+    return sorted(((makespan_s, way) for way, makespan_s in ways.items()), key=lambda one: one[0])
+
+
+def _forward_packs_of_slices(found: Candidate) -> NDArray[np.int64]:
+    """Of every backward slice the forward pack with its first row."""
+    forward, backward = found.forward, found.backward
+    scale = np.int64(1 + max(int(side.stop.max(initial=0)) for side in (forward, backward)))
+    keys = forward.doc * scale + forward.start
+    order = np.argsort(keys)
+    place = np.searchsorted(keys[order], backward.doc * scale + backward.start, side="right") - 1
+    return forward.pack_of_slice()[order[place]]
+
+
+def _in_all_ways(problem: StepProblem, found: Candidate, possible: Sequence[Shardings], dp_rank: int) -> PipelineTasks:
+    """The candidate's packs once for every sharding, as they take under it; each by itself in halves where it is
+    shorter by them. As packs of one candidate, because numpy's price is by the call."""
+    count, policy = len(possible), found.policy
+    sides = found.forward, found.backward
+    documents = 1 + max(int(side.doc.max(initial=-1)) for side in sides) if policy is None else len(policy)
+    forward, backward = (
+        SliceColumns.concat([side] * count, [documents * way for way in range(count)]) for side in sides
+    )
+    everything = replace(
+        found,
+        forward=forward,
+        backward=backward,
+        tasks=PipelineTasks.concat([found.tasks] * count),
+        policy=None if policy is None else np.tile(policy, count),
+        shardings=tuple(itertools.chain.from_iterable(possible)),
+    )
+    tasks, _ = _slowest_ranks(problem, everything, dp_rank)
+    return tasks_in_halves(problem, replace(everything, tasks=tasks), dp_rank)
+
+
+def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings, dp_rank: int) -> Candidate:
+    costs, found = problem.costs, replace(found, shardings=shardings)
+    tasks, ranked = _slowest_ranks(problem, found, dp_rank)
+    if ranked is None:
         return found
-    tasks = found.tasks
-    travelling: tuple[list[TravellingParts], list[TravellingParts]] = [], []
+    actions = found.actions
+    of_forward, of_backward = (_phases(costs.layout.cp, side) for side in ranked.sides)
+    if of_forward.any() and costs.layout.pp > 1:
+        actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
+    found = in_order(found, actions, problem.cap_bytes, tasks=tasks)
+    return with_parts(found, *ranked.travelling) if ranked.travelling[0] else found  # an idle replica has no packs
+
+
+class _Ranked(NamedTuple):
+    """Both directions rank by rank, and how their keys and values travel."""
+
+    sides: tuple[RankedPacks, RankedPacks]
+    travelling: tuple[list[TravellingParts], list[TravellingParts]]
+
+
+def _slowest_ranks(problem: StepProblem, found: Candidate, dp_rank: int) -> tuple[PipelineTasks, _Ranked | None]:
+    """A candidate's seconds with shared packs by their slowest ranks; None and its own where nobody shares any."""
+    costs, tasks = problem.costs, found.tasks
+    forward, backward = ranked_where_shared(costs, found.forward, found.backward, found.shardings or ())
+    if forward is None or backward is None:
+        return tasks, None
+    ranked = _Ranked((forward, backward), ([], []))
     # Where ranks differ in speed, packs that replicas share have other costs than those a replica runs alone.
     for num_ranks in np.unique(np.concatenate([forward.num_ranks(), backward.num_ranks()])).tolist():
         size = max(1, num_ranks // costs.layout.cp)
@@ -65,14 +152,9 @@ def _as_shared(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidat
         priced = with_slowest_backward(of_block, replace(tasks, forward_s=forward_s), backward, found.policy)
         of_size = forward.num_ranks() == num_ranks, backward.num_ranks() == num_ranks
         tasks = _with_rows(tasks, priced, *of_size)
-        for mine, ranked, direction, chosen in zip(travelling, (forward, backward), DIRECTIONS, of_size, strict=True):
-            mine.append(travelling_parts(of_block, ranked, direction).only(chosen))
-    actions = found.actions
-    of_forward, of_backward = _phases(costs.layout.cp, forward), _phases(costs.layout.cp, backward)
-    if of_forward.any() and costs.layout.pp > 1:
-        actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
-    found = in_order(found, actions, problem.cap_bytes, tasks=tasks)
-    return with_parts(found, *travelling) if travelling[0] else found  # an idle replica has no packs
+        for mine, side, direction, chosen in zip(ranked.travelling, ranked.sides, DIRECTIONS, of_size, strict=True):
+            mine.append(travelling_parts(of_block, side, direction).only(chosen))
+    return tasks, ranked
 
 
 def with_parts(found: Candidate, forward: Sequence[TravellingParts], backward: Sequence[TravellingParts]) -> Candidate:
@@ -90,6 +172,16 @@ def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
     directions."""
     sizes = np.maximum(1, ranked.num_ranks() // cp)
     return np.searchsorted(np.unique(-sizes), -sizes)
+
+
+def _rows_of(
+    tasks: PipelineTasks, others: PipelineTasks, forward: NDArray[np.int64], backward: NDArray[np.int64]
+) -> PipelineTasks:
+    """With the seconds of some forward and backward packs of others, as many."""
+    split = tasks.split
+    if split is not None and others.split is not None:
+        split = replace(split, input_s=others.split.input_s[backward], weight_s=others.split.weight_s[backward])
+    return replace(tasks, forward_s=others.forward_s[forward], backward_s=others.backward_s[backward], split=split)
 
 
 def _with_rows(

@@ -19,6 +19,7 @@ from evenload.plan.problem.step_problem import StepProblem
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_in_halves
 from evenload.types.micropack import Direction
+from evenload.types.pipeline import PipelineTasks
 from evenload.types.replica_block import ReplicaBlock
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -80,19 +81,7 @@ def _with_rows(problem: StepProblem, found: Candidate, dp_rank: int, first_rows:
 
 
 def _in_halves(costs: PackCosts, found: Candidate, forward: HalvedPacks, backward: HalvedPacks) -> Candidate:
-    tasks, split, first_rows = found.tasks, found.tasks.split, (forward.first_rows, backward.first_rows)
-    if split is not None:
-        split = replace(
-            split,
-            input_s=split.input_s + backward.more_s,
-            weight_s=split.weight_s + gathered_again_s(costs, backward.first_rows),
-        )
-    tasks = replace(
-        tasks,
-        forward_s=tasks.forward_s + forward.more_s,
-        backward_s=tasks.backward_s + backward.more_s,
-        split=split,
-    )
+    tasks = _tasks_with(costs, found.tasks, forward, backward)
     context_s = (
         found.context_s[0] + float(forward.context_s.sum() + backward.context_s.sum()),
         found.context_s[1] + float(forward.context_hidden_s.sum() + backward.context_hidden_s.sum()),
@@ -105,9 +94,31 @@ def _in_halves(costs: PackCosts, found: Candidate, forward: HalvedPacks, backwar
         found,
         tasks=tasks,
         simulation=simulate(tasks, found.actions),
-        first_rows=first_rows,
+        first_rows=(forward.first_rows, backward.first_rows),
         context_s=context_s,
         tensor_s=tensor_s,
+    )
+
+
+def tasks_in_halves(problem: StepProblem, found: Candidate, dp_rank: int) -> PipelineTasks:
+    """Seconds of packs of a replica, each in halves where it is shorter by itself; what `with_halves` gets at best."""
+    costs = problem.of_replica(dp_rank).costs
+    return _tasks_with(costs, found.tasks, *_halves(problem, found, dp_rank, None)) if pays(costs) else found.tasks
+
+
+def _tasks_with(costs: PackCosts, tasks: PipelineTasks, forward: HalvedPacks, backward: HalvedPacks) -> PipelineTasks:
+    split = tasks.split
+    if split is not None:
+        split = replace(
+            split,
+            input_s=split.input_s + backward.more_s,
+            weight_s=split.weight_s + gathered_again_s(costs, backward.first_rows),
+        )
+    return replace(
+        tasks,
+        forward_s=tasks.forward_s + forward.more_s,
+        backward_s=tasks.backward_s + backward.more_s,
+        split=split,
     )
 
 
