@@ -46,7 +46,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     require_whole_model(config, layouts)
     _require_use_of_twins(config, layouts)
     for one in layouts:
-        require_trainable(config.plan.strategy, one, config.plan.options, feedback=config.plan.feedback)
+        require_trainable(config.plan.strategy, one, config.plan.options)
     if config.train.cost_file is not None:
         file = config.train.cost_file
         require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")

@@ -9,14 +9,13 @@ documents; nothing where no rank shares anything.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedPacks, TravellingParts, rank_seconds, travelling_parts
+from evenload.cost.ranked_packs import RankedPacks, rank_seconds, travelling_parts
 from evenload.cost.split_backward import gather_seconds, weight_seconds
 from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
@@ -25,64 +24,51 @@ from evenload.plan.sharing.halved import with_halves
 from evenload.plan.sharing.phase_overlap import run_ahead
 from evenload.plan.sharing.sharding_cost import sharding_cost
 from evenload.stepplan.ranked_packs import ranked_where_shared
-from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks, SplitBackward
-from evenload.types.replica_block import ReplicaBlock
-
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def choices_as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
     """The same choices with candidates as they run."""
-    return tuple(
-        replace(choice, candidate=as_run(problem, choice.candidate, dp_rank)) for dp_rank, choice in enumerate(choices)
-    )
+    return tuple(replace(choice, candidate=as_run(problem, choice.candidate)) for choice in choices)
 
 
-def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
+def as_run(problem: StepProblem, found: Candidate) -> Candidate:
     """The candidate of a replica with shardings, halves, its slowest ranks' seconds and their simulation; itself where
     it has them."""
     if found.shardings is not None:
         return found
-    return with_halves(problem, _as_shared(problem, found, dp_rank), dp_rank)
+    return with_halves(problem.costs, _as_shared(problem, found))
 
 
-def _as_shared(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
+def _as_shared(problem: StepProblem, found: Candidate) -> Candidate:
     costs = problem.costs
     rule, price = problem.options.cp_sharding, functools.partial(sharding_cost, costs)
     found = replace(found, shardings=pack_shardings(rule, found.forward, found.backward, price))
     assert found.shardings is not None
     forward, backward = ranked_where_shared(costs, found.forward, found.backward, found.shardings)
-    if forward is None or backward is None:
+    if forward is None or backward is None or not found.forward.num_packs:  # an idle replica has no packs
         return found
-    tasks = found.tasks
-    travelling: tuple[list[TravellingParts], list[TravellingParts]] = [], []
-    # Where ranks differ in speed, packs that replicas share have other costs than those a replica runs alone.
-    for num_ranks in np.unique(np.concatenate([forward.num_ranks(), backward.num_ranks()])).tolist():
-        size = max(1, num_ranks // costs.layout.cp)
-        of_block = problem.of_block(ReplicaBlock(dp_rank // size * size, size)).costs
-        forward_s = forward.slowest(rank_seconds(of_block, forward, "forward", found.policy))
-        priced = with_slowest_backward(of_block, replace(tasks, forward_s=forward_s), backward, found.policy)
-        of_size = forward.num_ranks() == num_ranks, backward.num_ranks() == num_ranks
-        tasks = _with_rows(tasks, priced, *of_size)
-        for mine, ranked, direction, chosen in zip(travelling, (forward, backward), DIRECTIONS, of_size, strict=True):
-            mine.append(travelling_parts(of_block, ranked, direction).only(chosen))
+    forward_s = forward.slowest(rank_seconds(costs, forward, "forward", found.policy))
+    tasks = with_slowest_backward(costs, replace(found.tasks, forward_s=forward_s), backward, found.policy)
     actions = found.actions
     of_forward, of_backward = _phases(costs.layout.cp, forward), _phases(costs.layout.cp, backward)
     if of_forward.any() and costs.layout.pp > 1:
         actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
     found = in_order(found, actions, problem.cap_bytes, tasks=tasks)
-    return with_parts(found, *travelling) if travelling[0] else found  # an idle replica has no packs
+    return with_parts(costs, found, forward, backward)
 
 
-def with_parts(found: Candidate, forward: Sequence[TravellingParts], backward: Sequence[TravellingParts]) -> Candidate:
-    """The candidate with how keys and values of its packs travel: every pack's is one of those of its direction, and 1
-    part in the others."""
-    parts = tuple(tuple(np.max([one.parts for one in side], axis=0).tolist()) for side in (forward, backward))
-    beside_s, hidden_s = (
-        sum(float(getattr(one, name).sum()) for one in (*forward, *backward)) for name in ("beside_s", "hidden_s")
+def with_parts(costs: PackCosts, found: Candidate, forward: RankedPacks, backward: RankedPacks) -> Candidate:
+    """The candidate with how keys and values of its packs travel."""
+    one, other = travelling_parts(costs, forward, "forward"), travelling_parts(costs, backward, "backward")
+    return replace(
+        found,
+        context_parts=(tuple(one.parts.tolist()), tuple(other.parts.tolist())),
+        context_s=(
+            float(one.beside_s.sum()) + float(other.beside_s.sum()),
+            float(one.hidden_s.sum()) + float(other.hidden_s.sum()),
+        ),
     )
-    return replace(found, context_parts=parts, context_s=(beside_s, hidden_s))
 
 
 def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
@@ -90,29 +76,6 @@ def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
     directions."""
     sizes = np.maximum(1, ranked.num_ranks() // cp)
     return np.searchsorted(np.unique(-sizes), -sizes)
-
-
-def _with_rows(
-    tasks: PipelineTasks, other: PipelineTasks, forward: NDArray[np.bool_], backward: NDArray[np.bool_]
-) -> PipelineTasks:
-    """With the seconds of some forward and backward packs from other tasks of the same packs."""
-
-    def chosen(mine: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.where(backward[:, None], others, mine)
-
-    split = tasks.split
-    if split is not None and other.split is not None:
-        split = replace(
-            split,
-            input_s=chosen(split.input_s, other.split.input_s),
-            weight_s=chosen(split.weight_s, other.split.weight_s),
-        )
-    return replace(
-        tasks,
-        forward_s=np.where(forward[:, None], other.forward_s, tasks.forward_s),
-        backward_s=chosen(tasks.backward_s, other.backward_s),
-        split=split,
-    )
 
 
 def with_slowest_backward(

@@ -41,22 +41,16 @@ def whole_strategies() -> tuple[str, ...]:
     return tuple(one.name for one in STRATEGIES.values() if one.keeps_whole and not one.changes_layout)
 
 
-def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, *, feedback: bool = False) -> None:
+def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions) -> None:
     """Refuse what `evenload plan` predicts and the runtime of this version cannot run, and settings that would do
     nothing (`evenload plan` compares many strategies under one set of options, a run has one strategy).
 
-    Args:
-        feedback: plans shall follow the measured speed of ranks (`plan.feedback`).
-
     Raises:
-        ConfigError: unknown; it knows no pipeline and the layout has one; an option is set that it does not read; or
-            feedback has nothing to decide.
+        ConfigError: unknown; it knows no pipeline and the layout has one; or an option is set that it does not read.
     """
     strategy = strategy_named(name)
     strategy.require_layout(layout)
     strategy.require_schedule(options, layout)
-    if feedback:
-        _require_feedback(strategy, layout)
     if options.dp_merge and not strategy.shares_documents:
         sharing = [other.name for other in STRATEGIES.values() if other.shares_documents]
         raise ConfigError(
@@ -102,16 +96,4 @@ def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None
         raise ConfigError(
             f"plan.layouts is set, and strategy '{name}' stays in its layout; leave it out, or train with "
             f"{' or '.join(following)}"
-        )
-
-
-def _require_feedback(strategy: Strategy, layout: ParallelLayout) -> None:
-    try:
-        strategy.require_balances_speeds()
-    except ConfigError as error:
-        raise ConfigError(f"plan.feedback is true, but {error}, or leave feedback out") from None
-    if layout.dp == layout.pp == 1:
-        raise ConfigError(
-            f"plan.feedback is true, but layout {layout.describe()} has one replica and one pipeline rank, so there is "
-            "nothing to divide by speed; leave it out, or set parallel.dp or parallel.pp"
         )
