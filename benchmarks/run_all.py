@@ -11,7 +11,6 @@ import context_parallel
 import demo
 import dp_merge
 import engine_steps
-import feedback
 import host_arena
 import loader_overlap
 import loader_ranks
@@ -37,7 +36,7 @@ def main() -> None:
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
     modules = (
         *(simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap),
-        *(reduction, context_parallel, context_overlap, tensor_halves, feedback, swinging, engine_steps),
+        *(reduction, context_parallel, context_overlap, tensor_halves, swinging, engine_steps),
         host_arena,
     )
     for module in modules:

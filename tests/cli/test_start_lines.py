@@ -31,9 +31,7 @@ def test_every_strategy_says_what_it_does():
 
 def test_a_run_says_when_gradients_are_summed():
     assert reduction_line([1], None) == ""
-    assert reduction_line([4], None).endswith(
-        "4 ranks after the last backward (train.overlap_reduction = false, or plan.feedback)"
-    )
+    assert reduction_line([4], None).endswith("4 ranks after the last backward (train.overlap_reduction = false)")
     beside = reduction_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
     assert "beside the last backward" in beside
     assert "1.50 times" in beside
@@ -53,7 +51,7 @@ def test_a_run_says_that_a_gpu_is_not_known():
 
 def test_a_run_says_when_weights_are_gathered():
     assert gather_line([1], None) == ""
-    assert gather_line([4], None).endswith("before the next step (train.overlap_gather = false, or plan.feedback)")
+    assert gather_line([4], None).endswith("before the next step (train.overlap_gather = false)")
     beside = gather_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
     assert "from 4 ranks unit by unit beside the next step's first packs" in beside
     assert "1.50 times as long as alone and keep computing from 25%" in beside

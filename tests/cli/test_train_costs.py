@@ -169,8 +169,7 @@ def run_config(*, sums: bool, gathers: bool, parts: bool) -> SimpleNamespace:
     """What decides of costs how a run is priced."""
     return SimpleNamespace(
         parallel=SimpleNamespace(cp_exchange="all_gather"),
-        sums_beside_packs=sums,
-        gathers_beside_packs=gathers,
+        train=SimpleNamespace(overlap_reduction=sums, overlap_gather=gathers),
         parts_beside_attention=parts,
     )
 
@@ -229,7 +228,7 @@ def test_halves_beside_compute_are_as_configured_whatever_the_costs_say(monkeypa
     ):
         monkeypatch.setattr(worker_setup, "measured_halves", lambda meshes, told=told: told)
         config = run_config(sums=False, gathers=False, parts=False)
-        config.train = SimpleNamespace(overlap_tensor=is_overlapped)
+        config.train.overlap_tensor = is_overlapped
         costs = msgspec.structs.replace(COSTS, tensor_beside=known)
         monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
         mesh = SimpleNamespace(layout=even_layout(2, tp=tp))

@@ -118,10 +118,10 @@ def test_a_process_that_comes_for_a_killed_one_is_let_in_between_two_steps(
 
 @thorough
 @pytest.mark.long
-def test_the_last_rank_goes_on_alone_without_feedback(config_file, tmp_path):
-    """There was no checkpoint yet, so it begins anew; and nobody is left whose speed could be compared."""
+def test_the_last_rank_goes_on_alone(config_file, tmp_path):
+    """There was no checkpoint yet, so it begins anew."""
     costs = write_small_costs(tmp_path, dp=2)
-    overrides = [*COMMON, f"train.cost_file={costs}", "parallel.dp=2", "plan.feedback=true", "train.steps=3"]
+    overrides = [*COMMON, f"train.cost_file={costs}", "parallel.dp=2", "train.steps=3"]
     run_surviving(train_and_die, (str(config_file), overrides, {1: ("update", 1)}), 2, grace_s=60.0)
     # What ranks print is not looked at: they are forked from a server that an earlier test may have started.
     rows = latest_per_step(read_metrics(tmp_path / "run" / "metrics.jsonl"))

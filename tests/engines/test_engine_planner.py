@@ -17,7 +17,6 @@ from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.rank_speeds import RankSpeeds
 
 OPTIONS = {"max_pack_tokens": 64, "candidates": 3}
 
@@ -70,9 +69,6 @@ def test_what_an_engine_cannot_run_is_refused():
     planner = planner_of("megatron")
     with pytest.raises(ConfigError, match="slimpack cuts documents"):
         planner.propose(0, documents([5, 6]), "slimpack")
-    speeds = RankSpeeds(slowness=((1.0,), (1.0,)))
-    with pytest.raises(ConfigError, match="'evenload train' only"):
-        planner.propose(0, documents([5, 6]), "balanced", speeds=speeds)
 
 
 STRATEGIES = ("padded", "best_fit", "fixed_greedy", "balanced", "skrull")

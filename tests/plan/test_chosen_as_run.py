@@ -50,8 +50,7 @@ def test_never_worse_than_the_searchs_favourite(sizes) -> None:
     problem = problem_in(**sizes)
     found = halved_step(problem)
     favourite = tuple(
-        replace(choice, candidate=as_run(problem, in_one_go(problem, choice), replica))
-        for replica, choice in enumerate(found.choices())
+        replace(choice, candidate=as_run(problem, in_one_go(problem, choice))) for choice in found.choices()
     )
     chosen = chosen_as_run(problem, found, in_one_go)
     assert step_score(chosen) <= step_score(favourite)
@@ -69,7 +68,7 @@ def test_the_slowest_replica_has_nothing_better_among_its_best_settings() -> Non
     shared = found.shared()
     for setting in settings:
         trial = next(trial for trial in found.own[0].ranking() if trial.setting == setting)
-        made = as_run(problem, in_one_go(problem, found.choice(0, shared, trial)), 0)
+        made = as_run(problem, in_one_go(problem, found.choice(0, shared, trial)))
         assert chosen.candidate.score() <= made.score(), trial
 
 

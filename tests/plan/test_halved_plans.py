@@ -107,8 +107,8 @@ def test_a_search_that_prices_halves_finds_larger_packs_and_a_shorter_step() -> 
     problem = StepProblem(np.arange(len(lengths)), lengths, planner.costs, None, PlanOptions(max_pack_tokens=32_768))
     ((_, whole),) = searched([problem])
     ((_, halved),) = searched_as_if_halved([problem], searched)
-    one = as_run(problem, whole.choices()[0].candidate, 0)
-    other = as_run(problem, in_one_go(problem, halved.choices()[0]), 0)
+    one = as_run(problem, whole.choices()[0].candidate)
+    other = as_run(problem, in_one_go(problem, halved.choices()[0]))
     assert other.forward.num_packs < one.forward.num_packs
     assert other.makespan_s < one.makespan_s
     assert other.forward.num_slices >= len(lengths)

@@ -91,7 +91,6 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
     beside = None
     if draw(st.booleans()):
         beside = BesideCompute(stretch=draw(st.sampled_from([1.0, 1.3])), slowdown=draw(st.floats(0, 1)))
-    slowness = draw(st.sampled_from([None, tuple(1.0 + 0.25 * rank for rank in range(layout.pp))]))
     coefficients = sample_coefficients(
         **links,
         **passes,
@@ -101,7 +100,7 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         context_hidden_share=draw(st.sampled_from([0.0, 0.8])),
         weight_share=draw(st.sampled_from([None, 0.0, 0.35, 0.5, 1.0])),
     )
-    costs = PackCosts(model, coefficients, layout, slowness=slowness)
+    costs = PackCosts(model, coefficients, layout)
     forward, backward = (sliced(draw, num_tokens, pads, shares, backward=last_first) for last_first in (False, True))
     if not shares:
         forward, backward = (

@@ -70,6 +70,7 @@ def config_file(tmp_path: Path) -> Path:
         ("data.mixture=[{name='a', weight=1, sources=['x'], wieght=2}]", "'data.mixture[0].wieght'; did you mean"),
         ("lr=1e-3", "is not of the form section.key=value, such as optimizer.learning_rate=1e-3"),
         ("plan.options.backend='python'", "'plan.options.backend' is gone: the compiled core alone plans; remove it"),
+        ("plan.feedback=true", "'plan.feedback' is gone: plans do not follow the speed of single ranks; remove it"),
         ("training.steps=5", "unknown configuration key 'training'; did you mean 'train'?"),
     ],
 )
@@ -104,7 +105,6 @@ def test_reading_the_file_needs_no_torch(config_file) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "plan.feedback=true",
         'plan.layouts=["pp=1"]',
         "plan.strategy=flexpipe",
         "plan.options.auto.time_budget_s=1.0",

@@ -15,12 +15,12 @@ from evenload.runtime.config.train_config import ModelConfig, ParallelConfig, Pl
 NUM_LAYERS = 8
 
 
-def config_of(layouts: tuple[str, ...] = (), *, feedback: bool = False, **parallel) -> TrainConfig:
+def config_of(layouts: tuple[str, ...] = (), **parallel) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(path="model"),
         data=DataConfig(sources=("corpus",), max_document_tokens=8, batch_documents=1),
         parallel=ParallelConfig(**parallel),
-        plan=PlanConfig(strategy="auto", layouts=layouts, feedback=feedback),
+        plan=PlanConfig(strategy="auto", layouts=layouts),
         train=RunConfig(output_dir="run", steps=1, cost_file="cost.json"),
     )
 
@@ -76,12 +76,6 @@ def test_stages_with_different_numbers_of_ranks():
     balanced = config_of(("pp=2,devices=2+1", "pp=2"), **parallel)
     balanced = msgspec.structs.replace(balanced, plan=msgspec.structs.replace(balanced.plan, strategy="balanced"))
     assert described(fitted_config(balanced, NUM_LAYERS, 3))[0].startswith("pp=2 devices=2+1")
-
-
-def test_a_rank_that_is_left_alone_gives_its_work_to_nobody():
-    config = config_of(feedback=True, dp=3)
-    assert fitted_config(config, NUM_LAYERS, 2).plan.feedback
-    assert not fitted_config(config, NUM_LAYERS, 1).plan.feedback
 
 
 def test_what_shares_matrices_or_documents_is_not_divided():

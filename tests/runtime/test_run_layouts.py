@@ -80,11 +80,6 @@ def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes(tm
         config_of(tmp_path / "none", *flex, "plan.options.flexpipe={most_layouts=1}")
 
 
-def test_measured_speeds_are_of_one_layout(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"plan\.feedback and plan\.layouts are both set"):
-        config_of(tmp_path, "plan.feedback=true", 'plan.layouts=["dp=2"]')
-
-
 def test_layers_of_stages_may_be_written_on_the_command_line() -> None:
     assert parse_layout("pp=3,layers=3+3+2", NUM_LAYERS, 6) == split_layout([3, 3, 2], pp=3, dp=2)
     with pytest.raises(ConfigError, match="takes 3 devices a replica"):
@@ -135,7 +130,6 @@ def test_stages_with_different_numbers_of_devices_may_be_declared_and_started_in
     [
         ('parallel.channels="fifo"', "fifo.* gives every pair of ranks one queue; that is not tested"),
         ('train.on_lost_rank="shrink"', "shrink.* chooses layouts of equal stages"),
-        ("plan.feedback=true", r"plan\.feedback divides work"),
         ("parallel.tp=2", "different numbers of devices are of one pipeline, without context and tensor"),
         ("parallel.dp=2", "dp=2 .* are of one pipeline"),
         ("parallel.virtual=2", "must be 3 numbers|of one pipeline"),

@@ -1,27 +1,20 @@
 """A training run as one rank of a `GlooPool`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
-from evenload.plan.feedback.measured_factors import rank_work_s
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.train_config import load_train_config
-from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.model.configured import model_spec
-from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import LinkSpec
 from evenload.types.plan import StepPlan
-from evenload.types.rank_speeds import RankSpeeds
 from gloo_pool import TIMEOUT_S
-from speed_cases import action_seconds
 
 COSTS = CostCoefficients(
     source="analytic",
@@ -109,46 +102,3 @@ def _train(config_file: str, overrides: list[str], stop_after: int, of_report, e
     if export:
         trainer.export()
     return [of_report(report) for report in reports]
-
-
-class SpeedStep(NamedTuple):
-    """Of one step: its loss, the plan's speeds, each replica's share of the work, and what became known."""
-
-    loss: float
-    speeds: RankSpeeds | None
-    shares: tuple[float, ...]
-    new_speeds: RankSpeeds | None
-    speeds_from_step: int
-
-
-def throttled_steps(config_file: str, overrides: list[str], stop_after: int, true: RankSpeeds) -> list[SpeedStep]:
-    """As `train_steps`, where every rank's clock shows what its actions take at these speeds: exactly, so that nothing
-    depends on the machine. What is computed, and how clocks are gathered and followed, is the run's own."""
-    run = Executor.run
-
-    def clocked_run(self: Executor, step: RankStep, *others: object) -> RankRun:
-        done, mesh = run(self, step, *others), self._mesh
-        trace = done.trace
-        seconds = [
-            action_seconds(step.plan, mesh.dp_rank, action.kind, action.stage, action.pack, true)
-            for action in step.plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]
-        ]
-        ends = trace.start_s[0] + np.cumsum(seconds) if seconds else trace.end_s
-        shown = replace(trace, start_s=ends - np.array(seconds), end_s=ends)
-        return replace(done, read_trace=lambda: shown)
-
-    Executor.run = clocked_run
-    try:
-        return _train(config_file, overrides, stop_after, _speed_step)
-    finally:
-        Executor.run = run
-
-
-def _speed_step(report: StepReport) -> SpeedStep:
-    work_s = rank_work_s(report.plan).sum(axis=1)
-    shares = tuple((work_s / work_s.sum()).tolist())
-    row_speeds = None if report.plan.speeds is None else report.plan.speeds.describe()
-    assert report.row["rank_speeds"] == row_speeds
-    return SpeedStep(
-        float(report.row["loss"] or 0.0), report.plan.speeds, shares, report.new_speeds, report.speeds_from_step
-    )

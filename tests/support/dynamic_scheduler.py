@@ -68,7 +68,7 @@ def run_on_ranks(tp, pp, other_rank, other="coefficients"):
     if rank == other_rank and other == "coefficients":
         coefficients = msgspec.structs.replace(coefficients, p2p_latency_s=1.0)
     elif rank == other_rank:
-        options = {other: {"slowness": (2.0,), "keeps_short_whole": False}[other]}
+        options = {other: False}
     costs = PackCosts(model, coefficients, layout, **options)
     scheduler = scheduler_class(MegatronScheduler, costs)(4096, 1, dp, None)
     groups = dp_group, tp_group, pp_group, dp_group

@@ -93,7 +93,7 @@ class StepRunner:
         self._mesh, self._buffers, self._stages = mesh, held.buffers, held.stages
         self._executor = Executor(self._stages, mesh)
         self._exchange: Exchange = config.parallel.cp_exchange
-        self._sums_beside_packs = config.sums_beside_packs
+        self._sums_beside_packs = config.train.overlap_reduction
 
     def run(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> StepOutcome:
         """Run a step on zero gradients, with the tokens of every document of it. Collective."""

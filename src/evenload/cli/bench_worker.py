@@ -58,7 +58,7 @@ def checked_bench(
     # Options that only one of the strategies reads may be set: all are compared under one set of options.
     shared = PlanOptions(schedule=config.plan.options.schedule)
     first = asked[0] if asked is not None else BEST_FIT.name
-    plan = msgspec.structs.replace(config.plan, strategy=first, options=shared, feedback=False, layouts=())
+    plan = msgspec.structs.replace(config.plan, strategy=first, options=shared, layouts=())
     layout = require_runnable(msgspec.structs.replace(config, plan=plan))
     require_device(config.train.device, layout.world_size)
     names: list[str] = []

@@ -300,8 +300,8 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
         reads_twins = run.train.device == "cpu" and run.plan.twin_bytes != 0 and _layouts(run, model) is not None
         of_run = {
             "context_exchange": run.parallel.cp_exchange,
-            "overlap_reduction": run.sums_beside_packs,
-            "overlap_gather": run.gathers_beside_packs,
+            "overlap_reduction": run.train.overlap_reduction,
+            "overlap_gather": run.train.overlap_gather,
             "overlap_context": run.parts_beside_attention,
             "overlap_tensor": run.train.overlap_tensor,
             "reads_twins": reads_twins,

@@ -43,7 +43,7 @@ def reduction_line(copies: Collection[int], beside: BesideCompute | None) -> str
         return ""
     over = f"gradients are summed over {_over(copies)}"
     if beside is None:
-        return f"{over} after the last backward (train.overlap_reduction = false, or plan.feedback)"
+        return f"{over} after the last backward (train.overlap_reduction = false)"
     if not beside.pays:
         return f"{over} after the last backward: beside it sums {_beside(beside)}, as measured"
     return f"{over} unit by unit beside the last backward, where sums are taken to {_beside(beside)}"
@@ -55,7 +55,7 @@ def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
         return ""
     over = f"updated weights are gathered from {_over(copies)}"
     if beside is None:
-        return f"{over} before the next step (train.overlap_gather = false, or plan.feedback)"
+        return f"{over} before the next step (train.overlap_gather = false)"
     if not beside.pays:
         return f"{over} before the next step: beside its packs gathers {_beside(beside)}, as measured"
     return f"{over} unit by unit beside the next step's first packs, where gathers are taken to {_beside(beside)}"

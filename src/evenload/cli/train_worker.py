@@ -28,7 +28,6 @@ from evenload.cli.run_lines import (
     resumed_line,
     strategy_line,
 )
-from evenload.cli.speed_line import speed_line
 from evenload.cli.start_record import append_start, read_starts, start_record
 from evenload.cli.step_lines import StepLines
 from evenload.cli.step_profile import StepProfile
@@ -317,9 +316,6 @@ def _show_events(report: StepReport, console: Console, *, is_first_validation: b
         console.print(line, soft_wrap=True, markup=False)
     if report.switch is not None:
         console.print(switch_line(report.plan.step, report.switch, report.decision), soft_wrap=True, markup=False)
-    if report.new_speeds is not None:
-        line = speed_line(report.plan, report.new_speeds, report.speeds_from_step)
-        console.print(line, soft_wrap=True, markup=False)
     for sample in report.samples:
         line = f"sample after step {sample.step} | {sample.prompt!r} -> {sample.text!r}"
         console.print(line, soft_wrap=True, markup=False)

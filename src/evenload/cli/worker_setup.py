@@ -163,8 +163,8 @@ def run_coefficients(
     return msgspec.structs.replace(
         found,
         context_exchange=config.parallel.cp_exchange,
-        reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.sums_beside_packs else None,
-        gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.gathers_beside_packs else None,
+        reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.train.overlap_reduction else None,
+        gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.train.overlap_gather else None,
         context_beside=_beside(trainer, "context", found.context_beside) if config.parts_beside_attention else None,
         tensor_beside=_halves_beside(trainer, found),
     )

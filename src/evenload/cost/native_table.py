@@ -30,7 +30,6 @@ def native_table(
     linear_again_s: tuple[NDArray[np.float64], NDArray[np.float64]],
     *,
     keeps_short_whole: bool,
-    slowness: float = 1.0,
 ) -> _native.CostTable:
     """The numbers of one `PackCosts`.
 
@@ -39,7 +38,6 @@ def native_table(
         host_seconds: float64[2, P] of each direction, of the host a slice and a pack.
         linear_again_s: float64[P] each, seconds a token and a pack of what recomputing pays again.
         keeps_short_whole: see `PackCosts`.
-        slowness: factor on the seconds of weight gradients; the stages' seconds have theirs already.
     """
     table = _native.CostTable()
     table.num_stages, table.num_ranks = layout.num_stages, layout.pipeline_ranks
@@ -88,9 +86,9 @@ def native_table(
     )
     table.grouped_key_most_bytes = KEY_GRADIENT_BYTES
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
-    table.weight_token_s = slowness * (coefficients.backward.linear_s_per_token / layout.tp)
-    table.weight_pack_s = slowness * coefficients.backward.pack_s
-    table.weight_small_pack_s = slowness * (coefficients.backward.small_pack_s / layout.tp)
+    table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
+    table.weight_pack_s = coefficients.backward.pack_s
+    table.weight_small_pack_s = coefficients.backward.small_pack_s / layout.tp
     table.weight_share = weight_share(model, coefficients)
     table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()

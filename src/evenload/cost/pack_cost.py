@@ -45,8 +45,6 @@ class PackCosts:
 
     Args:
         keeps_short_whole: short slices of a shared pack stay whole on one rank; planners of steps price them as cut.
-        slowness: per pipeline rank, seconds of its packs over what the coefficients give (`types.rank_speeds`);
-            None = 1 everywhere. `lower_bound_seconds` and transfers know nothing of it.
 
     Raises:
         ConfigError: the layout is not supported yet or belongs to another model.
@@ -59,12 +57,10 @@ class PackCosts:
         layout: ParallelLayout,
         *,
         keeps_short_whole: bool = True,
-        slowness: tuple[float, ...] | None = None,
     ) -> None:
         require_supported_layout(model, layout)
         self.most_context_parts = most_parts(model, coefficients, layout.tp)
         self.keeps_short_whole = keeps_short_whole
-        self.slowness = slowness
         self.model = model
         self.coefficients = coefficients
         self.layout = layout
@@ -93,16 +89,10 @@ class PackCosts:
             "forward": self._rates.host("forward"),
             "backward": self._rates.host("backward"),
         }
-        if slowness is not None:
-            of_stage = np.array([slowness[rank] for rank in layout.stage_to_rank])
-            self.stage_seconds = {direction: of_stage * matrix for direction, matrix in self.stage_seconds.items()}
-            self.host_seconds = {direction: of_stage * matrix for direction, matrix in self.host_seconds.items()}
-            self.linear_again_s = of_stage * self.linear_again_s[0], of_stage * self.linear_again_s[1]
 
     @functools.cached_property
     def native(self) -> _native.CostTable:
         """The same numbers for the core (`cost.pipeline_tasks`)."""
-        # W is priced at one rate for all stages: the fastest rank's, and the rest of a slower one's backward is in I.
         return native_table(
             self.model,
             self.coefficients,
@@ -111,7 +101,6 @@ class PackCosts:
             self.host_seconds,
             self.linear_again_s,
             keeps_short_whole=self.keeps_short_whole,
-            slowness=min(self.slowness or (1.0,)),
         )
 
     def with_stage_seconds(

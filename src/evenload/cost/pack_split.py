@@ -83,8 +83,7 @@ def split_pack_seconds(
     useful_s = ideal_costs.compute_seconds(unpadded, direction) if columns.pad_to.any() else ideal_s
     rank_all_s = rank_compute_s = costs.compute_seconds(rows, direction)
     if bare != layout:
-        stored = PackCosts(costs.model, coefficients, bare, slowness=costs.slowness)
-        rank_compute_s = stored.compute_seconds(rows, direction)
+        rank_compute_s = PackCosts(costs.model, coefficients, bare).compute_seconds(rows, direction)
     compute_s = mean(rank_compute_s)
     without_tp_s = mean(PackCosts(costs.model, without_tp, bare).compute_seconds(rows, direction))
     if ranked is None:

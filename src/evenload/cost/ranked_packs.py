@@ -137,11 +137,6 @@ class TravellingParts(NamedTuple):
     beside_s: NDArray[np.float64]
     hidden_s: NDArray[np.float64]
 
-    def only(self, chosen: NDArray[np.bool_]) -> "TravellingParts":
-        """The same for some packs, 1 part and nothing for the others."""
-        seconds = (np.where(chosen[:, None], column, 0.0) for column in (self.beside_s, self.hidden_s))
-        return TravellingParts(np.where(chosen, self.parts, 1), *seconds)
-
 
 def travelling_parts(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> TravellingParts:
     """Of all packs of a replica in one direction."""

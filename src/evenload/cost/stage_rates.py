@@ -1,8 +1,8 @@
 """`StageRates`: seconds that a feature of a pack (`cost.slice_features`) costs on every virtual stage of one layout.
 
 The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head. Tensor parallelism
-divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.group_comm`). Who shares a pack, policies
-and slow ranks are `cost.pack_cost`'s.
+divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.group_comm`). Who shares a pack, and
+policies, are `cost.pack_cost`'s.
 """
 
 from dataclasses import dataclass

@@ -73,10 +73,6 @@ class HalvedPacks:
         columns = (getattr(self, field.name) for field in fields(self))
         return HalvedPacks(*(np.where(chosen.reshape(-1, *[1] * (one.ndim - 1)), one, 0) for one in columns))
 
-    def plus(self, others: "HalvedPacks") -> "HalvedPacks":
-        """The same packs, of which every one is in one go here or there."""
-        return HalvedPacks(*(getattr(self, field.name) + getattr(others, field.name) for field in fields(self)))
-
     def at(self, packs: NDArray[np.intp], num_packs: int) -> "HalvedPacks":
         """These as some packs of more; the others in one go."""
         found = HalvedPacks.none(num_packs, self.more_s.shape[1])
@@ -305,13 +301,11 @@ def _host_seconds(costs: PackCosts, direction: Direction) -> NDArray[np.float64]
 def _without_ends(costs: PackCosts, direction: Direction) -> NDArray[np.float64]:
     """`stage_seconds` of the layers alone: what embedding and head cost is no layer's."""
     coefficients, layout = costs.coefficients, costs.layout
-    slowness = np.array([(costs.slowness or (1.0,) * layout.pipeline_ranks)[rank] for rank in layout.stage_to_rank])
     matrix = costs.stage_seconds[direction].copy()
-    matrix[0] -= slowness * np.eye(1, layout.num_stages)[0] * coefficients.embedding_s_per_token / layout.tp
+    matrix[0, 0] -= coefficients.embedding_s_per_token / layout.tp
     if direction == "backward":
-        last = slowness * np.eye(1, layout.num_stages, layout.num_stages - 1)[0]
-        matrix[0] -= last * coefficients.head_s_per_token / layout.tp
-        matrix[2] -= last * coefficients.head_pack_s
+        matrix[0, -1] -= coefficients.head_s_per_token / layout.tp
+        matrix[2, -1] -= coefficients.head_pack_s
     return matrix
 
 

@@ -80,10 +80,8 @@ class EnginePlanner(StepPlanner):
         """As `StepPlanner.propose`; the plan's own prediction stays that of Evenload's runtime.
 
         Raises:
-            ConfigError: also for a strategy that the engine cannot run, and for speeds of ranks.
+            ConfigError: also for a strategy that the engine cannot run.
         """
-        if asked.speeds is not None:
-            raise ConfigError(f"engine {self.profile.name}: measured speeds of ranks come from 'evenload train' only")
         require_strategy(self.profile, asked.strategy, self.options, self.layout)
         if asked.strategy == BEST:
             require_auto(self.profile, self.options)

@@ -34,7 +34,6 @@ from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
-from evenload.types.rank_speeds import RankSpeeds
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,9 +83,7 @@ class StepMaker:
             none.
         max_pack_tokens: limit that every plan is checked against.
         may_delay: strategies that defer documents may do so; else every step trains its whole batch.
-        speeds_of: with which speeds of ranks a step is planned; asked once a step, on rank 0; None = as the
-            coefficients say.
-        measured_of: what trained steps say of layouts when a step is planned; as `speeds_of`.
+        measured_of: what trained steps say of layouts when a step is planned; asked once a step, on rank 0.
         waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
     """
 
@@ -99,7 +96,6 @@ class StepMaker:
         replicas: Callable[[ParallelLayout], Sequence[int | None]],
         max_pack_tokens: int,
         may_delay: bool = True,
-        speeds_of: Callable[[int], RankSpeeds | None] = lambda step: None,
         measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts(),
         waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
@@ -108,7 +104,7 @@ class StepMaker:
         self.planner_state = PlannerState()
         """After the last step made; to be set where a run goes on."""
         self._strategy, self._may_delay = strategy, may_delay
-        self._speeds_of, self._measured_of, self._waiting = speeds_of, measured_of, waiting
+        self._measured_of, self._waiting = measured_of, waiting
         self._replicas, self._max_pack_tokens = replicas, max_pack_tokens
 
     def next(self, steps_left: int | None = None) -> PlannedStep | None:
@@ -189,10 +185,7 @@ class StepMaker:
             )
             proposal, flex, decision = found.proposal, found.state, found.told
         else:
-            speeds = self._speeds_of(batch.step)
-            proposal = self.planner.propose(
-                batch.step, documents, self._strategy, state=delay, is_last=batch.is_last, speeds=speeds
-            )
+            proposal = self.planner.propose(batch.step, documents, self._strategy, state=delay, is_last=batch.is_last)
             flex = state.flex
         return _Answer(
             plan=encode_plan(proposal.require_feasible()),

@@ -15,7 +15,6 @@ from evenload.cost.activation import POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory, Unlimited
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.speed_costs import SpeedCosts
 from evenload.errors import DataError, InfeasiblePlanError
 from evenload.plan.deferral.delay import (
     DelayState,
@@ -39,7 +38,6 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import ActivationPolicy, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, Prediction, StepPlan, seal
-from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.scaled_units import format_bytes
 
 
@@ -107,7 +105,6 @@ class AskedStep(NamedTuple):
     left_out: tuple[LeftOut, ...] = ()
     state: DelayState | None = None
     is_last: bool = False
-    speeds: RankSpeeds | None = None
 
 
 class StepPlanner:
@@ -168,7 +165,6 @@ class StepPlanner:
         *,
         state: DelayState | None = None,
         is_last: bool = False,
-        speeds: RankSpeeds | None = None,
     ) -> Proposal:
         """As `plan`, with figures, and without refusing a plan that exceeds memory.
 
@@ -177,21 +173,17 @@ class StepPlanner:
                 the new ones and all that wait, and a delaying strategy may defer some, as `LeftOut` with reason
                 "deferred". None = the step stands alone and trains all documents.
             is_last: the data has ended: nothing may be deferred.
-            speeds: of the ranks where they differ; None = all as fast as the coefficients say. They decide where and
-                when documents are computed, never which. Where more work for faster replicas does not fit memory and
-                equal work does, the step is planned without them, which its `speeds` then say.
 
         Raises:
-            ConfigError, DataError, InfeasiblePlanError: as `plan`; or a waiting document is not among the documents;
-                or the speeds are of another layout, or of no use to the strategy.
+            ConfigError, DataError, InfeasiblePlanError: as `plan`; or a waiting document is not among the documents.
         """
-        return self._propose(AskedStep(step, documents, strategy, left_out, state, is_last, speeds))
+        return self._propose(AskedStep(step, documents, strategy, left_out, state, is_last))
 
     def _propose(self, asked: AskedStep) -> Proposal:
         """`propose`, which other planners do otherwise."""
-        step, documents, strategy, left_out, state, is_last, speeds = asked
+        step, documents, strategy, left_out, state, is_last = asked
         chosen = strategy_named(strategy)
-        first = self._problem(step, documents, speeds)
+        first = self._problem(step, documents)
         arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, is_last)
         can_offload = self.costs.coefficients.host_link is not None
         policies = policies_in_order(first.num_tokens, self.options.policy, can_offload=can_offload)
@@ -205,18 +197,14 @@ class StepPlanner:
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
             for choice in choices_as_run(problem, answer.choices)
         )
-        plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps, speeds)
+        plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
-        found = self._proposal(plan, choices, after, beyond_host)
-        if speeds is not None and not found.feasible:
-            equal = self._propose(asked._replace(speeds=None))
-            return equal if equal.feasible else found
-        return found
+        return self._proposal(plan, choices, after, beyond_host)
 
     def _host_bytes(self, problem: StepProblem, choices: Sequence[ReplicaChoice]) -> int:
         return offloaded_node_bytes(self.costs, problem.num_tokens, choices, self.host.devices_per_node)
 
-    def _problem(self, step: int, documents: tuple[Document, ...], speeds: RankSpeeds | None = None) -> StepProblem:
+    def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
         num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
         if len(np.unique(doc_ids)) != len(doc_ids):
@@ -234,11 +222,8 @@ class StepPlanner:
         cap = None
         if self.memory_cap_bytes is not None:
             cap = np.full(self.layout.pipeline_ranks, self.memory_cap_bytes, dtype=np.int64)
-        speed_costs = None if speeds is None else SpeedCosts(self.costs, speeds)
         host_bytes = self.host.of_device_bytes
-        return StepProblem(
-            doc_ids, num_tokens, self.costs, cap, self.options, speeds=speed_costs, host_device_bytes=host_bytes
-        )
+        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, host_device_bytes=host_bytes)
 
     def _step_plan(
         self,
@@ -249,7 +234,6 @@ class StepPlanner:
         problem: StepProblem,
         choices: tuple[ReplicaChoice, ...],
         age_steps: np.ndarray,
-        speeds: RankSpeeds | None = None,
     ) -> StepPlan:
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):
@@ -312,7 +296,6 @@ class StepPlanner:
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),
-                speeds=speeds,
             )
         )
 

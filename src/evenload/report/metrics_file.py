@@ -67,7 +67,6 @@ METRIC_KEYS = (
     "deferred_documents",
     "mean_token_delay_steps",
     "layout",
-    "rank_speeds",
 )
 """The keys of a row, in the order in which they are written. A value that does not exist is `None`."""
 
@@ -75,7 +74,7 @@ MetricValue = int | float | str | None
 MetricRow = Mapping[str, MetricValue]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_TEXT_KEYS = frozenset({"layout", "rank_speeds"})
+_TEXT_KEYS = frozenset({"layout"})
 _LOG = logging.getLogger(__name__)
 
 

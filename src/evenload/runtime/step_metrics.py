@@ -35,7 +35,6 @@ from evenload.types.layout_decision import LayoutDecision
 from evenload.types.model import ModelSpec
 from evenload.types.pack_times import pack_times, replica_imbalance
 from evenload.types.plan import DEFERRED, StepPlan
-from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.sample import Sample
 from evenload.types.timeline import SideTasks, Timeline, side_tasks
 from evenload.types.validation import Validation
@@ -53,8 +52,6 @@ class StepReport:
         failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
         warning: what else should be seen, such as a batch without labels.
         switch: the change of the layout before the step, if there was one.
-        new_speeds: of the ranks, where this step changed what is known of them (`plan.feedback`).
-        speeds_from_step: the first step that is planned with them.
         decision: about the layout before the step; None where it cannot change.
         validation: losses of the validation data after the step, where they were due.
         samples: what the model wrote after the step, where that was due.
@@ -68,8 +65,6 @@ class StepReport:
     failed_save: str = ""
     warning: str = ""
     switch: Switch | None = None
-    new_speeds: RankSpeeds | None = None
-    speeds_from_step: int = 0
     decision: LayoutDecision | None = None
     validation: Validation | None = None
     samples: tuple[Sample, ...] = ()
@@ -351,5 +346,4 @@ def step_row(
         "deferred_documents": len(deferred),
         "mean_token_delay_steps": plan.mean_token_delay_steps,
         "layout": plan.layout.describe(),
-        "rank_speeds": None if plan.speeds is None else plan.speeds.describe(),
     }

@@ -13,7 +13,6 @@ from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.layout_track import LayoutTrack
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
-from evenload.plan.feedback.speed_track import SpeedTrack
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.planner_state import PlannerState
@@ -75,7 +74,6 @@ class StepSource:
 
     Args:
         planner_state: after the step before the first.
-        track: what rank 0 knows of the speed of ranks; None = plans do not follow it.
         layouts: what rank 0 knows of layouts that ran; None = decisions do not follow it.
 
     Raises:
@@ -92,13 +90,11 @@ class StepSource:
         *,
         left: StepsLeft,
         planner_state: PlannerState,
-        track: SpeedTrack | None = None,
         layouts: LayoutTrack | None = None,
     ) -> None:
         options = planner.start.options if isinstance(planner, FlexPlanner) else planner.options
         for layout in meshes.layouts:
-            longest = loader.config.max_document_tokens
-            require_trainable(strategy, layout, options, longest, feedback=track is not None)
+            require_trainable(strategy, layout, options, loader.config.max_document_tokens)
         assert options.max_pack_tokens is not None, "`run_planner` decides it"
         watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
         maker = StepMaker(
@@ -107,7 +103,6 @@ class StepSource:
             strategy,
             replicas=lambda layout: layout.replicas(num_ranks),
             max_pack_tokens=options.max_pack_tokens,
-            speeds_of=(lambda step: None) if track is None else track.for_step,
             measured_of=(lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step,
             waiting=watch.waiting,
         )

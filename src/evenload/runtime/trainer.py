@@ -37,8 +37,8 @@ from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.between_steps import BetweenSteps, RunUnderWay
 from evenload.runtime.stages.live_stages import LiveStages
+from evenload.runtime.stages.monitor import Monitor
 from evenload.runtime.stages.rank_state import RankState
-from evenload.runtime.stages.step_feedback import StepFeedback
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import StepsLeft, StepSource
 from evenload.runtime.step_trainer import StepTrainer
@@ -180,8 +180,8 @@ class Trainer:
         planner = self.planner(coefficients, memory_cap_bytes)
         run_steps = self.config.train.steps
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
-        feedback = self._feedback(planner, last_step)
-        source = self._source(planner, feedback, StepsLeft.after(self.steps_done, last_step, run_steps))
+        monitor = self._monitor(planner)
+        source = self._source(planner, monitor, StepsLeft.after(self.steps_done, last_step, run_steps))
         self._begin_saves()
         run = RunUnderWay(
             self.state,
@@ -218,7 +218,7 @@ class Trainer:
             self.stop_signal, self.is_paused = agreed.stop_signal, agreed.wants_pause
             self.totals = self.totals.after(prepared.planned.plan, ended_s - before_s, is_skipped=is_skipped)
             if report is not None:
-                report = self._noted(report, prepared.planned, feedback)
+                report = self._noted(report, prepared.planned, monitor)
             self.steps_done += 1
             self._loader_state = self.step_trainer.non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
@@ -272,7 +272,7 @@ class Trainer:
             return True
         return (last_step is None or self.steps_done < last_step) and not source.has_next()
 
-    def _source(self, planner: StepPlanner | FlexPlanner, feedback: StepFeedback, left: StepsLeft) -> StepSource:
+    def _source(self, planner: StepPlanner | FlexPlanner, monitor: Monitor | None, left: StepsLeft) -> StepSource:
         """Of the steps from here on."""
         return StepSource(
             self._loader,
@@ -282,30 +282,24 @@ class Trainer:
             self.config.parallel.cp_exchange,
             left=left,
             planner_state=self._planner_state,
-            track=feedback.speeds,
-            layouts=feedback.layouts,
+            layouts=None if monitor is None else monitor.track,
         )
 
-    def _feedback(self, planner: StepPlanner | FlexPlanner, last_step: int | None) -> StepFeedback:
-        """Of the steps from here on."""
-        return StepFeedback(
-            planner,
-            self.layout,
-            follows_speeds=self.config.plan.feedback,
-            steps_ahead=self.config.data.prefetch_steps,
-            known=self._layouts_known,
-            last_step=last_step,
-        )
+    def _monitor(self, planner: StepPlanner | FlexPlanner) -> Monitor | None:
+        """Of the steps from here on; None where the layout cannot change."""
+        if not isinstance(planner, FlexPlanner):
+            return None
+        return Monitor(planner, self.layout, self.config.data.prefetch_steps, self._layouts_known)
 
-    def _noted(self, report: StepReport, planned: PlannedStep, feedback: StepFeedback) -> StepReport:
-        """With the run's totals, and what the step changes in coming plans."""
-        speeds, from_step = feedback.new_speeds(planned, report.measured)
-        # A CPU's count has no temporary buffers, which predictions have.
-        peak_bytes = measured_peak_bytes(self.mesh.device) and int(report.row["peak_memory_bytes"] or 0)
-        decision = feedback.decision(planned, report.measured, report.switch, peak_bytes)
-        self._layouts_known = feedback.known
-        row = report.row | self.totals.metrics()
-        return replace(report, row=row, new_speeds=speeds, speeds_from_step=from_step, decision=decision)
+    def _noted(self, report: StepReport, planned: PlannedStep, monitor: Monitor | None) -> StepReport:
+        """With the run's totals, and the decision about the layout."""
+        decision = None
+        if monitor is not None:
+            # A CPU's count has no temporary buffers, which predictions have.
+            peak_bytes = measured_peak_bytes(self.mesh.device) and int(report.row["peak_memory_bytes"] or 0)
+            decision = monitor.note(planned, report.measured, report.switch, peak_bytes)
+            self._layouts_known = monitor.known()
+        return replace(report, row=report.row | self.totals.metrics(), decision=decision)
 
     def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner | FlexPlanner:
         """That plans this run's steps; arguments as `train`."""

@@ -2,7 +2,7 @@
 
 The shape is fixed. Beyond it we write a few optional keys so that a file reads back to the very
 same StepPlan: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a replica, `left_out`,
-`mean_token_delay_steps`, `speeds`, `digest`. Slices of a forward pack that a context-parallel group shares say how:
+`mean_token_delay_steps`, `digest`. Slices of a forward pack that a context-parallel group shares say how:
 `sharding` is the pack's rule ("per_sequence" or "per_document"), or `owner` is the rank that computes the slice whole,
 -1 = all ranks (`stepplan.rank_ranges`); `context_parts` of a slice is in how many parts its pack's keys and values
 travel, where these are several, and `first_rows` how many rows the first half of its pack has, where it is computed in
@@ -21,7 +21,6 @@ from evenload.types.document import Document, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction, MicroPack, PackPlan, PackSharding
 from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan, plan_digest
-from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.schedule import Schedule, parse_action
 
 
@@ -62,8 +61,6 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
         out["left_out"] = [msgspec.to_builtins(document) for document in plan.left_out]
     if plan.mean_token_delay_steps:
         out["mean_token_delay_steps"] = plan.mean_token_delay_steps
-    if plan.speeds is not None:
-        out["speeds"] = msgspec.to_builtins(plan.speeds)
     return out
 
 
@@ -127,7 +124,6 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
         predicted=msgspec.convert(data["predicted"], Prediction),
         left_out=msgspec.convert(data.get("left_out", []), tuple[LeftOut, ...]),
         mean_token_delay_steps=data.get("mean_token_delay_steps", 0.0),
-        speeds=msgspec.convert(data.get("speeds"), RankSpeeds | None),
         digest=data.get("digest", ""),
     )
     if plan.digest and plan.digest != plan_digest(plan):

@@ -9,7 +9,6 @@ from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import PackPlan
-from evenload.types.rank_speeds import RankSpeeds
 from evenload.types.schedule import Schedule
 
 DEFERRED = "deferred"
@@ -87,7 +86,6 @@ class StepPlan(Frozen):
         num_label_tokens: of the whole global batch: the denominator of the loss on every rank.
         pack_plans, schedules, times: one entry per data-parallel rank.
         mean_token_delay_steps: by how many steps a trained token is later than its global batch, on average.
-        speeds: of the ranks, with which the step was planned; None = as the cost coefficients say.
         digest: of everything that decides execution; see `plan_digest`.
     """
 
@@ -102,7 +100,6 @@ class StepPlan(Frozen):
     predicted: Prediction
     left_out: tuple[LeftOut, ...] = ()
     mean_token_delay_steps: float = 0.0
-    speeds: RankSpeeds | None = None
     digest: str = ""
 
 

@@ -139,9 +139,7 @@ def require_same_costs(costs: PackCosts, groups: Sequence[Any], device: Any) -> 
             one after the other.
         device: of the groups' collectives.
     """
-    settings = msgspec.json.encode(
-        (costs.model, costs.coefficients, costs.layout, costs.keeps_short_whole, costs.slowness)
-    )
+    settings = msgspec.json.encode((costs.model, costs.coefficients, costs.layout, costs.keeps_short_whole))
     digest = int.from_bytes(hashlib.sha256(settings).digest()[:7])
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     for group in groups:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.packing.paced_replicas import deal_by_pace
 
 
 def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[list[int]]:
@@ -86,17 +85,12 @@ def longest_first(
     return _split(*_native.longest_first(work, num_groups, sizes, limit, loads))
 
 
-def assign_replicas(
-    document_s: NDArray[np.float64], dp: int, paces: NDArray[np.float64] | None = None
-) -> list[NDArray[np.int64]]:
+def assign_replicas(document_s: NDArray[np.float64], dp: int) -> list[NDArray[np.int64]]:
     """Document indices of every replica, longest first, each ascending (arrival order); a replica may be empty.
 
     Args:
         document_s: float64[n], forward + backward seconds of every document.
-        paces: float64[dp], seconds of a replica for one second of these (`packing.paced_replicas`); None = all 1.
     """
-    if paces is not None:
-        return deal_by_pace(document_s, paces)
     return [np.sort(np.array(group, dtype=np.int64)) for group in longest_first(document_s, dp)]
 
 

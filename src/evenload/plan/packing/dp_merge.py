@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing.bin_packing import longest_first
-from evenload.plan.packing.paced_replicas import deal_by_pace
 from evenload.plan.problem.candidate import Candidate, candidate
 from evenload.plan.problem.step_problem import StepProblem
 from evenload.types.columns import SliceColumns, whole_document_columns
@@ -52,15 +51,10 @@ class Merge:
     blocks: dict[ReplicaBlock, NDArray[np.int64]]
     own: list[NDArray[np.int64]]
 
-    def deal_own(
-        self,
-        document_s: NDArray[np.float64],
-        load_s: NDArray[np.float64],
-        paces: NDArray[np.float64] | None = None,
-    ) -> list[NDArray[np.int64]]:
+    def deal_own(self, document_s: NDArray[np.float64], load_s: NDArray[np.float64]) -> list[NDArray[np.int64]]:
         """The other documents assigned again, longest first to the least loaded replica; `load_s` float64[dp] is what
-        the shared documents take of every replica's time, `paces` as in `packing.paced_replicas`."""
-        return _longest_first(document_s, np.sort(np.concatenate(self.own)), load_s, paces)
+        the shared documents take of every replica's time."""
+        return _longest_first(document_s, np.sort(np.concatenate(self.own)), load_s)
 
     def blocks_of(self, replica: int) -> list[ReplicaBlock]:
         """Blocks with this replica, largest first."""
@@ -140,14 +134,9 @@ def _uniform(problem: StepProblem, outliers: NDArray[np.int64], size: int) -> Me
     """All outliers on groups of one size, longest first to the least loaded; the rest fills up."""
     dp, cp = problem.layout.dp, problem.layout.cp
     seconds = problem.costs.document_seconds(problem.num_tokens[outliers], problem.policy_of(outliers), ranks=size * cp)
-    block_paces = None if problem.paces is None else problem.paces.reshape(-1, size).max(axis=1)
-    groups = _longest_first(seconds, np.arange(len(outliers)), np.zeros(dp // size), block_paces)
+    groups = _longest_first(seconds, np.arange(len(outliers)), np.zeros(dp // size))
     load_s = np.repeat([seconds[group].sum() for group in groups], size)
-    if block_paces is not None:
-        load_s *= np.repeat(block_paces, size)
-    own = _longest_first(
-        problem.document_s, np.setdiff1d(np.arange(len(problem.num_tokens)), outliers), load_s, problem.paces
-    )
+    own = _longest_first(problem.document_s, np.setdiff1d(np.arange(len(problem.num_tokens)), outliers), load_s)
     blocks = {
         ReplicaBlock(index * size, size): outliers[group[np.argsort(-seconds[group], kind="stable")]]
         for index, group in enumerate(groups)
@@ -179,31 +168,19 @@ def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArra
     found: dict[ReplicaBlock, list[int]] = {}
     for position in np.argsort(-work_s[outliers], kind="stable").tolist():
         size = next((size for size in sizes if by_size[size][position] <= limit_s), sizes[-1])
-        fullest = load_s.reshape(-1, size).max(axis=1)
-        seconds = by_size[size][position] * np.ones(dp // size)
-        if problem.paces is not None:
-            seconds *= problem.paces.reshape(-1, size).max(axis=1)
-            fullest += seconds  # when each block would end with the document
-        block = int(fullest.argmin())
-        first = block * size
-        load_s[first : first + size] += seconds[block]
+        first = int(load_s.reshape(-1, size).max(axis=1).argmin()) * size
+        load_s[first : first + size] += by_size[size][position]
         found.setdefault(ReplicaBlock(first, size), []).append(int(outliers[position]))
-    own = _longest_first(work_s, np.setdiff1d(np.arange(len(work_s)), outliers), load_s, problem.paces)
-    own_s = np.array([work_s[documents].sum() for documents in own])
-    load_s += own_s if problem.paces is None else own_s * problem.paces
+    own = _longest_first(work_s, np.setdiff1d(np.arange(len(work_s)), outliers), load_s)
+    load_s += [work_s[documents].sum() for documents in own]
     ordered = sorted(found, key=lambda block: (-block.size, block.first))
     return Merge({block: np.array(found[block], np.int64) for block in ordered}, own), load_s
 
 
 def _longest_first(
-    work_s: NDArray[np.float64],
-    documents: NDArray[np.int64],
-    load_s: NDArray[np.float64],
-    paces: NDArray[np.float64] | None,
+    work_s: NDArray[np.float64], documents: NDArray[np.int64], load_s: NDArray[np.float64]
 ) -> list[NDArray[np.int64]]:
     """Documents to replicas that already have some work."""
-    if paces is not None:
-        return [documents[group] for group in deal_by_pace(work_s[documents], paces, load_s)]
     groups = longest_first(work_s[documents], len(load_s), load_s=load_s)
     return [np.sort(documents[np.array(group, np.int64)]) for group in groups]
 

@@ -2,19 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.speed_costs import SpeedCosts
 from evenload.errors import ConfigError, DataError
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.options import PlanOptions
-from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout
-from evenload.types.replica_block import ReplicaBlock
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +23,6 @@ class StepProblem:
         costs: seconds; also carries the model and the layout.
         cap_bytes: int64[R], memory of every pipeline rank; None = no limit.
         policy: int8[n], activation policy of every document (`cost.activation.POLICIES`); None = all replay.
-        speeds: costs by replica where ranks differ in speed; None = `costs` everywhere. `costs` and `document_s` stay
-            those of the coefficients, so that what a step trains never depends on speeds.
         host_device_bytes: of host memory, what each device may offload to; None = not limited.
     """
 
@@ -37,7 +32,6 @@ class StepProblem:
     cap_bytes: NDArray[np.int64] | None
     options: PlanOptions
     policy: NDArray[np.int8] | None = None
-    speeds: SpeedCosts | None = None
     host_device_bytes: int | None = None
     document_s: NDArray[np.float64] = field(init=False)
 
@@ -53,31 +47,6 @@ class StepProblem:
     def stored_s(self) -> float:
         """Forward + backward seconds of all documents where every activation is stored."""
         return float(self.costs.document_seconds(self.num_tokens, None).sum())
-
-    def of_replica(self, dp_rank: int) -> "StepProblem":
-        """The same step as one replica runs it: with the costs of its ranks."""
-        return self if self.speeds is None else self._with_costs(self.speeds.of_replica(dp_rank))
-
-    def of_block(self, block: ReplicaBlock) -> "StepProblem":
-        """The same step as replicas run it that share packs: with the costs of the slowest."""
-        return self if self.speeds is None else self._with_costs(self.speeds.of_block(block))
-
-    def _with_costs(self, costs: PackCosts) -> "StepProblem":
-        return replace(self, costs=costs, speeds=None)
-
-    @functools.cached_property
-    def paces(self) -> NDArray[np.float64] | None:
-        """Seconds of a replica over those of one that is as fast as the coefficients say; float64[dp], None = all 1.
-
-        A full pipeline runs at the pace of its busiest rank, so that rank's work on the whole batch is what counts.
-        """
-        if self.speeds is None:
-            return None
-        everything = whole_document_columns([range(len(self.num_tokens))], self.num_tokens, self.layout.cp)
-        stage_s = sum(self.costs.pack_seconds(everything, direction)[0] for direction in ("forward", "backward"))
-        rank_s = np.bincount(self.layout.stage_to_rank, weights=stage_s, minlength=self.layout.pipeline_ranks)
-        factors = [self.speeds.speeds.factors(dp_rank) for dp_rank in range(self.layout.dp)]
-        return (np.array(factors) * rank_s).max(axis=1) / rank_s.max()
 
     def policy_of(self, documents: NDArray[np.int64]) -> NDArray[np.int8] | None:
         """The policies of some documents, as candidates want them."""

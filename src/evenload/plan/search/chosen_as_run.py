@@ -44,7 +44,7 @@ def chosen_as_run(problem: StepProblem, found: FoundStep, priced: Priced) -> tup
 
     def tried(replica: int, trial: Trial | None = None) -> ReplicaChoice:
         choice = found.choice(replica, shared, trial)
-        by_price = as_run(problem, priced(problem, choice), replica)
+        by_price = as_run(problem, priced(problem, choice))
         if trial is not None and not found.blocks_of(replica):
             by_price = _ordered_anew(problem, by_price, trial)
         by_price = replace(choice, candidate=by_price)

@@ -21,19 +21,14 @@ Steps = list[tuple[StepProblem, FoundStep]]
 
 def searched_as_if_halved(problems: Sequence[StepProblem], search: Callable[[Sequence[StepProblem]], Steps]) -> Steps:
     """What a search finds under that price, beside those of `problems` that it found it for. None where no packs may be
-    halved, or ranks differ in speed, whose costs are not those of the coefficients."""
-    origins = [problem for problem in problems if _may_be_halved(problem)]
-    if not origins:
+    halved."""
+    if not pays(problems[0].costs):
         return []
-    costs = as_if_halved(origins[0].costs)
-    halved = [replace(problem, costs=costs) for problem in origins]
-    origin_of = {id(other): one for one, other in zip(origins, halved, strict=True)}
+    costs = as_if_halved(problems[0].costs)
+    halved = [replace(problem, costs=costs) for problem in problems]
+    origin_of = {id(other): one for one, other in zip(problems, halved, strict=True)}
     found = search(halved)
     return [(origin_of[id(problem)], step) for problem, step in found]
-
-
-def _may_be_halved(problem: StepProblem) -> bool:
-    return problem.speeds is None and pays(problem.costs)
 
 
 def in_one_go(problem: StepProblem, choice: ReplicaChoice) -> Candidate:

@@ -55,15 +55,13 @@ class _Probes:
         self._shared = {
             size: (
                 self._block_s[block],
-                ReplicaSearch(
-                    problem.of_block(block), merge.blocks[block], size * problem.layout.cp, rules.worth, rules.known
-                ),
+                ReplicaSearch(problem, merge.blocks[block], size * problem.layout.cp, rules.worth, rules.known),
             )
             for size, block in heaviest.items()
         }
         own_s = [float(work_s[documents].sum()) for documents in merge.own]
         replica = max(range(len(own_s)), key=own_s.__getitem__)
-        self._own = ReplicaSearch(problem.of_replica(replica), merge.own[replica], worth=rules.worth, known=rules.known)
+        self._own = ReplicaSearch(problem, merge.own[replica], worth=rules.worth, known=rules.known)
         self._own_s = sum(own_s) / own_s[replica] if own_s[replica] else 0.0
 
     def searches(self) -> list[ReplicaSearch]:

@@ -110,9 +110,8 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
 
 
 def work_s(problem: StepProblem) -> float:
-    """All work of a step spread evenly over all pipelines; 0 where ranks differ in speed."""
-    layout = problem.layout
-    return 0.0 if problem.speeds else float(problem.document_s.sum()) / (layout.dp * layout.pipeline_ranks)
+    """All work of a step spread evenly over all pipelines."""
+    return float(problem.document_s.sum()) / (problem.layout.dp * problem.layout.pipeline_ranks)
 
 
 def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
@@ -126,10 +125,9 @@ def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
 def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> tuple[Estimate, list[Estimate]]:
     """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better; and of all
     merges."""
-    assigned = assign_replicas(problem.document_s, problem.layout.dp, problem.paces)
     replicas = [
-        ReplicaSearch(problem.of_replica(replica), documents, worth=rules.worth, known=rules.known)
-        for replica, documents in enumerate(assigned)
+        ReplicaSearch(problem, documents, worth=rules.worth, known=rules.known)
+        for documents in assign_replicas(problem.document_s, problem.layout.dp)
         if len(documents)
     ]
     heaviest = max(replicas, key=lambda search: search.work_s)

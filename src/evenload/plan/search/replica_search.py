@@ -46,8 +46,8 @@ class TrialScore(NamedTuple):
     imbalance_backward: float
 
 
-KnownScores = dict[tuple[int, tuple[float, ...] | None, bytes], dict["Trial", "TrialScore | None"]]
-"""By the ranks that share documents, their slowness, and the documents."""
+KnownScores = dict[tuple[int, bytes], dict["Trial", "TrialScore | None"]]
+"""By the ranks that share documents, and the documents."""
 _KNOWN_SCORES: WeakKeyDictionary[StepProblem, KnownScores] = WeakKeyDictionary()
 NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
 
@@ -86,7 +86,7 @@ class ReplicaSearch:
         self.problem = problem
         self.pool = known
         self.ranks = problem.layout.cp if ranks is None else ranks
-        key = (self.ranks, problem.costs.slowness, documents.tobytes())
+        key = (self.ranks, documents.tobytes())
         self.known: dict[Trial, TrialScore | None] = {} if known is None else known.setdefault(key, {})
         self.worth = worth
         self.documents = documents

@@ -38,15 +38,13 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
             assigned by the time that the shared ones leave it.
     """
     blocks = {
-        block: ReplicaSearch(
-            problem.of_block(block), documents, block.size * problem.layout.cp, rules.worth, rules.known
-        )
+        block: ReplicaSearch(problem, documents, block.size * problem.layout.cp, rules.worth, rules.known)
         for block, documents in merge.blocks.items()
     }
     if not _rate_blocks(blocks, rules):
         return None
     load_s = starts_s(blocks, problem.layout.dp) * problem.layout.pp
-    own = merge.deal_own(problem.document_s / pipeline_share, load_s, problem.paces)
+    own = merge.deal_own(problem.document_s / pipeline_share, load_s)
     return _search(problem, own, blocks, rules)
 
 
@@ -66,10 +64,7 @@ def _search(
     blocks: dict[ReplicaBlock, ReplicaSearch],
     rules: SearchRules,
 ) -> FoundStep | None:
-    searches = [
-        ReplicaSearch(problem.of_replica(replica), documents, worth=rules.worth, known=rules.known)
-        for replica, documents in enumerate(replicas)
-    ]
+    searches = [ReplicaSearch(problem, documents, worth=rules.worth, known=rules.known) for documents in replicas]
     found = FoundStep(searches, blocks)
     busy = [search for search in searches if len(search.documents)]
     if not busy:

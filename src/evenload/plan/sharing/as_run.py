@@ -12,13 +12,12 @@ documents, two to three times as much where a rule chooses; nothing where no ran
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedPacks, TravellingParts, rank_seconds, travelling_parts
+from evenload.cost.ranked_packs import RankedPacks, rank_seconds, travelling_parts
 from evenload.cost.split_backward import gather_seconds, weight_seconds
 from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
@@ -28,39 +27,33 @@ from evenload.plan.sharing.phase_overlap import run_ahead
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks, SplitBackward
-from evenload.types.replica_block import ReplicaBlock
-
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def choices_as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
     """The same choices with candidates as they run."""
-    return tuple(
-        replace(choice, candidate=as_run(problem, choice.candidate, dp_rank)) for dp_rank, choice in enumerate(choices)
-    )
+    return tuple(replace(choice, candidate=as_run(problem, choice.candidate)) for choice in choices)
 
 
-def as_run(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
+def as_run(problem: StepProblem, found: Candidate) -> Candidate:
     """The candidate of a replica with shardings, halves, its slowest ranks' seconds and their simulation; itself where
     it has them."""
     if found.shardings is not None:
         return found
     possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.forward)
-    ways = _fastest_first(problem, found, possible, dp_rank) if len(possible) > 1 else [(0.0, possible[0])]
+    ways = _fastest_first(problem, found, possible) if len(possible) > 1 else [(0.0, possible[0])]
     best: Candidate | None = None
     for least_s, shardings in ways:
         if best is not None and best.makespan_s <= least_s:
             break
-        one = with_halves(problem, _as_shared(problem, found, shardings, dp_rank), dp_rank)
+        one = with_halves(problem.costs, _as_shared(problem, found, shardings))
         best = one if best is None else min(best, one, key=Candidate.score)
     assert best is not None, "some sharding is always possible"
     return best
 
 
 def _fastest_first(
-    problem: StepProblem, found: Candidate, possible: Sequence[Shardings], dp_rank: int
+    problem: StepProblem, found: Candidate, possible: Sequence[Shardings]
 ) -> list[tuple[float, Shardings]]:
     """Every sharding for all packs, and of every pack the one with the least seconds, with about the seconds of the
     pipeline, which those of packs priced apart miss where documents are cut over several or halves do not pay.
@@ -68,7 +61,7 @@ def _fastest_first(
     Packs that replicas share have the latter in all of them: replicas must agree without simulating each other's steps.
     """
     packs, back = found.forward.num_packs, found.backward.num_packs
-    all_ways = _in_all_ways(problem, found, possible, dp_rank)
+    all_ways = _in_all_ways(problem.costs, found, possible)
     of_slice, of_backward = _forward_packs_of_slices(found), found.backward.pack_of_slice()
     tokens = found.backward.slice_tokens()
     share = tokens / found.backward.pack_sums(tokens)[of_backward]
@@ -96,7 +89,7 @@ def _forward_packs_of_slices(found: Candidate) -> NDArray[np.int64]:
     return forward.pack_of_slice()[order[place]]
 
 
-def _in_all_ways(problem: StepProblem, found: Candidate, possible: Sequence[Shardings], dp_rank: int) -> PipelineTasks:
+def _in_all_ways(costs: PackCosts, found: Candidate, possible: Sequence[Shardings]) -> PipelineTasks:
     """The candidate's packs once for every sharding, as they take under it; each by itself in halves where it is
     shorter by them. As packs of one candidate, because numpy's price is by the call."""
     count, policy = len(possible), found.policy
@@ -113,58 +106,45 @@ def _in_all_ways(problem: StepProblem, found: Candidate, possible: Sequence[Shar
         policy=None if policy is None else np.tile(policy, count),
         shardings=tuple(itertools.chain.from_iterable(possible)),
     )
-    tasks, _ = _slowest_ranks(problem, everything, dp_rank)
-    return tasks_in_halves(problem, replace(everything, tasks=tasks), dp_rank)
+    tasks, _ = _slowest_ranks(costs, everything)
+    return tasks_in_halves(costs, replace(everything, tasks=tasks))
 
 
-def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings, dp_rank: int) -> Candidate:
+def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> Candidate:
     costs, found = problem.costs, replace(found, shardings=shardings)
-    tasks, ranked = _slowest_ranks(problem, found, dp_rank)
+    tasks, ranked = _slowest_ranks(costs, found)
     if ranked is None:
         return found
     actions = found.actions
-    of_forward, of_backward = (_phases(costs.layout.cp, side) for side in ranked.sides)
+    of_forward, of_backward = (_phases(costs.layout.cp, side) for side in ranked)
     if of_forward.any() and costs.layout.pp > 1:
         actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
     found = in_order(found, actions, problem.cap_bytes, tasks=tasks)
-    return with_parts(found, *ranked.travelling) if ranked.travelling[0] else found  # an idle replica has no packs
+    return with_parts(costs, found, *ranked)
 
 
-class _Ranked(NamedTuple):
-    """Both directions rank by rank, and how their keys and values travel."""
-
-    sides: tuple[RankedPacks, RankedPacks]
-    travelling: tuple[list[TravellingParts], list[TravellingParts]]
-
-
-def _slowest_ranks(problem: StepProblem, found: Candidate, dp_rank: int) -> tuple[PipelineTasks, _Ranked | None]:
-    """A candidate's seconds with shared packs by their slowest ranks; None and its own where nobody shares any."""
-    costs, tasks = problem.costs, found.tasks
+def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, tuple[RankedPacks, RankedPacks] | None]:
+    """A candidate's seconds with shared packs by their slowest ranks, and both directions rank by rank; its own and
+    None where nobody shares any."""
     forward, backward = ranked_where_shared(costs, found.forward, found.backward, found.shardings or ())
-    if forward is None or backward is None:
-        return tasks, None
-    ranked = _Ranked((forward, backward), ([], []))
-    # Where ranks differ in speed, packs that replicas share have other costs than those a replica runs alone.
-    for num_ranks in np.unique(np.concatenate([forward.num_ranks(), backward.num_ranks()])).tolist():
-        size = max(1, num_ranks // costs.layout.cp)
-        of_block = problem.of_block(ReplicaBlock(dp_rank // size * size, size)).costs
-        forward_s = forward.slowest(rank_seconds(of_block, forward, "forward", found.policy))
-        priced = with_slowest_backward(of_block, replace(tasks, forward_s=forward_s), backward, found.policy)
-        of_size = forward.num_ranks() == num_ranks, backward.num_ranks() == num_ranks
-        tasks = _with_rows(tasks, priced, *of_size)
-        for mine, side, direction, chosen in zip(ranked.travelling, ranked.sides, DIRECTIONS, of_size, strict=True):
-            mine.append(travelling_parts(of_block, side, direction).only(chosen))
-    return tasks, ranked
+    if forward is None or backward is None or not found.forward.num_packs:  # an idle replica has none
+        return found.tasks, None
+    forward_s = forward.slowest(rank_seconds(costs, forward, "forward", found.policy))
+    tasks = with_slowest_backward(costs, replace(found.tasks, forward_s=forward_s), backward, found.policy)
+    return tasks, (forward, backward)
 
 
-def with_parts(found: Candidate, forward: Sequence[TravellingParts], backward: Sequence[TravellingParts]) -> Candidate:
-    """The candidate with how keys and values of its packs travel: every pack's is one of those of its direction, and 1
-    part in the others."""
-    parts = tuple(tuple(np.max([one.parts for one in side], axis=0).tolist()) for side in (forward, backward))
-    beside_s, hidden_s = (
-        sum(float(getattr(one, name).sum()) for one in (*forward, *backward)) for name in ("beside_s", "hidden_s")
+def with_parts(costs: PackCosts, found: Candidate, forward: RankedPacks, backward: RankedPacks) -> Candidate:
+    """The candidate with how keys and values of its packs travel."""
+    one, other = travelling_parts(costs, forward, "forward"), travelling_parts(costs, backward, "backward")
+    return replace(
+        found,
+        context_parts=(tuple(one.parts.tolist()), tuple(other.parts.tolist())),
+        context_s=(
+            float(one.beside_s.sum()) + float(other.beside_s.sum()),
+            float(one.hidden_s.sum()) + float(other.hidden_s.sum()),
+        ),
     )
-    return replace(found, context_parts=parts, context_s=(beside_s, hidden_s))
 
 
 def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
@@ -182,29 +162,6 @@ def _rows_of(
     if split is not None and others.split is not None:
         split = replace(split, input_s=others.split.input_s[backward], weight_s=others.split.weight_s[backward])
     return replace(tasks, forward_s=others.forward_s[forward], backward_s=others.backward_s[backward], split=split)
-
-
-def _with_rows(
-    tasks: PipelineTasks, other: PipelineTasks, forward: NDArray[np.bool_], backward: NDArray[np.bool_]
-) -> PipelineTasks:
-    """With the seconds of some forward and backward packs from other tasks of the same packs."""
-
-    def chosen(mine: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.where(backward[:, None], others, mine)
-
-    split = tasks.split
-    if split is not None and other.split is not None:
-        split = replace(
-            split,
-            input_s=chosen(split.input_s, other.split.input_s),
-            weight_s=chosen(split.weight_s, other.split.weight_s),
-        )
-    return replace(
-        tasks,
-        forward_s=np.where(forward[:, None], other.forward_s, tasks.forward_s),
-        backward_s=chosen(tasks.backward_s, other.backward_s),
-        split=split,
-    )
 
 
 def with_slowest_backward(

@@ -15,29 +15,26 @@ from evenload.cost.halved_rows import in_halves
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.tensor_halves import HalvedPacks, halved_packs, pays, wanted_cuts
 from evenload.plan.problem.candidate import Candidate
-from evenload.plan.problem.step_problem import StepProblem
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_in_halves
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks
-from evenload.types.replica_block import ReplicaBlock
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 _FirstRows = tuple[NDArray[np.int64], NDArray[np.int64]]
 """int64[num_packs] forward and backward, of first halves."""
 
 
-def with_halves(problem: StepProblem, found: Candidate, dp_rank: int) -> Candidate:
+def with_halves(costs: PackCosts, found: Candidate) -> Candidate:
     """The same order of the same packs of a replica, simulated with halves.
 
     Packs of its own are in one go where the step is no shorter, also because a stage of few layers gets slower by
     halves and holds up the others. Those that it shares are decided by their own seconds alone, which are the same on
     every replica of the block; no stage gets slower by these.
     """
-    costs = problem.of_replica(dp_rank).costs
     if not pays(costs):
         return found
-    forward, backward = _halves(problem, found, dp_rank, None)
+    forward, backward = _halves(costs, found, None)
     if not (forward.first_rows.any() or backward.first_rows.any()):
         return found
     if all((columns.pack_ranks() == 1).all() for columns in (found.forward, found.backward)):
@@ -48,20 +45,20 @@ def with_halves(problem: StepProblem, found: Candidate, dp_rank: int) -> Candida
     if found.tasks.split is not None:  # W gathers for either half
         is_slower = (backward.more_s + gathered_again_s(costs, backward.first_rows) > 0).any(axis=1)
         backward = backward.of_packs(~(is_slower & of_block[1]))
-    everything = _unharmed(problem, found, dp_rank, (forward.first_rows, backward.first_rows))
+    everything = _unharmed(costs, found, (forward.first_rows, backward.first_rows))
     shared = np.where(of_block[0], everything[0], 0), np.where(of_block[1], everything[1], 0)
-    best = _with_rows(problem, found, dp_rank, shared)
+    best = _with_rows(costs, found, shared)
     if all((one == other).all() for one, other in zip(shared, everything, strict=True)):
         return best
-    with_own = _with_rows(problem, found, dp_rank, everything)
+    with_own = _with_rows(costs, found, everything)
     return with_own if with_own.makespan_s < best.makespan_s else best
 
 
-def _unharmed(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: _FirstRows) -> _FirstRows:
+def _unharmed(costs: PackCosts, found: Candidate, first_rows: _FirstRows) -> _FirstRows:
     """Without halves that cut a document that ranks share, and cost more where the other direction has it in one go: as
     rows stay on a rank, it has more and shorter ranges there."""
     sides = found.forward, found.backward
-    priced = _halves(problem, found, dp_rank, first_rows)
+    priced = _halves(costs, found, first_rows)
     kept = first_rows[0].copy(), first_rows[1].copy()
     for at in (0, 1):
         mine, other, piece = sides[at], sides[1 - at], in_halves(sides[at], first_rows[at]).piece
@@ -74,10 +71,10 @@ def _unharmed(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: 
     return kept
 
 
-def _with_rows(problem: StepProblem, found: Candidate, dp_rank: int, first_rows: _FirstRows) -> Candidate:
+def _with_rows(costs: PackCosts, found: Candidate, first_rows: _FirstRows) -> Candidate:
     if not (first_rows[0].any() or first_rows[1].any()):
         return found
-    return _in_halves(problem.of_replica(dp_rank).costs, found, *_halves(problem, found, dp_rank, first_rows))
+    return _in_halves(costs, found, *_halves(costs, found, first_rows))
 
 
 def _in_halves(costs: PackCosts, found: Candidate, forward: HalvedPacks, backward: HalvedPacks) -> Candidate:
@@ -100,10 +97,9 @@ def _in_halves(costs: PackCosts, found: Candidate, forward: HalvedPacks, backwar
     )
 
 
-def tasks_in_halves(problem: StepProblem, found: Candidate, dp_rank: int) -> PipelineTasks:
+def tasks_in_halves(costs: PackCosts, found: Candidate) -> PipelineTasks:
     """Seconds of packs of a replica, each in halves where it is shorter by itself; what `with_halves` gets at best."""
-    costs = problem.of_replica(dp_rank).costs
-    return _tasks_with(costs, found.tasks, *_halves(problem, found, dp_rank, None)) if pays(costs) else found.tasks
+    return _tasks_with(costs, found.tasks, *_halves(costs, found, None)) if pays(costs) else found.tasks
 
 
 def _tasks_with(costs: PackCosts, tasks: PipelineTasks, forward: HalvedPacks, backward: HalvedPacks) -> PipelineTasks:
@@ -128,22 +124,15 @@ def gathered_again_s(costs: PackCosts, first_rows: NDArray[np.int64]) -> NDArray
     return np.outer(first_rows > 0, pack_s * costs.layers())
 
 
-def _halves(
-    problem: StepProblem, found: Candidate, dp_rank: int, first_rows: _FirstRows | None
-) -> tuple[HalvedPacks, HalvedPacks]:
+def _halves(costs: PackCosts, found: Candidate, first_rows: _FirstRows | None) -> tuple[HalvedPacks, HalvedPacks]:
     """Of both directions: with so many rows in first halves, or, None, those that are worth it."""
-    costs, sides = problem.costs, (found.forward, found.backward)
+    sides = found.forward, found.backward
     rows = first_rows or (wanted_cuts(costs, found.forward), wanted_cuts(costs, found.backward))
     ranked = ranked_in_halves(costs, *sides, found.shardings or (), rows)
-    halves = []
-    for columns, direction, of_ranks, first in zip(sides, _DIRECTIONS, ranked, first_rows or (None, None), strict=True):
-        ranks = columns.pack_ranks() if of_ranks is None else of_ranks.whole.num_ranks()
-        # Where ranks differ in speed, packs that replicas share have other costs than those a replica runs alone.
-        priced = HalvedPacks.none(columns.num_packs, costs.layout.num_stages)
-        for size in np.unique(ranks if problem.speeds is not None else ranks[:1]).tolist():
-            block = max(1, size // costs.layout.cp)
-            of_block = problem.of_block(ReplicaBlock(dp_rank // block * block, block)).costs
-            of_size = halved_packs(of_block, columns, direction, found.policy, first, of_ranks)
-            priced = of_size if problem.speeds is None else priced.plus(of_size.of_packs(ranks == size))
-        halves.append(priced)
-    return halves[0], halves[1]
+    forward, backward = (
+        halved_packs(costs, columns, direction, found.policy, first, of_ranks)
+        for columns, direction, of_ranks, first in zip(
+            sides, _DIRECTIONS, ranked, first_rows or (None, None), strict=True
+        )
+    )
+    return forward, backward

@@ -9,9 +9,8 @@
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
 The best of each is then priced as it will run, rank by rank where ranks share packs, and the fastest taken. So `auto`
-is never worse than any of them on the same step and layout (for ranks of different speeds: than any that balances
-them). A strategy of whole documents cannot win where the longest document alone, through all stages and back, takes
-longer than what was found.
+is never worse than any of them on the same step and layout. A strategy of whole documents cannot win where the longest
+document alone, through all stages and back, takes longer than what was found.
 
 Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the
 clock instead and is off by default, because the plan then depends on the machine.
@@ -101,8 +100,6 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     for rival in others:
         if rival.needs_solver or rival.changes_layout or rival.tries_others or rival is SLIMPACK:
             continue
-        if problems[0].speeds is not None and not rival.balances_speeds:
-            continue
         try:
             least_s = _least_seconds(rival, problems, plans[0][1]) if plans else 0.0
             if least_s is None:
@@ -185,8 +182,7 @@ def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tupl
     if excess:
         return 0.0
     splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward
-    speeds = problems[0].speeds
-    least_s = float(problems[0].document_s.max(initial=0.0)) * (1.0 if speeds is None else speeds.speeds.least_factor())
+    least_s = float(problems[0].document_s.max(initial=0.0))
     if rival.keeps_whole and not splits and share * least_s >= summed_s:
         return None
     if len(problems) == 1 or not rival.ignores_memory:
@@ -268,5 +264,4 @@ AUTO = Strategy(
     shares_documents=True,
     tries_others=True,
     follows_layouts=True,
-    balances_speeds=True,
 )

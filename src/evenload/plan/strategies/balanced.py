@@ -9,8 +9,6 @@ makes its micro-batch late: what slicing cures.
 `options.micro_batches` fixes their number instead. Then the token limit binds first: replicas get no more tokens than
 their micro-batches hold, and where LPT by time opens more of them, best fit by tokens packs them as tightly as can be.
 More than asked for come back where that is not enough; who asked decides.
-
-Where ranks differ in speed, replicas get work by pace (`packing.paced_replicas`), and token limits do not bind them.
 """
 
 import numpy as np
@@ -18,11 +16,9 @@ from numpy.typing import NDArray
 
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing.bin_packing import assign_replicas, best_fit_decreasing, longest_first
-from evenload.plan.packing.paced_replicas import deal_until_even
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.candidate import Candidate, scheduled_candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.types.columns import whole_document_columns
@@ -34,28 +30,8 @@ their number, constants rise with it."""
 
 
 def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    if problem.paces is None:
-        replicas = assign_replicas(problem.document_s, problem.layout.dp)
-        return _choices(problem, _replicas_with_room(problem) or replicas)
-    choices = deal_until_even(
-        problem.document_s,
-        problem.paces,
-        plan=lambda replicas: _choices(problem, replicas),
-        outcome=lambda found: (
-            [choice.documents for choice in found],
-            np.array([choice.candidate.makespan_s for choice in found]),
-        ),
-        worth=worst_score,
-    )
-    assert choices is not None, "whole documents can always be packed"
-    return choices
-
-
-def _choices(problem: StepProblem, replicas: list[NDArray[np.int64]]) -> tuple[ReplicaChoice, ...]:
-    return tuple(
-        ReplicaChoice(documents, _best(problem.of_replica(replica), documents))
-        for replica, documents in enumerate(replicas)
-    )
+    replicas = _replicas_with_room(problem) or assign_replicas(problem.document_s, problem.layout.dp)
+    return tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
 
 
 def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
@@ -118,5 +94,4 @@ BALANCED = Strategy(
     plan=plan_balanced,
     ignores_memory=True,
     deals_packs=True,
-    balances_speeds=True,
 )

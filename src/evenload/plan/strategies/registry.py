@@ -41,19 +41,16 @@ def whole_strategies() -> tuple[str, ...]:
     return tuple(one.name for one in STRATEGIES.values() if one.keeps_whole and not one.changes_layout)
 
 
-def require_trainable(
-    name: str, layout: ParallelLayout, options: PlanOptions, longest: int | None = None, *, feedback: bool = False
-) -> None:
+def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, longest: int | None = None) -> None:
     """Refuse what `evenload plan` predicts and the runtime of this version cannot run, what would end a run later, and
     settings that would do nothing (`evenload plan` compares many strategies under one set of options, a run has one).
 
     Args:
-        feedback: plans shall follow the measured speed of ranks (`plan.feedback`).
         longest: `data.max_document_tokens`; None = not known.
 
     Raises:
         ConfigError: unknown; it knows no pipeline and the layout has one; options that it does not read, or that do
-            not go together; documents that fit no pack and are not cut; or feedback has nothing to decide.
+            not go together; or documents that fit no pack and are not cut.
     """
     strategy = strategy_named(name)
     strategy.require_layout(layout)
@@ -65,8 +62,6 @@ def require_trainable(
             f"strategy {name} never cuts a document; raise the former, lower the latter (and say data.overlong), or "
             "train with slimpack or auto"
         )
-    if feedback:
-        _require_feedback(strategy, layout)
     if options.dp_merge and not strategy.shares_documents:
         sharing = [other.name for other in STRATEGIES.values() if other.shares_documents]
         raise ConfigError(
@@ -112,16 +107,4 @@ def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None
         raise ConfigError(
             f"plan.layouts is set, and strategy '{name}' stays in its layout; leave it out, or train with "
             f"{' or '.join(following)}"
-        )
-
-
-def _require_feedback(strategy: Strategy, layout: ParallelLayout) -> None:
-    try:
-        strategy.require_balances_speeds()
-    except ConfigError as error:
-        raise ConfigError(f"plan.feedback is true, but {error}, or leave feedback out") from None
-    if layout.dp == layout.pp == 1:
-        raise ConfigError(
-            f"plan.feedback is true, but layout {layout.describe()} has one replica and one pipeline rank, so there is "
-            "nothing to divide by speed; leave it out, or set parallel.dp or parallel.pp"
         )

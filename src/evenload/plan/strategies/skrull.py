@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evenload.cost.memory import pipeline_bytes
 from evenload.cost.owned_bytes import owned_pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import rank_seconds, travelling_parts
+from evenload.cost.ranked_packs import rank_seconds
 from evenload.plan.problem.candidate import scheduled_candidate
 from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
@@ -184,11 +184,7 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
         forward, backward = ranked_where_shared(costs, columns, columns, shardings)
         assert forward is not None
         assert backward is not None
-        found = with_parts(
-            dataclasses.replace(found, shardings=shardings),
-            [travelling_parts(costs, forward, "forward")],
-            [travelling_parts(costs, backward, "backward")],
-        )
+        found = with_parts(costs, dataclasses.replace(found, shardings=shardings), forward, backward)
     return ReplicaChoice(documents, found)
 
 

@@ -28,7 +28,6 @@ from typing import Literal
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import Merge, long_merges, merge_above_printed, merge_documents, other_merges
-from evenload.plan.packing.paced_replicas import deal_until_even
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, PlanOptions, StrategyOptions
 from evenload.plan.problem.step_problem import StepProblem
@@ -241,7 +240,7 @@ def slimpack_rules(problem: StepProblem, orders: Sequence[str] | None = None) ->
 
 def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep | None:
     """Replicas apart and, where they end apart or lack memory, with documents that groups of them share."""
-    apart = _search_apart(problem, rules)
+    apart = search_step(problem, assign_replicas(problem.document_s, problem.layout.dp), rules)
     if not problem.options.dp_merge or (apart and _is_good(problem, apart)):
         return apart
     if problem.options.own(SlimpackOptions).as_published:
@@ -275,32 +274,15 @@ def _better(one: FoundStep | None, others: Sequence[FoundStep | None]) -> FoundS
     return min((found for found in (one, *others) if found), key=FoundStep.worth, default=None)
 
 
-def _search_apart(problem: StepProblem, rules: SearchRules) -> FoundStep | None:
-    """Every document on one replica."""
-    if problem.paces is None:
-        return search_step(problem, assign_replicas(problem.document_s, problem.layout.dp), rules)
-    return deal_until_even(
-        problem.document_s,
-        problem.paces,
-        plan=lambda replicas: search_step(problem, replicas, rules),
-        outcome=lambda found: ([search.documents for search in found.own], found.seconds()),
-        worth=FoundStep.worth,
-    )
-
-
 def _efficiency(problem: StepProblem, found: FoundStep) -> float:
     """What the documents take on their own replicas, all stored, over what all ranks take until the slowest ends."""
-    paces = problem.paces
-    # Replicas of a lower pace count for what they can do.
-    replicas = problem.layout.dp if paces is None else float((1.0 / paces).sum())
-    available_s = replicas * problem.layout.pp * float(found.seconds().max())
+    available_s = problem.layout.dp * problem.layout.pp * float(found.seconds().max())
     return problem.stored_s / available_s if available_s else 1.0
 
 
 def _pipeline_share(problem: StepProblem, found: FoundStep | None) -> float:
-    """Of all ranks' time, what computes packs, or would at the pace of a replica's busiest rank."""
-    paces = 1.0 if problem.paces is None else problem.paces
-    seconds = 0.0 if found is None else float((found.seconds() / paces).sum())
+    """Of all ranks' time, what computes packs."""
+    seconds = 0.0 if found is None else float(found.seconds().sum())
     return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
 
 
@@ -357,5 +339,4 @@ SLIMPACK = Strategy(
     require_options=_require_published_order,
     cuts_documents=True,
     shares_documents=True,
-    balances_speeds=True,
 )

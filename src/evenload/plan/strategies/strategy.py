@@ -58,8 +58,6 @@ class Strategy:
         ignores_memory: its packs do not depend on the memory limit, or are chosen among by time: never faster with a
             limit than without.
         tries_others: plans with the other strategies, too, and is as fast as the fastest.
-        balances_speeds: gives replicas work by the speed of their ranks (`StepProblem.speeds`). Never one that moves
-            documents between steps: which ones would then depend on how fast ranks ran.
         deals_packs: plans layouts whose stages have different numbers of devices, round which the packs go.
     """
 
@@ -81,15 +79,9 @@ class Strategy:
     follows_layouts: bool = False
     ignores_memory: bool = False
     tries_others: bool = False
-    balances_speeds: bool = False
     deals_packs: bool = False
 
     def __post_init__(self) -> None:
-        if self.balances_speeds and self.delay is not None:
-            raise ConfigError(
-                f"strategy {self.name}: one that moves documents between steps must not balance speeds, or the speed "
-                "of ranks would decide what a step trains"
-            )
         if (self.plan is None) == (self.search is None):
             raise ConfigError(f"strategy {self.name}: give it one of plan and search, not both or none")
         if self.options is not None and self.options.__struct_config__.tag != self.name:
@@ -130,7 +122,7 @@ class Strategy:
                 ends the choice.
 
         Raises:
-            ConfigError: the layout, the model or ranks of different speeds do not suit the strategy.
+            ConfigError: the layout or the model does not suit the strategy.
             DataError: a document longer than `max_pack_tokens`, which the strategy does not cut.
             InfeasiblePlanError: no plan meets the token limit.
         """
@@ -138,8 +130,6 @@ class Strategy:
         self.require_layout(first.layout)
         self.require_schedule(first.options, first.layout)
         self.require_options(first.options)
-        if first.speeds is not None:
-            self.require_balances_speeds()
         if self.cuts_documents and not self.tries_others:
             first.require_causal(self.name)
         elif not self.cuts_documents:
@@ -162,17 +152,6 @@ class Strategy:
                 f"strategy {self.name}: the stages of layout {layout.describe()} have different numbers of devices, to "
                 f"which only balanced and flexpipe deal packs; use one of these, or as many devices for every stage"
             )
-
-    def require_balances_speeds(self) -> None:
-        """Refuse, by a `ConfigError`, to plan for ranks of different speeds where nothing would follow from them."""
-        if self.balances_speeds:
-            return
-        why = (
-            "moves documents to later steps by predicted time, so the speed of ranks would decide what a step trains"
-            if self.delay is not None
-            else "does not give replicas work by the speed of their ranks"
-        )
-        raise ConfigError(f"strategy {self.name} {why}; use balanced, slimpack or auto for ranks of different speeds")
 
     def require_schedule(self, options: PlanOptions, layout: ParallelLayout) -> None:
         """Refuse, by a `ConfigError`, a schedule that the strategy's packs or the layout cannot run."""

@@ -73,7 +73,10 @@ _NAMES_ELSEWHERE = {
 OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 """Names of settings in other trainers, and ours with its section."""
 
-_GONE = {"plan.options.backend": "the compiled core alone plans"}
+_GONE = {
+    "plan.feedback": "plans do not follow the speed of single ranks",
+    "plan.options.backend": "the compiled core alone plans",
+}
 """Keys of earlier versions that nothing replaces, and why."""
 
 _OTHER_VALUES = {

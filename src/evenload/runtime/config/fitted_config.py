@@ -18,8 +18,7 @@ from evenload.types.layout import ParallelLayout
 def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> TrainConfig:
     """The settings with which so many ranks train; the same object where all that the layout needs are there.
 
-    Measured costs are of the layout that they were measured in, so another one leaves out `train.cost_file`; a rank
-    that is left alone trains without `plan.feedback`, because its work cannot be given to others.
+    Measured costs are of the layout that they were measured in, so another one leaves out `train.cost_file`.
 
     Raises:
         ConfigError: no layout with as many `cp` and `tp` ranks is small enough, none is one in which the strategy
@@ -33,12 +32,11 @@ def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> Train
         parallel = shrunk_parallel(
             config.parallel, num_layers, num_ranks, lambda one: _refusal(config, one, num_layers)
         )
-    is_alone = parallel.dp == parallel.pp == 1
     fitted = msgspec.structs.replace(
         config,
         parallel=parallel,
         train=msgspec.structs.replace(config.train, cost_file=None),
-        plan=msgspec.structs.replace(config.plan, layouts=(), feedback=config.plan.feedback and not is_alone),
+        plan=msgspec.structs.replace(config.plan, layouts=()),
     )
     kept = _still_fitting(config, layout_of(fitted, num_layers), num_layers)
     return msgspec.structs.replace(fitted, plan=msgspec.structs.replace(fitted.plan, layouts=kept))

@@ -44,9 +44,8 @@ class RunConfig(Frozen):
             "continue" until the next one. The last one of a run has to succeed.
         deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as it does on a CPU in any
             case: kernels that add in one order (attention's backward holds more memory for it, which is in the
-            predictions), and plans that follow nothing that is measured on the way: refused with `plan.feedback`,
-            `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock. What it costs on this GPU is
-            told at start.
+            predictions), and plans that follow nothing that is measured on the way: refused with `plan.layouts`,
+            `flexpipe`, `recalibrate`, and a search that ends by the clock. What it costs on this GPU is told at start.
         fused_norms: root-mean-square norms as one kernel, equal but for rounding; default: on GPUs.
         fused_elementwise: rotary embedding and gated activation as one kernel each, which torch compiles at the first
             pack (seconds; needs triton on a GPU), equal but for rounding; default: on GPUs.
@@ -66,11 +65,11 @@ class RunConfig(Frozen):
             checkpoints, and exported beside the model (`model-average/`). Such as 0.999; unset = none.
         overlap_reduction: sum the gradients of a layer over replicas as soon as the last pack has added to them, while
             the layers before it are computed. The sums are the same to the bit. False = all of them after the last
-            backward, as where a run measures at its start that sums keep packs longer than they take alone, in steps
-            whose packs replicas share, and with `plan.feedback`.
+            backward, as where a run measures at its start that sums keep packs longer than they take alone, and in
+            steps whose packs replicas share.
         overlap_gather: begin the next step while updated weights are still gathered: a forward waits for those of its
             own layers. What is trained is the same to the bit. False = all of them before the step ends, as where a run
-            measures at its start that gathers keep packs longer than they take alone, and with `plan.feedback`.
+            measures at its start that gathers keep packs longer than they take alone.
         overlap_context: keys and values of documents that ranks share travel in parts of some key heads, and attention
             of one part is computed while the next ones are under way, forward and backward; in how many, a plan says
             for every pack, by price. What is trained is the same. False = in one part, as where a run measures at its

@@ -70,7 +70,6 @@ def _require_tested_with_devices(config: TrainConfig, layout: ParallelLayout) ->
     for setting, why in (
         (config.parallel.channels == "fifo", 'parallel.channels = "fifo" gives every pair of ranks one queue'),
         (config.train.on_lost_rank == "shrink", 'train.on_lost_rank = "shrink" chooses layouts of equal stages'),
-        (config.plan.feedback, "plan.feedback divides work by the speed of replicas"),
     ):
         if setting:
             raise ConfigError(

@@ -111,9 +111,6 @@ class PlanConfig(Frozen):
 
     Args:
         strategy: a name of `evenload plan`; the same data is trained whatever it is.
-        feedback: the measured seconds of trained steps correct the predicted ones of coming steps, so that a replica
-            with a slow rank gets less work (`balanced`, `slimpack` and `auto`; `docs/training.md`). It never changes
-            what a step trains. Not saved with checkpoints: a resumed run measures anew. `evenload bench` leaves it out.
         layouts: other layouts that the run may take between two steps, as `evenload plan --layout` reads them, such as
             ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, whose processes are all that
             there are. cp and tp cannot change; without `dp` as many replicas as fit, and processes left over are idle.
@@ -131,7 +128,6 @@ class PlanConfig(Frozen):
     """
 
     strategy: str = "slimpack"
-    feedback: bool = False
     layouts: tuple[str, ...] = ()
     memory_bytes: int | None = None
     host_memory_bytes: int | None = None
@@ -139,11 +135,6 @@ class PlanConfig(Frozen):
     options: PlanOptions = PlanOptions()
 
     def __post_init__(self) -> None:
-        if self.feedback and self.layouts:
-            raise ConfigError(
-                "plan.feedback and plan.layouts are both set, but the measured speed of ranks is of one layout; leave "
-                "one of them out"
-            )
         if self.twin_bytes is not None and self.twin_bytes < 0:
             raise ConfigError(f"plan.twin_bytes is {self.twin_bytes}, must be 0 or more; leave it out to share all")
         for field in ("memory_bytes", "host_memory_bytes"):
@@ -166,21 +157,9 @@ class TrainConfig(Frozen):
     samples: SamplesConfig | None = None
 
     @property
-    def sums_beside_packs(self) -> bool:
-        """Gradients may be summed while packs are computed. Not with feedback: what sums take from computing would
-        count as slowness of the rank, and once more beside it."""
-        return self.train.overlap_reduction and not self.plan.feedback
-
-    @property
     def parts_beside_attention(self) -> bool:
         """Keys and values of shared documents may travel in parts while attention is computed."""
         return self.train.overlap_context and self.parallel.cp_exchange == "all_gather"
-
-    @property
-    def gathers_beside_packs(self) -> bool:
-        """Updated weights may be gathered while the next step's first packs are computed; not with feedback, as
-        there."""
-        return self.train.overlap_gather and not self.plan.feedback
 
     def __post_init__(self) -> None:
         if self.plan.twin_bytes and self.train.device != "cpu":
@@ -217,7 +196,6 @@ class TrainConfig(Frozen):
             if getattr(one, "time_budget_s", None) is not None
         ]
         for setting, is_set in (
-            ("plan.feedback", self.plan.feedback),
             ("plan.layouts", bool(self.plan.layouts)),
             ('plan.strategy = "flexpipe"', self.plan.strategy == "flexpipe"),
             ("train.recalibrate", self.train.recalibrate),

@@ -27,6 +27,6 @@ def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_p
     """
     sums, gathers = coefficients.reduction_beside, coefficients.gather_beside
     return Overlaps(
-        sums=config.sums_beside_packs and sums is not None and sums.pays and not shares_packs,
-        gathers=config.gathers_beside_packs and gathers is not None and gathers.pays and goes_on,
+        sums=config.train.overlap_reduction and sums is not None and sums.pays and not shares_packs,
+        gathers=config.train.overlap_gather and gathers is not None and gathers.pays and goes_on,
     )
