@@ -49,7 +49,7 @@ def measure(quick: bool) -> list[Row]:
                 options = PlanOptions(max_pack_tokens=PACK_TOKENS, cp_sharding=rule, policy="replay")
                 problem = StepProblem(np.arange(len(tokens)), tokens, costs, None, options)
                 [choice] = STRATEGIES["best_fit"].plan(problem)
-                variants[rule] = lambda problem=problem, one=choice.candidate: as_run(problem, one, 0)
+                variants[rule] = lambda problem=problem, one=choice.candidate: as_run(problem, one)
                 chosen[rule] = variants[rule]()
             seconds = interleaved_seconds(variants, QUICK_REPEATS if quick else REPEATS)
             mixed_s, document_s = (statistics.median(seconds[rule]) for rule in ("mixed", "per_document"))
