@@ -186,7 +186,7 @@ def test_a_pattern_reads_directories_that_it_matches_as_a_shell_would(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "beside", ["README.md", "LICENSE", "dataset_info.json", "state.json", "cache-1f.arrow", "_SUCCESS"]
+    "beside", ["README.md", "LICENSE", "dataset_info.json", "state.json", "cache-1f.arrow", "_SUCCESS", "config.toml"]
 )
 def test_what_only_describes_data_is_left_out_and_told(tmp_path, beside):
     make_tree(tmp_path, "train/a.parquet", beside)

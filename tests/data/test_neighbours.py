@@ -169,6 +169,22 @@ def test_the_start_says_what_is_used_and_what_is_not(tmp_path, way):
     )
 
 
+def test_labels_that_are_other_ids_are_told_at_the_start(tmp_path):
+    rows = [
+        {"input_ids": IDS, "labels": [-100, 6, 9, 8]},
+        {"input_ids": IDS, "labels": [-100, 6, -100, 8]},
+        {"input_ids": IDS},
+    ]
+    for name, content in (("a", rows), ("b", rows[1:])):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name, "jsonl", content)
+    sources = (str(tmp_path / "a"), str(tmp_path / "b"))
+    (line,) = GlobalBatchLoader(data_config("", sources=sources, record="tokens")).label_warnings()
+    assert line.startswith(f"{sources[0]}: in 1 of its first 3 records some labels are neither -100 nor the token")
+    texts = write_rows(tmp_path, "jsonl", [{"text": "a"}])
+    assert not GlobalBatchLoader(data_config(texts)).label_warnings()
+
+
 def test_records_of_many_files_are_estimated(tmp_path):
     for index in range(40):
         (tmp_path / f"{index:02}.jsonl").write_text('{"text": "a"}\n' * (2 + index % 4))

@@ -381,7 +381,8 @@ def _show_start(
     console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
     for line in trainer.source_lines():
         console.print(f"source {line}", soft_wrap=True, markup=False)
-    for line in (position_warning(trainer.hf_config, config.data.max_document_tokens), *trainer.tokenizer_warnings):
+    position = position_warning(trainer.hf_config, config.data.max_document_tokens)
+    for line in (position, *trainer.tokenizer_warnings, *trainer.label_warnings()):
         warn(line, console)
     warn(trainer.resume_warning, console)
     if not isinstance(resumed, KeptStep):

@@ -156,7 +156,7 @@ class PackedLoader:
         if place.is_first:
             self.start_lines = [*self.start_lines, *(f"source        {line}" for line in self._loader.source_lines())]
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
-            for line in unstopped:
+            for line in (*unstopped, *self._loader.label_warnings()):
                 _log.warning("%s", line)
 
     def balance_for(self, model: Any) -> None:

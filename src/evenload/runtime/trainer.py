@@ -336,8 +336,11 @@ class Trainer:
         return len(files), sum(file.size_bytes or 0 for file in files)
 
     def source_lines(self) -> list[str]:
-        """As of the loader."""
+        """As of the loader, as `label_warnings`."""
         return self._loader.source_lines()
+
+    def label_warnings(self) -> list[str]:
+        return self._loader.label_warnings()
 
     def export(self) -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""

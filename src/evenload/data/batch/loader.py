@@ -39,7 +39,7 @@ from evenload.data.reading.block import BlockRequest, DocumentBlock, StreamKey
 from evenload.data.reading.block_reader import BlockReader
 from evenload.data.reading.block_service import BlockService
 from evenload.data.reading.part_files import open_part
-from evenload.data.reading.source_facts import source_lines
+from evenload.data.reading.source_facts import label_warnings, source_lines
 from evenload.data.reading.workers import ReadingJob
 from evenload.data.source.files import files_digest
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
@@ -99,6 +99,14 @@ class GlobalBatchLoader:
             DataError: a file that cannot be opened.
         """
         return [line for config, part, _ in self._job for line in source_lines(config, part)]
+
+    def label_warnings(self) -> list[str]:
+        """What to say of labels that are other ids than their tokens; reads the first records of every source.
+
+        Raises:
+            DataError: a file that cannot be read, or a column that would change what is trained.
+        """
+        return [line for config, part, encoder in self._job for line in label_warnings(config, part, encoder)]
 
     def next_batch(self) -> GlobalBatch | None:
         """The next global batch; None after the last epoch. Collective.

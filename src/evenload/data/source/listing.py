@@ -42,10 +42,11 @@ _UNREAD_SUFFIXES = (
     ".csv", ".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".pkl", ".pickle", ".npz", ".h5", ".hdf5", ".msgpack",
     ".tfrecord", ".sqlite", ".db", ".tar", ".tgz", ".zip", ".7z", ".rar", ".pt", ".pth", ".safetensors", ".gguf",
 )  # fmt: skip
-# What data sets bring along beside their data: cards, licences, what `datasets` and Spark write.
+# What lies beside data: cards, licences, settings, checksums, what `datasets` and Spark write.
 _DESCRIBING = (
     "README*", "LICENSE*", "LICENCE*", "NOTICE*", "CITATION*", "CHANGELOG*", "dataset_info.json", "dataset_infos.json",
-    "state.json", "cache-*.arrow", "*.lock", "_SUCCESS", "_metadata", "_common_metadata",
+    "state.json", "cache-*.arrow", "*.toml", "*.yaml", "*.yml", "*.lock", "*.md5", "*.sha256", "_SUCCESS", "_metadata",
+    "_common_metadata",
 )  # fmt: skip
 _SPLITS = "dataset_dict.json"
 _DECOMPRESSORS: dict[Any, Any] = compr
