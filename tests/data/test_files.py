@@ -1,12 +1,14 @@
 import os
 
+import datasets
 import fsspec
 import pytest
 
 from corpus_files import data_config
+from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.source.files import files_digest
 from evenload.data.source.listing import file_format, list_sources
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, DataError
 from format_files import list_files
 
 
@@ -237,3 +239,49 @@ def test_names_that_are_not_utf8_are_files_like_others(tmp_path):
     (listed,) = list_files(data_config(str(tmp_path)))
     assert os.fsencode(listed.path).endswith(b"a\xff.txt")
     assert files_digest([listed]).startswith("1 files of 1 bytes")
+
+
+def test_what_lies_below_a_matched_directory_was_not_asked_for_by_its_name(tmp_path):
+    make_tree(tmp_path, "corpusA/a.jsonl", "corpusA/README.md", "corpusB/b.jsonl", "corpusB/LICENSE")
+    (listing,) = list_sources(data_config(str(tmp_path / "corpus*")))
+    assert relative_paths(listing.files) == ["corpusA/a.jsonl", "corpusB/b.jsonl"]
+    assert listing.left_out == ("corpusA/README.md", "corpusB/LICENSE")
+
+
+@pytest.mark.parametrize("changes", [{}, {"include": ("*.arrow",)}, {"format": "arrow"}])
+def test_files_that_a_saved_data_set_does_not_name_are_copies(tmp_path, changes):
+    dataset = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    dataset.save_to_disk(tmp_path / "saved", num_shards=2)
+    dataset.save_to_disk(tmp_path / "saved", num_shards=1)
+    loaded = datasets.load_from_disk(tmp_path / "saved")
+    loaded.map(lambda row: {"text": row["text"] + "!"}, cache_file_name=str(tmp_path / "saved/mapped.arrow"))
+    (tmp_path / "saved/cache-0123.arrow").write_bytes(b"")
+    (listing,) = list_sources(data_config(str(tmp_path / "saved"), **changes))
+    assert relative_paths(listing.files) == ["data-00000-of-00001.arrow"]
+    assert {"mapped.arrow", "cache-0123.arrow"} <= set(listing.left_out)
+    by_glob = list_files(data_config(str(tmp_path / "saved/*.arrow")))
+    assert relative_paths(by_glob) == ["data-00000-of-00001.arrow"]
+
+
+@pytest.mark.parametrize("names", [("train-0.parquet", "test-0.parquet"), ("train/a.jsonl", "validation/a.jsonl")])
+def test_several_splits_are_refused_and_one_is_read(tmp_path, names):
+    make_tree(tmp_path / "data", *names)
+    for changes in ({}, {"include": ("*.parquet", "*.jsonl")}):
+        with pytest.raises(ConfigError, match=r"holds the splits (test, train|train, validation) of a data set"):
+            list_files(data_config(str(tmp_path), **changes))
+    assert len(list_files(data_config(str(tmp_path / "data/train*")))) == 1
+    make_tree(tmp_path / "code", "train.py", "test.py", "eval.py")
+    assert len(list_files(data_config(str(tmp_path / "code")))) == 3
+
+
+def test_pointers_of_git_lfs_are_not_trained_as_texts(tmp_path):
+    (tmp_path / "a.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(DataError, match="pointer of Git LFS, not the file"):
+        GlobalBatchLoader(data_config(str(tmp_path))).next_batch()
+
+
+def test_problems_in_files_whose_names_are_not_utf8_are_told(tmp_path):
+    with open(os.path.join(os.fsencode(tmp_path), b"a\xff.jsonl"), "w") as file:
+        file.write("{broken\n")
+    with pytest.raises(DataError, match=r"a\\udcff\.jsonl:1: the line is not JSON"):
+        GlobalBatchLoader(data_config(str(tmp_path))).next_batch()

@@ -12,7 +12,7 @@ from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.formats.columns import record_columns
+from evenload.data.formats.columns import NeighbourProblem, record_columns
 from evenload.data.reading.part_files import open_part
 from evenload.errors import DataError
 from format_files import write_rows
@@ -30,6 +30,10 @@ CHANGES_NOTHING = {
     "cu_seqlens": [],
 }
 CHANGES_SOMETHING = {
+    "attention_mask ": [1, 1],
+    "attention_mask  ": [[1, 1, 1, 1]],
+    "position_ids ": [0, 1],
+    "seq_lengths ": [2],
     "attention_mask": [0, 0, 1, 1],
     "position_ids": [0, 1, 0, 1],
     "seq_lengths": [2, 2],
@@ -81,8 +85,9 @@ def test_a_neighbour_that_changes_nothing_is_harmless(tmp_path, way, name):
 @pytest.mark.parametrize("name", CHANGES_SOMETHING)
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "dataset", "stream"])
 def test_a_neighbour_that_would_change_what_is_trained_stops_the_run_until_it_is_ignored(tmp_path, way, name):
+    name, value = name.strip(), CHANGES_SOMETHING[name]
     harmless = CHANGES_NOTHING.get(name, [0, 0, 0, 0])
-    rows = [{"input_ids": IDS, name: harmless}, {"input_ids": IDS, name: CHANGES_SOMETHING[name]}]
+    rows = [{"input_ids": IDS, name: [harmless] if np.ndim(value) > 1 else harmless}, {"input_ids": IDS, name: value}]
     for on_corrupt in ("error", "skip"):
         with pytest.raises(
             DataError, match=rf"(rows\.|dataset).*: '{name}' .*set data.ignore_columns = \[\"{name}\"\]"
@@ -130,11 +135,11 @@ def test_masks_and_shifted_ids_are_no_labels():
     """Their ids would be trained: 0 and 1, or of every token the one after it."""
     config = data_config("x", record="tokens", labels_column="labels")
     encoder, ids = open_encoder(config), np.array(IDS, np.int32)
-    with pytest.raises(RecordProblem, match=r"nothing but 0 and 1, as a mask does.*set data.mask_column"):
+    with pytest.raises(NeighbourProblem, match=r"nothing but 0 and 1, as a mask does.*set data.mask_column"):
         encoder.encode((ids, np.array([0, 0, 1, 1], np.int32)))
-    with pytest.raises(RecordProblem, match="holds the next token at every place"):
+    with pytest.raises(NeighbourProblem, match="holds the next token at every place"):
         encoder.encode((ids, np.array([6, 7, 8, -100], np.int32)))
-    with pytest.raises(RecordProblem, match="holds the next token at every place"):
+    with pytest.raises(NeighbourProblem, match="holds the next token at every place"):
         encoder.encode((ids, np.array([-100, 7, 8, 9], np.int32)))
     assert encoder.encode((ids, np.array([-100, 9, 7, 8], np.int32))).labels.tolist() == [-100, 9, 7, 8]
 
@@ -164,7 +169,8 @@ def test_the_start_says_what_is_used_and_what_is_not(tmp_path, way):
     (line,) = GlobalBatchLoader(data_config(str(tmp_path), record="tokens")).source_lines()
     kind = {"file.arrow": "arrow"}.get(way, way)
     assert line == (
-        f"{tmp_path}: 1 {kind} file, 7 records | used: input_ids, attention_mask | not used: id, url | "
+        f"{tmp_path}: 1 {kind} file, 7 records | used: input_ids | checked to change nothing: attention_mask | "
+        "not used: id, url | "
         "files left out: README.md"
     )
 
@@ -219,7 +225,7 @@ def whole_text(document):
 
 
 @pytest.mark.parametrize("template", [CHATML.plain, CHATML.tagged], ids=["prefixes", "blocks"])
-@pytest.mark.parametrize("key", ["weight", "train", "training"])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
 @pytest.mark.parametrize("split", [None, 1, 2, 3])
 def test_messages_with_weight_0_have_no_loss(tmp_path, template, key, split):
     talk = [message | ({key: index == 3} if index % 2 else {}) for index, message in enumerate(TALK)]
@@ -236,6 +242,8 @@ def test_messages_with_weight_0_have_no_loss(tmp_path, template, key, split):
 @pytest.mark.parametrize(
     ("message", "settings", "why"),
     [
+        ({"role": "assistant", "content": "", "tool_calls": [{"a": 1}]}, {}, "has tool_calls, which chat template"),
+        ({"role": "assistant", "content": "a", "train_detail": [1]}, {}, "has train_detail, which is not read"),
         ({"role": "assistant", "content": "a", "weight": 0.5}, {}, r"message 1 has weight 0\.5, must be 0 or 1"),
         (
             {"role": "user", "content": "a", "train": True},
@@ -247,9 +255,10 @@ def test_messages_with_weight_0_have_no_loss(tmp_path, template, key, split):
 )
 def test_weights_that_cannot_be_kept_are_refused(tmp_path, message, settings, why):
     encoder = chat_encoder(tmp_path, CHATML.plain, **settings)
-    with pytest.raises(RecordProblem, match=why):
+    with pytest.raises(NeighbourProblem, match=why):
         encoder.encode(([TALK[0], message],))
-    ignoring = chat_encoder(tmp_path, CHATML.plain, ignore_columns=("weight", "train"), **settings)
+    keys = ("weight", "train", "tool_calls", "train_detail")
+    ignoring = chat_encoder(tmp_path, CHATML.plain, ignore_columns=keys, **settings)
     assert len(ignoring.encode(([TALK[0], message],)).tokens)
 
 
@@ -273,14 +282,26 @@ def test_tools_and_variables_of_a_record_reach_its_template(tmp_path, way, as_te
 
 def test_tools_that_no_template_writes_are_refused(tmp_path):
     encoder = chat_encoder(tmp_path, CHATML.plain)
-    with pytest.raises(RecordProblem, match=r"has tools, which chat template .* does not write; .*data.ignore_columns"):
+    with pytest.raises(NeighbourProblem, match=r"has tools, which chat template .* does not write; .*ignore_columns"):
         encoder.encode((TALK, TOOLS))
     assert len(encoder.encode((TALK, [])).tokens)
     texts = chat_encoder(tmp_path, CHATML.plain, record="prompt_completion")
     with pytest.raises(RecordProblem, match="has tools, and its prompt is a text"):
         texts.encode(("a", "b", TOOLS))
     knows = chat_encoder(tmp_path, WITH_TOOLS)
+    assert whole_text(knows.encode((TALK, [json.dumps(TOOLS[0])]))) == whole_text(knows.encode((TALK, TOOLS)))
+    for tools in (["search"], [None], [TOOLS]):
+        with pytest.raises(RecordProblem, match=r"must be a list of objects|not JSON"):
+            knows.encode((TALK, tools))
     with pytest.raises(RecordProblem, match="'tools' holds text that is not JSON"):
         knows.encode((TALK, "{broken"))
     with pytest.raises(RecordProblem, match="'chat_template_kwargs' sets messages"):
         knows.encode((TALK, None, {"messages": []}))
+
+
+def test_problems_of_chats_that_are_no_damage_stop_the_run_whatever_on_corrupt_is(tmp_path):
+    rows = [{"messages": TALK}, {"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}]
+    (tmp_path / "template.jinja").write_text(CHATML.plain)
+    settings = {"record": "messages", "chat_template": str(tmp_path / "template.jinja"), "max_document_tokens": 999}
+    with pytest.raises(DataError, match=r"rows\.jsonl: message 1 has weight 0\.5"):
+        documents_of(tmp_path, "jsonl", rows, on_corrupt="skip", **settings)

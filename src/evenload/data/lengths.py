@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
+from evenload.data.formats.columns import NeighbourProblem
 from evenload.data.number_files import holds_numbers, read_numbers
 from evenload.data.reading.held_out import HoldOut
 from evenload.data.reading.part_files import open_part
@@ -121,7 +122,11 @@ def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
         if hold_out is not None:
             records = (one for one in records if hold_out.is_held_out(file.key, one.offset) == hold_out.takes)
         while chunk := list(islice(records, _CHUNK_RECORDS)):
-            for record, outcome in zip(chunk, encoder.encode_records(chunk), strict=True):
+            try:
+                outcomes = encoder.encode_records(chunk)
+            except NeighbourProblem as problem:
+                raise DataError(f"{file.name}: {problem}") from problem
+            for record, outcome in zip(chunk, outcomes, strict=True):
                 if not isinstance(outcome, str):
                     if len(outcome.tokens):
                         yield len(outcome.tokens)

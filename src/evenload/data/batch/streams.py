@@ -247,7 +247,8 @@ class StreamSampler:
                 try:
                     own[stream.key] = self._service.take(stream.asked)
                 except EvenloadError as error:
-                    problem = str(error)
+                    # Names of files may hold bytes that are no UTF-8.
+                    problem = str(error).encode(errors="backslashreplace").decode()
                 stream.asked = None
         answer = _Answer(headers=tuple((key, block.header) for key, block in own.items()), problem=problem)
         gathered = self._peers.gather(msgspec.msgpack.encode(answer))

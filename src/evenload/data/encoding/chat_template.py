@@ -32,6 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.text_encoder import CharSpan
+from evenload.data.formats.columns import NeighbourProblem
 from evenload.errors import ConfigError
 
 Message = dict[str, Any]
@@ -141,15 +142,18 @@ class ChatTemplate:
         """
         if tools is None and not chat_template_kwargs:
             return self
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools) if tools else None
-            except ValueError as err:
-                raise RecordProblem(f"'tools' holds text that is not JSON: {err}") from err
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+            tools = tools and [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+        except ValueError as err:
+            raise RecordProblem(f"'tools' holds text that is not JSON: {err}") from err
         if tools and "tools" not in self.wanted_variables:
-            raise RecordProblem(f"the record has tools, which chat template '{self.origin}' does not write; {_IGNORE}")
-        if not isinstance(tools, list | None) or not isinstance(chat_template_kwargs, dict | None):
-            raise RecordProblem(f"'tools' must be a list and 'chat_template_kwargs' an object; {_IGNORE}")
+            raise NeighbourProblem(
+                f"the record has tools, which chat template '{self.origin}' does not write; {_IGNORE}"
+            )
+        are_tools = tools is None or all(isinstance(tool, dict) for tool in tools)
+        if not are_tools or not isinstance(chat_template_kwargs, dict | None):
+            raise RecordProblem(f"'tools' must be a list of objects and 'chat_template_kwargs' an object; {_IGNORE}")
         if taken := _GIVEN & set(chat_template_kwargs or ()):
             raise RecordProblem(f"'chat_template_kwargs' sets {', '.join(sorted(taken))}, which the record itself says")
         bound = copy.copy(self)

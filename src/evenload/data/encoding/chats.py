@@ -28,10 +28,13 @@ from evenload.data.encoding.chat_template import ChatTemplate, Message
 from evenload.data.encoding.document_encoder import RecordProblem
 from evenload.data.encoding.template_forms import TemplateForms
 from evenload.data.encoding.text_encoder import CharSpan, RenderedText
+from evenload.data.formats.columns import NeighbourProblem
 
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
-_IGNORE = "repair it, or pass over the key by data.ignore_columns"
-_WEIGHTS = ("weight", "train", "training")
+_IGNORE = "change it, or pass over the key by data.ignore_columns"
+_WEIGHTS = ("weight", "train", "training", "loss")
+_PARTS = ("train_detail", "training_detail")
+_CALLS = ("tool_calls", "function_call")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -75,9 +78,14 @@ def render_chat(
         RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
     """
     untrained = [index for index, message in enumerate(messages) if _is_untrained(message, index, ignored)]
+    for index, message in enumerate(messages):
+        for key in (*_PARTS, *(call for call in _CALLS if call not in template.source)):
+            if message.get(key) and key not in ignored:
+                what = "is not read" if key in _PARTS else f"chat template '{template.origin}' does not write"
+                raise NeighbourProblem(f"message {index} has {key}, which {what}; {_IGNORE}")
     if first is None:
         if untrained:
-            raise RecordProblem(
+            raise NeighbourProblem(
                 f'message {untrained[0]} has no loss by its weight, and data.loss_on is "all"; {_IGNORE}'
             )
         return RenderedText(template.render(messages))
@@ -105,9 +113,9 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
         if key in ignored or (weight := message.get(key)) is None:
             continue
         if weight not in (0, 1):
-            raise RecordProblem(f"message {index} has {key} {weight!r}, must be 0 or 1; {_IGNORE}")
+            raise NeighbourProblem(f"message {index} has {key} {weight!r}, must be 0 or 1; {_IGNORE}")
         if weight and message["role"] != "assistant":
-            raise RecordProblem(
+            raise NeighbourProblem(
                 f"message {index} of role '{message['role']}' has {key} {weight!r}, and only what the assistant says "
                 f"is trained; {_IGNORE}"
             )

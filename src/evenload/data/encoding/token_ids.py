@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.encoding.document_encoder import IGNORE_INDEX, DocumentEncoder, EncodedDocument, RecordProblem
+from evenload.data.formats.columns import NeighbourProblem
 
 _INT32_VALUES = 1 << 31
 
@@ -69,12 +70,12 @@ class TokenIds(DocumentEncoder):
         others = trained != tokens[has_label]
         if others.any():
             if has_label.all() and trained.max() <= 1:
-                raise RecordProblem(
+                raise NeighbourProblem(
                     f"column '{column}' holds nothing but 0 and 1, as a mask does, which would be trained as ids; set "
                     "data.mask_column instead of data.labels_column"
                 )
             if len(tokens) > 2 and _are_shifted(given, tokens):
-                raise RecordProblem(
+                raise NeighbourProblem(
                     f"column '{column}' holds the next token at every place, and labels are not shifted here: each is "
                     "predicted at its own place; store the token itself, or -100"
                 )

@@ -129,15 +129,17 @@ def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], fir
     values = list(zip(*needed, strict=True))
     if any(column.name in arrays for column in neighbours):
         beside = []
+        is_ids = columns[0].kind == "tokens"
+        lengths = np.array([0 if each is None else len(each) for each in needed[0]]) if is_ids else None
         for column in neighbours:
             found, wrong = none, {}
-            if column.name in arrays and not (column.kind == "ones" and _holds_ones(arrays[column.name])):
+            if column.name in arrays and not (column.kind == "ones" and _holds_ones(arrays[column.name], lengths)):
                 found, wrong = _plain_values(arrays[column.name], column)
             beside.append(found)
             problems = wrong | problems
         for row, found in enumerate(zip(*beside, strict=True)):
             try:
-                values[row] += neighbour_values(neighbours, found)
+                values[row] += neighbour_values(neighbours, found, None if lengths is None else int(lengths[row]))
             except ValueProblem as problem:
                 problems.setdefault(row, str(problem))
     return make_records(range(first_row, first_row + num_rows + 1), values, problems)
@@ -218,12 +220,13 @@ def _plain_values(array: pa.Array, column: Column) -> tuple[list[Any], dict[int,
     return values, problems
 
 
-def _holds_ones(array: pa.Array) -> bool:
-    """Whether an array is lists of nothing but 1, as attention masks mostly are: a hundredth of the time row by row."""
-    if _held_by(array.type) not in ("tokens", "mask"):
+def _holds_ones(array: pa.Array, lengths: NDArray[np.int64] | None) -> bool:
+    """Whether an array is lists of so many 1, as attention masks mostly are: a hundredth of the time row by row."""
+    if _held_by(array.type) not in ("tokens", "mask") or lengths is None:
         return False
-    flat, _ = _flat_lists(array)
-    return not flat.null_count and bool((flat.to_numpy(zero_copy_only=False) == 1).all())
+    flat, edges = _flat_lists(array)
+    numbers = flat.to_numpy(zero_copy_only=False)
+    return not flat.null_count and np.array_equal(np.diff(edges), lengths) and bool((numbers == 1).all())
 
 
 def _flat_lists(array: Any) -> tuple[pa.Array, NDArray[Any]]:

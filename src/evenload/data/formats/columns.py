@@ -117,11 +117,14 @@ def _neighbour(config: DataConfig, name: str, kind: ColumnKind, problem: str) ->
     return Column(name, kind, "data.ignore_columns", False, problem)
 
 
-def neighbour_values(columns: Sequence[Column], values: Sequence[Any]) -> tuple[Any, ...]:
+def neighbour_values(
+    columns: Sequence[Column], values: Sequence[Any], num_tokens: int | None = None
+) -> tuple[Any, ...]:
     """The values of neighbours that are read, in the order of `value_names`, without `None` at the end.
 
     Args:
         values: one a column; None where a record has none.
+        num_tokens: ids of the record, where it holds ids.
 
     Raises:
         NeighbourProblem: one that is only checked would change what is trained.
@@ -133,7 +136,7 @@ def neighbour_values(columns: Sequence[Column], values: Sequence[Any]) -> tuple[
     for column, value in zip(columns, values, strict=True):
         if column.kind not in _CHECKED:
             found.append(None if value is None else convert_named(column, value))
-        elif value is not None and not _holds(column.kind, value):
+        elif value is not None and not _holds(column.kind, value, num_tokens):
             raise NeighbourProblem(
                 f"'{column.name}' {column.problem}, or set data.ignore_columns = [\"{column.name}\"] to train as if it "
                 "were not there"
@@ -151,7 +154,7 @@ def convert_named(column: Column, value: Any) -> Any:
         raise ValueProblem(f"column '{column.name}': {problem}") from problem
 
 
-def _holds(kind: ColumnKind, value: Any) -> bool:
+def _holds(kind: ColumnKind, value: Any, num_tokens: int | None) -> bool:
     """Whether a value of a neighbour is one that changes nothing."""
     if kind == "empty":
         return value in ("", [], {}) if isinstance(value, str | list | dict) else False
@@ -159,15 +162,19 @@ def _holds(kind: ColumnKind, value: Any) -> bool:
         array = np.asarray(value)
     except ValueError:
         return False
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind not in "biuf" or array.ndim > 1:
+        return False
+    if kind == "one":
+        return array.size == 1 and int(array.flat[0]) == num_tokens
+    if kind == "ones" and not array.ndim:
+        return value == 1
+    if num_tokens is not None and array.shape != (num_tokens,):
         return False
     match kind:
         case "ones":
             return bool((array == 1).all())
         case "counting":
-            return array.ndim == 1 and np.array_equal(array, np.arange(len(array)))
-        case "one":
-            return array.size <= 1
+            return np.array_equal(array, np.arange(array.size))
         case _:
             return not array.size or bool((array == array.flat[0]).all())
 

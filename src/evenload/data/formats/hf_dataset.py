@@ -68,7 +68,9 @@ class DatasetReader(RecordReader):
         return _guarded(records(file.name, rows), file.name)
 
     def look(self, file: SourceFile) -> FileFacts:
-        return FileFacts(tuple(self.dataset.column_names), len(self.dataset))
+        # A transform may give other columns.
+        names = () if self.dataset.format["type"] == "custom" else tuple(self.dataset.column_names)
+        return FileFacts(names, len(self.dataset))
 
     def _batches(self, name: str, rows: range) -> Iterator[Record]:
         names = [each.name for each in check_schema(self.dataset.features.arrow_schema, self.columns, name)]
@@ -145,7 +147,8 @@ def _make_record(
     needed = sum(column.is_needed for column in columns)
     try:
         values = [convert_named(column, value) for column, value in zip(columns[:needed], found, strict=False)]
-        beside = neighbour_values(columns[needed:], found[needed:])
+        num_tokens = len(values[0]) if columns[0].kind == "tokens" else None
+        beside = neighbour_values(columns[needed:], found[needed:], num_tokens)
     except ValueProblem as problem:
         return Record(offset, offset + 1, None, str(problem))
     return Record(offset, offset + 1, (*values, *beside))

@@ -214,7 +214,7 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
                     for value, column in zip(values, needed, strict=True)
                 )
             if (beside := row[len(needed) :]) != nothing:
-                values += neighbour_values(others, beside)
+                values += neighbour_values(others, beside, len(values[0]) if needed[0].kind == "tokens" else None)
             return Record(position, after, values)
         except UnicodeDecodeError as err:
             problem = f"a text under {names} is not UTF-8: {err}"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from evenload.data.formats.record import FILE_END, FileFacts, FilePart, Record, RecordReader
 from evenload.data.source.files import SourceFile, damaged_compression
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 @dataclass(frozen=True)
 class TextReader(RecordReader):
@@ -22,7 +24,10 @@ class TextReader(RecordReader):
         try:
             with file.open() as stream:
                 content = stream.read()
-            yield Record(0, FILE_END, (content.decode("utf-8"),))
+            if content.startswith(_LFS_POINTER):
+                yield Record(0, FILE_END, None, "it is a pointer of Git LFS, not the file; run git lfs pull")
+            else:
+                yield Record(0, FILE_END, (content.decode("utf-8"),))
         except UnicodeDecodeError as err:
             problem = f"it is not UTF-8: byte 0x{err.object[err.start]:02x} at offset {err.start}"
             yield Record(0, FILE_END, None, problem)

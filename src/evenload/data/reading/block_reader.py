@@ -20,6 +20,7 @@ import numpy as np
 from evenload.data.config import DataConfig
 from evenload.data.encoding.document_encoder import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.encoding.token_table import flat_spans
+from evenload.data.formats.columns import NeighbourProblem
 from evenload.data.formats.record import Record
 from evenload.data.ledger import Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, DocumentBlock
@@ -154,7 +155,10 @@ class BlockReader:
             # The first chunk is small: who asks for four documents need not wait for sixty-four.
             size = _FIRST_BLOCK_DOCUMENTS
             while chunk := list(islice(records, size)):
-                outcomes = self._outcomes(chunk, file.key)
+                try:
+                    outcomes = self._outcomes(chunk, file.key)
+                except NeighbourProblem as problem:
+                    raise DataError(f"{file.name}: {problem}") from problem
                 for record, outcome in zip(chunk, outcomes, strict=True):
                     # Nearly all records; through a second generator they would cost twice as much.
                     if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:

@@ -13,7 +13,7 @@ import numpy as np
 
 from evenload.data.config import DataConfig
 from evenload.data.encoding.document_encoder import IGNORE_INDEX, DocumentEncoder, EncodedDocument
-from evenload.data.formats.columns import record_columns
+from evenload.data.formats.columns import record_columns, value_names
 from evenload.data.formats.record import FileFacts, FilePart, RecordReader
 from evenload.data.reading.part_files import PartFiles
 from evenload.data.source.listing import SourceListing
@@ -54,11 +54,12 @@ def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileFac
     pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
     columns = dict.fromkeys(column for fact in facts for column in fact.columns)
     if columns:
-        read = {column.name for column in record_columns(config)}
-        used = [column for column in columns if column in read]
-        unused = [column for column in columns if column not in read]
-        pieces.append(f"used: {_names(used)}")
-        if unused:
+        read = record_columns(config)
+        known, values = {column.name for column in read}, value_names(read)
+        pieces.append(f"used: {_names([name for name in columns if name in values])}")
+        if checked := [name for name in columns if name in known and name not in values]:
+            pieces.append(f"checked to change nothing: {_names(checked)}")
+        if unused := [name for name in columns if name not in known]:
             pieces.append(f"not used: {_names(unused)}")
     if listing.left_out:
         pieces.append(f"files left out: {_names(listing.left_out)}")

@@ -7,7 +7,9 @@ entered once. Nothing is passed over without a word: what stands beside data fil
 it would be trained as a text. Names that begin with "." are hidden, as everywhere. Price: one listing per source.
 """
 
+import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
@@ -42,13 +44,18 @@ _UNREAD_SUFFIXES = (
     ".csv", ".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".pkl", ".pickle", ".npz", ".h5", ".hdf5", ".msgpack",
     ".tfrecord", ".sqlite", ".db", ".tar", ".tgz", ".zip", ".7z", ".rar", ".pt", ".pth", ".safetensors", ".gguf",
 )  # fmt: skip
-# What lies beside data: cards, licences, settings, checksums, what `datasets` and Spark write.
+# What lies beside data, in lower case: cards, licences, settings, checksums, what `datasets` and Spark write.
 _DESCRIBING = (
-    "README*", "LICENSE*", "LICENCE*", "NOTICE*", "CITATION*", "CHANGELOG*", "dataset_info.json", "dataset_infos.json",
-    "state.json", "cache-*.arrow", "*.toml", "*.yaml", "*.yml", "*.lock", "*.md5", "*.sha256", "_SUCCESS", "_metadata",
-    "_common_metadata",
+    "readme*", "license*", "licence*", "notice*", "citation*", "changelog*", "*.toml", "*.yaml", "*.yml", "*.lock",
+    "*.md5", "*.sha256", "sha256sums*", "_success",
 )  # fmt: skip
-_SPLITS = "dataset_dict.json"
+_DESCRIBING_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "_metadata", "_common_metadata")
+_CACHES = "cache-*.arrow"
+_SPLIT_NAMES = {name: name for name in ("train", "test")} | dict.fromkeys(
+    ("validation", "valid", "val", "dev", "eval"), "validation"
+)
+_SPLIT = re.compile(rf"(?:^|[/])({'|'.join(_SPLIT_NAMES)})(?=[-_./])")
+_DICT = "dataset_dict.json"
 _DECOMPRESSORS: dict[Any, Any] = compr
 _NAMED = 5  # in a message, of many files
 
@@ -68,11 +75,12 @@ class SourceListing(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A file below a source: `relative` is "" where the source is the file."""
+    """A file below a source: `relative` is "" where the source is the file; `pattern` chose it by its name."""
 
     relative: str
     path: str
     size_bytes: int | None
+    pattern: str = ""
 
 
 def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
@@ -85,15 +93,15 @@ def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
     listings: list[SourceListing] = []
     seen: dict[str, str] = {}
     for index, source in enumerate(config.sources):
-        filesystem, root, found, is_asked = _expand(source, config.include)
-        entries, left_out = _data_files(found, source, config.format, is_asked=is_asked)
+        filesystem, root, found = _expand(source, config.include)
+        entries, left_out = _data_files(filesystem, found, source, config.format)
         entries = _without_indexes(entries, source, config.format)
         if not entries:
             among = f" with a name like {' or '.join(config.include)}" if config.include else ""
             only = f" but {', '.join(left_out[:_NAMED])}, which describe data" if left_out else ""
             raise ConfigError(f"data source '{source}' has no files{among}{only}; check data.sources and data.include")
         files = []
-        for relative, path, size_bytes in entries:
+        for relative, path, size_bytes, _ in entries:
             name = os.path.join(root, relative) if relative else source
             is_local = isinstance(filesystem, LocalFileSystem)
             unique = os.path.realpath(path) if is_local else filesystem.unstrip_protocol(path)
@@ -129,21 +137,19 @@ def _suffix(path: str) -> str:
     return os.path.splitext(base)[1] if suffix in _COMPRESSION_SUFFIXES else suffix
 
 
-def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[_Entry], bool]:
-    """The directory as the user wrote it, its files sorted, and whether these were asked for by their names."""
+def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[_Entry]]:
+    """The directory as the user wrote it, and its files sorted."""
     try:
         filesystem, root = fsspec.url_to_fs(source)
         # A web server has no directories (fsspec would take a page with links for one), and "?" is no wildcard.
         is_page = source.startswith(("http://", "https://")) and "*" not in source and not source.endswith("/")
         if not is_page and filesystem.isdir(root):
-            found = [entry for entry in _below(filesystem, root, root) if _included(entry.relative, include)]
-            return filesystem, source, sorted(found), bool(include)
+            found = (_chosen(entry, include) for entry in _below(filesystem, root, root))
+            return filesystem, source, sorted(entry for entry in found if entry is not None)
         if is_page or filesystem.exists(root):
-            return filesystem, source, [_Entry("", root, filesystem.info(root).get("size"))], True
+            return filesystem, source, [_Entry("", root, filesystem.info(root).get("size"), source)]
         if any(mark in source for mark in "*?["):
-            found = sorted(set(_matching(filesystem, root)))
-            is_asked = os.path.basename(source) not in ("*", "**", "")
-            return filesystem, _magic_root(source), found, is_asked
+            return filesystem, _magic_root(source), sorted(set(_matching(filesystem, root)))
         if os.path.islink(root):
             raise _dangling(root, f"data source '{source}'")
         raise ConfigError(f"data source '{source}' does not exist; check its path")
@@ -197,7 +203,7 @@ def _dangling(path: str, name: str) -> ConfigError:
 
 def _matching(filesystem: AbstractFileSystem, pattern: str) -> Iterator[_Entry]:
     """Files that match, and those below directories that match, as if a shell had expanded the pattern."""
-    base = _magic_root(pattern)
+    base, name = _magic_root(pattern), os.path.basename(pattern)
     for path, info in dict(filesystem.glob(pattern, detail=True)).items():
         relative = path[len(base) :].lstrip("/") if path.startswith(base) else path
         if any(part.startswith(".") for part in relative.split("/")):
@@ -207,45 +213,38 @@ def _matching(filesystem: AbstractFileSystem, pattern: str) -> Iterator[_Entry]:
                 raise _dangling(path, path)
             info = filesystem.info(path)  # of what a link leads to
         if info.get("type") != "directory":
-            yield _Entry(relative, path, info.get("size"))
+            yield _Entry(relative, path, info.get("size"), "" if name in ("*", "**", "") else name)
         elif "**" not in pattern:  # which matches what is in there, too
             yield from _below(filesystem, path, base)
 
 
 def _data_files(
-    entries: list[_Entry], source: str, format: Format, *, is_asked: bool
+    filesystem: AbstractFileSystem, entries: list[_Entry], source: str, format: Format
 ) -> tuple[list[_Entry], tuple[str, ...]]:
-    """The entries that are read, and paths of those that only describe them.
+    """The entries that are read, and paths of those that only describe them or were made from them.
 
-    Args:
-        is_asked: the files were named, or chosen by patterns of names.
+    Which are chosen by a pattern of names were asked for, but for copies that `datasets` keeps beside its data.
     """
     if format == "auto":
-        for relative, path, _ in entries:
-            if (suffix := _suffix(path)) in _UNREAD_SUFFIXES:
+        for entry in entries:
+            if (suffix := _suffix(entry.path)) in _UNREAD_SUFFIXES:
                 raise ConfigError(
-                    f"data source '{source}'{f' holds {relative}, which' if relative else ''} is a {suffix} file, of "
-                    "which no records are read; write them as .jsonl or .parquet, leave the file out by data.include, "
-                    'or set data.format = "text" to train it as one text'
+                    f"data source '{source}'{f' holds {entry.relative}, which' if entry.relative else ''} is a "
+                    f"{suffix} file, of which no records are read; write them as .jsonl or .parquet, leave it out "
+                    'by data.include, or set data.format = "text" to train it as one text'
                 )
-    if is_asked or format == "text":
+    if format == "text" or (len(entries) == 1 and not entries[0].relative):
         return entries, ()
-    for relative, _, _ in entries:
-        directory, name = os.path.split(relative)
-        if name == _SPLITS:
-            here = os.path.join(source, directory)
-            below = [entry.relative.removeprefix(directory).lstrip("/") for entry in entries]
-            splits = sorted({path.split("/")[0] for path in below if "/" in path})
-            raise ConfigError(
-                f"{here} holds the splits {', '.join(splits)} of a data set, which would all be trained; name one of "
-                f"them in data.sources, such as '{os.path.join(here, splits[0] if splits else '...')}'"
-            )
+    _refuse_splits(entries, source, format)
+    copies = _copies(filesystem, entries)
     data, left_out = [], []
     for entry in entries:
-        describes = any(fnmatch(os.path.basename(entry.relative), pattern) for pattern in _DESCRIBING)
-        (left_out if describes else data).append(entry)
-    texts = [entry.relative for entry in data if file_format(entry.path, format) == "text"]
-    if len(texts) == len(data):
+        name, kind = os.path.basename(entry.relative).lower(), file_format(entry.path, format)
+        patterns = _DESCRIBING_DATA + (_DESCRIBING if kind == "text" or format != "auto" else ())
+        describes = not entry.pattern and any(fnmatch(name, pattern) for pattern in patterns)
+        (left_out if describes or entry.path in copies else data).append(entry)
+    texts = [entry.relative for entry in data if not entry.pattern and file_format(entry.path, format) == "text"]
+    if all(file_format(entry.path, format) == "text" for entry in data):
         # Beside texts a README is one, too.
         data += [entry for entry in left_out if file_format(entry.path, format) == "text"]
         texts = []
@@ -258,6 +257,43 @@ def _data_files(
             'or set data.format = "text" to train everything as texts'
         )
     return sorted(data), tuple(entry.relative for entry in left_out if entry not in data)
+
+
+def _refuse_splits(entries: Sequence[_Entry], source: str, format: Format) -> None:
+    """Refuse files of several splits, all of which would be trained, unless a pattern names a split."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        directory, name = os.path.split(entry.relative)
+        if name == _DICT:
+            below = [one.relative.removeprefix(directory).lstrip("/") for one in entries]
+            found |= {path.split("/")[0]: path for path in below if "/" in path}
+        match = _SPLIT.search(entry.relative)
+        if match and not _SPLIT.search(entry.pattern) and file_format(entry.path, format) != "text":
+            found.setdefault(_SPLIT_NAMES[match[1]], entry.relative)
+    if len(found) > 1:
+        example = next(iter(found.values()))
+        raise ConfigError(
+            f"data source '{source}' holds the splits {', '.join(sorted(found))} of a data set ({example}, ...), which "
+            "would all be trained; name one of them in data.sources, or its files by a pattern such as 'train-*' in "
+            "data.include"
+        )
+
+
+def _copies(filesystem: AbstractFileSystem, entries: Sequence[_Entry]) -> set[str]:
+    """Paths of Arrow files that hold what others do: a directory's `state.json` names those that are its data."""
+    arrow = [entry for entry in entries if _suffix(entry.path) == ".arrow" and not entry.pattern.startswith("cache")]
+    copies = {entry.path for entry in arrow if fnmatch(os.path.basename(entry.path), _CACHES)}
+    for directory in {os.path.dirname(entry.path) for entry in arrow}:
+        state = f"{directory}/state.json"
+        if not filesystem.exists(state):
+            continue
+        try:
+            named = {file["filename"] for file in json.loads(filesystem.cat_file(state))["_data_files"]}
+        except (ValueError, KeyError, TypeError):  # of another program
+            continue
+        here = (entry.path for entry in arrow if os.path.dirname(entry.path) == directory)
+        copies |= {path for path in here if os.path.basename(path) not in named}
+    return copies
 
 
 def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list[_Entry]:
@@ -279,9 +315,12 @@ def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list
     return kept
 
 
-def _included(relative: str, include: Sequence[str]) -> bool:
-    name = relative.rsplit("/", 1)[-1]
-    return not include or any(fnmatch(relative if "/" in pattern else name, pattern) for pattern in include)
+def _chosen(entry: _Entry, include: Sequence[str]) -> _Entry | None:
+    """The entry with the pattern that chose it; None where there are patterns and none did."""
+    name = entry.relative.rsplit("/", 1)[-1]
+    chosen = (pattern for pattern in include if fnmatch(entry.relative if "/" in pattern else name, pattern))
+    pattern = next(chosen, "")
+    return entry._replace(pattern=pattern) if pattern or not include else None
 
 
 def _magic_root(pattern: str) -> str:
