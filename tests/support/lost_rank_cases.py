@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -74,6 +75,8 @@ def _lose(function: Callable, pid: int, how: int, calls_before: int) -> Callable
         if calls[0] > calls_before:
             if how == STUCK:
                 threading.Event().wait()
+            # What travels behind compute arrives first, so that the others always wait for the same.
+            time.sleep(1.0)
             os.kill(pid, how)
         return function(*arguments, **options)
 
