@@ -182,21 +182,6 @@ class _ChosenMessages:
         prefix = struct.pack("<II", 0xFFFFFFFF, len(message.metadata))
         self._contents += [memoryview(part) for part in (prefix, message.metadata, message.body or b"") if len(part)]
 
-    def look(self, file: SourceFile) -> FileFacts:
-        columns, num_rows = (), 0
-        with open_ranges(file) as ranges:
-            try:
-                for message in _messages(ranges):
-                    ranges.release(0)
-                    if message.content.type == "schema":
-                        columns = tuple(pa.ipc.read_schema(message.content).names)
-                        if not file.is_local:  # whose bodies would be read
-                            return FileFacts(columns)
-                    num_rows += message.num_rows
-            except _DamagedError:
-                return FileFacts(columns)  # its reader tells the damage
-        return FileFacts(columns, num_rows)
-
     def read(self, count: int = -1) -> memoryview:
         """The next bytes, of one buffer only: the decoder asks for whole ones."""
         if not self._contents:

@@ -241,7 +241,7 @@ def _flat_lists(array: Any) -> tuple[pa.Array, NDArray[Any]]:
 def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
     """Makes of a value that pyarrow gives the one that is meant; None = they are the same."""
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == _JSON:
-        return _decode_json
+        return msgspec.json.decode
     if is_list(kind):
         item = _decoder(kind.value_type)
         return item and (lambda values: [None if value is None else item(value) for value in values])
@@ -262,10 +262,6 @@ def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
 
         return decode
     return None
-
-
-def _decode_json(value: str) -> Any:
-    return msgspec.json.decode(value)
 
 
 def _token_values(array: Any, column: Column) -> tuple[list[NDArray[np.int32]], dict[int, str]]:
