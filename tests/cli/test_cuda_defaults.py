@@ -3,7 +3,7 @@
 import pytest
 
 from evenload.cli.worker_setup import set_cuda_defaults, what_is_timed
-from evenload.runtime.config.train_config import load_train_config
+from evenload.config.train_config import load_train_config
 
 
 def test_every_stream_gets_a_queue_and_memory_can_grow():

@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from evenload.cli.launch_survivors import run_surviving
+from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError
 from evenload.report.metrics_file import read_metrics
 from evenload.runtime.checkpoint.shared_directory import remove_left_over
-from evenload.runtime.config.train_config import load_train_config
 from shrink_cases import train_and_die
 from small_run import write_small_costs, write_steps
 

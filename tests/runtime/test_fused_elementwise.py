@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from evenload.config.sections import RunConfig
 from evenload.errors import ConfigError
-from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.model import fused_elementwise
 from evenload.runtime.model.fused_elementwise import (
     FusedGating,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from evenload.runtime.config.run_config import RunConfig
+from evenload.config.sections import RunConfig
 from evenload.runtime.model.fused_norms import FusedNorm, fuse_norms
 from evenload.runtime.model.hf_model import build_stage_model
 from reference_training import make_tokens, relative_error, tiny_config

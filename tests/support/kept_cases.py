@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from dist_training import COSTS
+from evenload.config.layouts import layouts_of
+from evenload.config.train_config import load_train_config
 from evenload.cost.survivor_memory import survivor_bytes
 from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.checkpoint.shared_directory import held_bytes
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S

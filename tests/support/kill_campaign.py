@@ -20,11 +20,11 @@ from safetensors.numpy import load_file
 
 from evenload.cli.launch_survivors import run_surviving
 from evenload.cli.train_worker import RunTask, run_worker
+from evenload.config.planner import run_planner
+from evenload.config.train_config import load_train_config
 from evenload.errors import EvenloadError
 from evenload.report.metrics_file import read_metrics
 from evenload.runtime.comm import membership
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.trainer import Trainer
 from shrink_cases import PLACES
 from small_run import write_small_costs, write_small_run

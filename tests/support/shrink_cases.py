@@ -13,12 +13,12 @@ import torch.distributed as dist
 from evenload.cli import train_worker
 from evenload.cli.start_record import read_starts
 from evenload.cli.train_worker import RunTask, run_worker
+from evenload.config.train_config import load_train_config
 from evenload.errors import CheckpointError, ConfigError, EvenloadError, RankLostError
 from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.checkpoint.writer import CheckpointWriter
 from evenload.runtime.comm.agreement import Agreement, agree
 from evenload.runtime.comm.membership import Membership
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages

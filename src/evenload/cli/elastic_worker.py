@@ -27,12 +27,11 @@ from evenload.cli.start_record import read_starts
 from evenload.cli.stop_request import StopRequest
 from evenload.cli.train_worker import RunTask, note_start, saved_steps, train_as_rank
 from evenload.cli.worker_setup import started_rank
+from evenload.config.layouts import fitted_config, layouts_of
+from evenload.config.train_config import TrainConfig, layout_of
 from evenload.errors import ConfigError, RankLostError
 from evenload.runtime.comm.lifeline import Lifeline
 from evenload.runtime.comm.watch import comes_of_transport
-from evenload.runtime.config.fitted_config import fitted_config
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.types.counted import counted
 

@@ -18,11 +18,11 @@ from evenload.calibrate.profile import ProfileTask, profile
 from evenload.cli.option_values import parse_layout
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import BYTES_PER_ELEMENT
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.hub.model_files import model_from
-from evenload.runtime.config.run_config import RunConfig
-from evenload.runtime.config.train_config import BYTES_PER_ELEMENT
 from evenload.runtime.device import require_device
 from evenload.runtime.model.built_in import config_from, spec_of, with_few_layers
 from evenload.runtime.model.fused_modules import fuse_modules

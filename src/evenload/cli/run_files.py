@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from evenload.cli.step_file import StepFile, read_steps
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.pack_cost import PackCosts
@@ -44,7 +45,6 @@ from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.validation_file import append_samples, append_validation, read_validations
 from evenload.runtime.checkpoint.kept_steps import KeptStep
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file

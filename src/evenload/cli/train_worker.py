@@ -36,6 +36,8 @@ from evenload.cli.survivor_start import kept_steps, standing
 from evenload.cli.switch_line import groups_line, switch_line, twins_line
 from evenload.cli.validation_lines import validation_lines
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
+from evenload.config.layouts import fitted_config, layouts_of
+from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import RankLostError
 from evenload.explore.prediction_interval import prediction_interval
@@ -49,9 +51,6 @@ from evenload.runtime.checkpoint.directory import (
 )
 from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
 from evenload.runtime.comm.membership import Membership
-from evenload.runtime.config.fitted_config import fitted_config
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.step_metrics import StepReport

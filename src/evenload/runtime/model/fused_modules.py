@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from evenload.runtime.config.run_config import RunConfig
+from evenload.config.sections import RunConfig
 from evenload.runtime.model.fused_elementwise import fuse_elementwise, require_compiler
 from evenload.runtime.model.fused_norms import fuse_norms
 from evenload.types.architectures.architecture import Architecture

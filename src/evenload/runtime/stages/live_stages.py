@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.copy_spec import CopySpec, most_layers
 from evenload.cost.coverage import completed_between_layouts
@@ -32,8 +34,6 @@ from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
 from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.config.optimizer_config import OptimizerConfig
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import wait_for
 from evenload.runtime.model.fused_modules import fuse_modules
 from evenload.runtime.model.hf_model import StageModel
