@@ -251,8 +251,7 @@ def _warn_of(costs: CostCoefficients, mesh: Mesh, origin: str, console: Console)
 
 def what_is_timed(config: TrainConfig) -> str:
     """What changes measured seconds beside model, layout and device: costs are kept for runs that have the same."""
-    found = config.train.attention + (", fused norms" if config.train.fuses_norms else "")
-    found += ", fused elementwise" if config.train.fuses_elementwise else ""
+    found = config.train.attention
     if config.train.deterministic:
         found += ", deterministic"
     if config.train.device == "cuda":

@@ -76,6 +76,8 @@ OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.it
 _GONE = {
     "plan.feedback": "plans do not follow the speed of single ranks",
     "plan.options.backend": "the compiled core alone plans",
+    "train.fused_elementwise": "rotary embedding and gated activation run as plain torch",
+    "train.fused_norms": "norms run as plain torch",
 }
 """Keys of earlier versions that nothing replaces, and why."""
 

@@ -51,9 +51,6 @@ class RunConfig(Frozen):
             case: kernels that add in one order (attention's backward holds more memory for it, which is in the
             predictions), and plans that follow nothing that is measured on the way: refused with `plan.layouts`,
             `flexpipe`, `recalibrate`, and a search that ends by the clock. What it costs on this GPU is told at start.
-        fused_norms: root-mean-square norms as one kernel, equal but for rounding; default: on GPUs.
-        fused_elementwise: rotary embedding and gated activation as one kernel each, which torch compiles at the first
-            pack (seconds; needs triton on a GPU), equal but for rounding; default: on GPUs.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
         on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
@@ -114,8 +111,6 @@ class RunConfig(Frozen):
     checkpoint_timeout_s: float = 3600.0
     on_failed_checkpoint: Literal["stop", "continue"] = "stop"
     deterministic: bool = False
-    fused_norms: bool | None = None
-    fused_elementwise: bool | None = None
     resume: bool = True
     on_nonfinite: Literal["stop", "skip"] = "stop"
     report_every_s: float = 60.0
@@ -166,16 +161,6 @@ class RunConfig(Frozen):
         for field in ("timeout_s", "checkpoint_timeout_s", "stop_grace_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"train.{field} is {getattr(self, field)}, must be above 0")
-
-    @property
-    def fuses_norms(self) -> bool:
-        """Root-mean-square norms run as one kernel: as set, else on GPUs."""
-        return self.device == "cuda" if self.fused_norms is None else self.fused_norms
-
-    @property
-    def fuses_elementwise(self) -> bool:
-        """Rotary embedding and gated activation run as one kernel each: as set, else on GPUs."""
-        return self.device == "cuda" if self.fused_elementwise is None else self.fused_elementwise
 
     @property
     def checkpoint_interval_s(self) -> float:
