@@ -6,7 +6,7 @@ import pytest
 
 from evenload.cli.start_record import STARTS_FILE, StartRecord, append_start, read_starts, start_record
 from evenload.errors import DataError
-from evenload.report.metrics_file import METRIC_KEYS
+from evenload.report.run_files import METRIC_KEYS
 
 
 def write_rows(directory, steps):

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from evenload.report.metrics_file import read_metrics
+from evenload.report.run_files import read_metrics
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 SETTINGS = """

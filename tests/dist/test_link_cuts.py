@@ -19,7 +19,7 @@ import pytest
 from cut_runs import NEW_STORES, TIMEOUT_S, CutCase, run_cut
 from dist_training import train_steps
 from evenload.cli.start_record import read_starts
-from evenload.report.metrics_file import latest_per_step, read_metrics
+from evenload.report.run_files import latest_per_step, read_metrics
 from link_cases import LIMIT_S, ask_the_store, wait_for_the_other
 from network_hosts import network_hosts, why_not
 from process_tree import family_of

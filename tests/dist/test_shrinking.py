@@ -15,7 +15,7 @@ from evenload.cli.train import train_command
 from evenload.cli.worker_setup import memory_for_rank
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError, EvenloadError, RankLostError
-from evenload.report.metrics_file import latest_per_step, read_metrics
+from evenload.report.run_files import latest_per_step, read_metrics
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.types.layout import even_layout
 from rank_server import run_as_torchrun

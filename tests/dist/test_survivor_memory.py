@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from evenload.cli.launch_survivors import run_surviving
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError
-from evenload.report.metrics_file import read_metrics
+from evenload.report.run_files import read_metrics
 from evenload.runtime.checkpoint.shared_directory import remove_left_over
 from shrink_cases import train_and_die
 from small_run import write_small_costs, write_steps

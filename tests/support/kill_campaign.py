@@ -23,7 +23,7 @@ from evenload.cli.train_worker import RunTask, run_worker
 from evenload.config.planner import run_planner
 from evenload.config.train_config import load_train_config
 from evenload.errors import EvenloadError
-from evenload.report.metrics_file import read_metrics
+from evenload.report.run_files import read_metrics
 from evenload.runtime.comm import membership
 from evenload.runtime.trainer import Trainer
 from shrink_cases import PLACES

@@ -13,8 +13,7 @@ from evenload.errors import InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.headline import headline
-from evenload.report.chrome_trace import write_chrome_trace
-from evenload.report.pack_label import label_packs
+from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.stepplan.plan_file import encode_plan_file
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from evenload.errors import DataError
-from evenload.report.metrics_file import read_metrics
+from evenload.report.run_files import read_metrics
 from evenload.types.base import Frozen
 from evenload.types.counted import counted
 
