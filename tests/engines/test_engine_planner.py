@@ -11,7 +11,7 @@ from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.evaluate import evaluate_engine
 from evenload.engines.refusals import runnable
 from evenload.errors import ConfigError
-from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.batches import SampledBatch
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.stepplan.validate import validate_plan

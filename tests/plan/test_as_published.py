@@ -6,8 +6,8 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
+from evenload.explore.batches import BatchRule
 from evenload.explore.evaluate import evaluate_strategies
-from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.stepplan.validate import validate_plan

@@ -5,8 +5,8 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import evaluate_strategies
-from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
