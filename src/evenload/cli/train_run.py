@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenload.cli.environment import prepare_environment
-from evenload.cli.output_file import calibration_cache, require_writable_directory
+from evenload.cli.options import calibration_cache, require_writable_directory
 from evenload.config.sections import require_trackers
 from evenload.errors import ConfigError
 from evenload.types.counted import counted
@@ -84,7 +84,7 @@ def _run_in_processes(
     if settings.train.on_lost_rank == "shrink":
         # Connections to the lost are cut, of which torch would print a page each.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    start_fork_server("evenload.cli.train_worker", "evenload.cli.start_checks")
+    start_fork_server("evenload.cli.train_worker", "evenload.cli.worker_setup")
     with needs_train_extra("evenload train"):
         import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
 
@@ -169,7 +169,7 @@ def _require_survivable(settings: "TrainConfig") -> None:
 
 
 def _checked_layout(settings: "TrainConfig") -> "ParallelLayout":
-    from evenload.cli.start_checks import require_runnable
+    from evenload.cli.worker_setup import require_runnable
     from evenload.runtime.device import require_device
 
     layout = require_runnable(settings)

@@ -12,29 +12,32 @@ from rich.console import Console
 from evenload.calibrate.deterministic_price import deterministic_price
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.cli.callback_calls import CallbackCalls
-from evenload.cli.layout_line import layout_line, other_layouts_lines
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
 from evenload.cli.run_lines import (
+    StepLines,
     context_line,
     data_line,
     data_sheet_line,
     first_plan_line,
     gather_line,
+    groups_line,
     halves_line,
     interval_line,
+    layout_line,
+    other_layouts_lines,
     prediction_line,
     reduction_line,
     resumed_line,
     strategy_line,
+    switch_line,
+    twins_line,
+    validation_lines,
 )
 from evenload.cli.start_record import append_start, read_starts, start_record
-from evenload.cli.step_lines import StepLines
 from evenload.cli.step_profile import StepProfile
 from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.survivor_start import kept_steps, standing
-from evenload.cli.switch_line import groups_line, switch_line, twins_line
-from evenload.cli.validation_lines import validation_lines
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.config.layouts import fitted_config, layouts_of
 from evenload.config.train_config import TrainConfig, layout_of
