@@ -21,9 +21,8 @@ from evenload.errors import InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.schedule.gpipe import gpipe
 from evenload.schedule.packflow import packflow_list, packflow_static
-from evenload.schedule.zero_bubble import zero_bubble_h1
+from evenload.schedule.static_schedules import gpipe, zero_bubble_h1
 from evenload.stepplan.validate import validate_plan
 from evenload.stepplan.validate_groups import block_of
 from evenload.types.cluster import LinkSpec

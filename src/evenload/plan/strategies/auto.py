@@ -39,9 +39,9 @@ from evenload.plan.search.trial_space import Setting, Trial, trial_under
 from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
 from evenload.plan.strategies.strategy import Planned, Strategy
-from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
+from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.simulate.step_end import step_end
 
 CLOSE_POLICIES = 1.06
