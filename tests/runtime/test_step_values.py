@@ -62,7 +62,6 @@ def _gathered(traces):
         is_time_to_save=False,
         process_bytes=7,
         fixed_bytes=3,
-        wants_pause=mesh.rank == 1,
     )
     return found, own.joined(mesh)
 
@@ -104,7 +103,6 @@ def test_ranks_say_together_the_most_and_the_barrier_of_who_came_last(gloo_pool)
         is_time_to_save=False,
         process_bytes=7,
         fixed_bytes=3,
-        wants_pause=True,
     )
     assert [end for _, end in gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))] == [expected] * 4
 

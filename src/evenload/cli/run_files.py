@@ -35,7 +35,6 @@ from evenload.report.html import write_report
 from evenload.report.layout_file import append_decision, read_decisions
 from evenload.report.metrics_file import (
     append_metrics,
-    drop_from_step,
     drop_torn_line,
     latest_per_step,
     read_metrics,
@@ -43,7 +42,6 @@ from evenload.report.metrics_file import (
 from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.validation_file import append_samples, append_validation, read_validations
-from evenload.runtime.checkpoint.kept_steps import KeptStep
 from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
@@ -77,9 +75,8 @@ class RunWriter:
     """Writes one run's files.
 
     Args:
-        resumed: from where an earlier run is continued; None = its files are replaced. After a checkpoint steps are
-            trained again and have a row for each time; after a step that was kept they are not, so rows that no rank
-            knows to be finished go.
+        resumed: the checkpoint from which an earlier run is continued; steps after it are trained again and have a row
+            for each time. None = files of an earlier run are replaced.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class RunWriter:
         costs: CostCoefficients,
         memory_cap_bytes: int,
         *,
-        resumed: Path | KeptStep | None,
+        resumed: Path | None,
     ) -> None:
         self._config, self._model, self._costs = trainer.config, trainer.model, costs
         self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.tokenizer_fact
@@ -129,8 +126,6 @@ class RunWriter:
         for path in (self._metrics, self._layouts, self._validations, self._samples, steps):
             if self._resumed is not None:
                 drop_torn_line(path)
-                if isinstance(self._resumed, KeptStep):
-                    drop_from_step(path, self._resumed.steps_done)
             else:
                 path.unlink(missing_ok=True)
         pretty = msgspec.json.format(msgspec.json.encode(self._config), indent=2)

@@ -13,15 +13,11 @@ import msgspec
 from evenload.attention.backends import select_backend
 from evenload.cost.coefficients import read_coefficients
 from evenload.cost.coverage import require_covered
-from evenload.cost.survivor_memory import survivor_bytes_of_all
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import local_path
 from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.checkpoint.kept_steps import SURVIVOR_MEMORY
-from evenload.runtime.checkpoint.shared_directory import SHARED_MEMORY
-from evenload.runtime.checkpoint.shared_memory import require_room
 from evenload.runtime.config.optimizer_refusals import require_optimizer
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.run_tokenizer import require_tokenizer
@@ -65,9 +61,6 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     )  # a function of the user's is found and runs
     if config.train.device == "cpu":  # a GPU's kernels are asked on the GPU
         select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
-    if config.train.survivor_memory == "shared":
-        needed_bytes = max(survivor_bytes_of_all(spec, one) for one in layouts)
-        require_room(SHARED_MEMORY, needed_bytes, SURVIVOR_MEMORY)
     for part in mixture_configs(config.data):
         open_part(part)
     if config.validation is not None:

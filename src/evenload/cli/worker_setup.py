@@ -22,7 +22,6 @@ from evenload.cli.cost_lines import cost_file_warnings
 from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered, unmeasured_coefficients
 from evenload.plan.search.usable_cores import usable_cores
-from evenload.runtime.comm.membership import Membership
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
 from evenload.runtime.comm.scalars import least_of_ranks
 from evenload.runtime.comm.warm_up import warm_up
@@ -61,11 +60,9 @@ class RankSetup:
         return computing_demand(self.threads)
 
 
-def started_rank(
-    config: TrainConfig, *layouts: ParallelLayout, members: Membership | None = None
-) -> AbstractContextManager[RankSetup]:
+def started_rank(config: TrainConfig, *layouts: ParallelLayout) -> AbstractContextManager[RankSetup]:
     """Join the other processes of this job, with groups for these layouts; the run starts in the first."""
-    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes, members)
+    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes)
 
 
 @contextmanager
@@ -74,16 +71,11 @@ def joined_rank(
     layouts: Sequence[ParallelLayout],
     channels: ChannelChoice = "auto",
     memory_bytes: int | None = None,
-    members: Membership | None = None,
 ) -> Iterator[RankSetup]:
     """As `started_rank`, with only what processes need to meet.
 
     Args:
         memory_bytes: what one process may hold; None = its share of what there is.
-        members: who trains, where others may be lost; None = all that the launcher started, to the end.
-
-    Raises:
-        RankLostError: with `members`, another rank is lost.
     """
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     threads = run.threads_per_process or max(1, usable_cores() // local_world)
@@ -96,29 +88,28 @@ def joined_rank(
             use_deterministic_kernels()
     require_device(run.device, local_world)
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
-    with _all_ranks(run.timeout_s) if members is None else members.groups(run.timeout_s):
-        meshes = create_meshes(
-            layouts,
-            device,
-            run.timeout_s,
-            run.checkpoint_timeout_s,
-            # Where a loss is no error nobody asks for signs.
-            signs=_store_of_signs() if members is None else None,
-            channels=channel_mode(channels, run.device, layouts),
-            ranks_per_machine=local_world,
-        )
-        if device.type == "cuda" or len(layouts) > 1:
-            warm_up(meshes)
-        cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
-        try:
-            yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
-        except BaseException:
-            if meshes.start.num_ranks == 1:  # there is nobody else, and this process may live on
-                meshes.start.watch.close()
-            raise
-        # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
-        meshes.start.watch.close()
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=run.timeout_s))
+    meshes = create_meshes(
+        layouts,
+        device,
+        run.timeout_s,
+        run.checkpoint_timeout_s,
+        signs=_store_of_signs(),
+        channels=channel_mode(channels, run.device, layouts),
+        ranks_per_machine=local_world,
+    )
+    if device.type == "cuda" or len(layouts) > 1:
+        warm_up(meshes)
+    cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
+    try:
+        yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
+    except BaseException:
+        if meshes.start.num_ranks == 1:  # there is nobody else, and this process may live on
+            meshes.start.watch.close()
+        raise
+    # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
+    meshes.start.watch.close()
+    dist.destroy_process_group()
 
 
 def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: bool = False) -> None:
@@ -133,12 +124,6 @@ def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: b
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not any(name in environment for name in _ALLOCATOR_SETTINGS):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-@contextmanager
-def _all_ranks(timeout_s: float) -> Iterator[None]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    yield
 
 
 def run_coefficients(

@@ -89,7 +89,7 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """What one rank says at the end of a step; whether to stop, to pause and to save travels with what all ranks tell
+    """What one rank says at the end of a step; whether to stop and to save travels with what all ranks tell
     each other anyway, so they decide alike.
 
     Args:
@@ -98,7 +98,6 @@ class RankEnd:
         peak_bytes: of tensors; process_bytes: of the process; fixed_bytes: of it beside tensors; 0 = not known.
         stop_signal: why it is to end after the step; 0 = it is not.
         is_time_to_save: by its clock.
-        wants_pause: to leave off after the step, and go on with more ranks.
     """
 
     step_time_s: float
@@ -109,7 +108,6 @@ class RankEnd:
     is_time_to_save: bool
     process_bytes: int
     fixed_bytes: int
-    wants_pause: bool
 
     def joined(self, mesh: Mesh) -> "RankEnd":
         """The largest that any rank says of each, and the shortest barrier: that of the rank which came last, and

@@ -19,13 +19,8 @@ def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -
 
 def _refusals(config: TrainConfig, model: ModelSpec, num_layouts: int) -> Iterator[tuple[str, str]]:
     live = "and the layout may change while the run trains, which moves AdamW's state alone; leave one of both out"
-    shared = "and train.survivor_memory is 'shared', which is tested for AdamW's state alone; leave one of both out"
-    if config.train.ema_decay is not None:
-        setting = f"train.ema_decay is {config.train.ema_decay},"
-        if num_layouts > 1:
-            yield setting, live
-        if config.train.survivor_memory == "shared":
-            yield setting, shared
+    if config.train.ema_decay is not None and num_layouts > 1:
+        yield f"train.ema_decay is {config.train.ema_decay},", live
     if config.optimizer.name != "muon":
         return
     setting = "optimizer.name is 'muon',"
@@ -49,5 +44,3 @@ def _refusals(config: TrainConfig, model: ModelSpec, num_layouts: int) -> Iterat
         yield setting, "and adapters (model.lora) are trained, which is not tested; use optimizer.name = 'adamw'"
     if num_layouts > 1:
         yield setting, live
-    if config.train.survivor_memory == "shared":
-        yield setting, shared
