@@ -20,7 +20,7 @@ import torch
 from evenload.cost.activation import activation_bytes_per_token, local_kv_heads
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.row_shard import RowShard

@@ -37,9 +37,9 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "settings": (
         "Settings of data and runs",
         (
-            "evenload/data/config.py", "evenload/runtime/config/train_config.py",
-            "evenload/runtime/config/run_config.py", "evenload/runtime/config/log_config.py",
-            "evenload/runtime/config/lora_config.py",
+            "evenload/data/config.py", "evenload/config/train_config.py",
+            "evenload/config/sections.py", "evenload/config/sections.py",
+            "evenload/config/sections.py",
         ),
     ),
     "errors": ("Errors", ("evenload/errors.py",)),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import evenload
 from callback_cases import Notes
 from evenload.errors import CallbackError, ConfigError
-from evenload.report.metrics_file import METRIC_KEYS
+from evenload.report.run_files import METRIC_KEYS
 from rank_server import rank_context
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 

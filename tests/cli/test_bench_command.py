@@ -15,11 +15,11 @@ from evenload.cli.bench import show_result
 from evenload.cli.bench_report import bench_report
 from evenload.cli.bench_worker import checked_bench
 from evenload.cli.main import main
+from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import read_coefficients, write_coefficients
 from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.run_report import RunSection
-from evenload.runtime.config.train_config import load_train_config
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 SETTINGS = """

@@ -8,7 +8,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cli.step_file import StepFile, read_steps
 from evenload.errors import DataError
 from evenload.plan.planner import StepPlanner
-from evenload.report.metrics_file import drop_torn_line
+from evenload.report.run_files import drop_torn_line
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline

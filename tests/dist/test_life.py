@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from dist_training import COSTS, train_steps
+from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import CostCoefficients
-from evenload.runtime.config.train_config import load_train_config
 from life_cases import costs_of_a_resume, stop_when_one_rank_is_asked, train_with_a_poisoned_token, warnings_of
 from small_run import write_small_run
 

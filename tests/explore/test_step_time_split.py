@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.cost.coefficients import BesideHalves
 from evenload.explore.time_split import split_planned_step, split_step_time
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout

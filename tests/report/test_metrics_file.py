@@ -5,7 +5,7 @@ import math
 import pytest
 
 from evenload.errors import DataError
-from evenload.report.metrics_file import METRIC_KEYS, append_metrics, drop_torn_line, latest_per_step, read_metrics
+from evenload.report.run_files import METRIC_KEYS, append_metrics, drop_torn_line, latest_per_step, read_metrics
 from report_samples import make_row
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from evenload.config.keys import OTHER_NAMES, require_known, setting_paths
+from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.errors import ConfigError
-from evenload.runtime.config.config_keys import OTHER_NAMES, require_known, setting_paths
-from evenload.runtime.config.train_config import TrainConfig, load_train_config
 
 CONFIG = """
 [model]
@@ -97,7 +97,7 @@ def test_reading_the_file_needs_no_torch(config_file) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from pathlib import Path\n"
-        "from evenload.runtime.config.train_config import load_train_config\n"
+        "from evenload.config.train_config import load_train_config\n"
         f"assert load_train_config(Path({str(config_file)!r}), []).train.steps == 5\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

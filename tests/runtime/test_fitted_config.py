@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenload.config.layouts import fitted_config, layouts_of
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import ModelConfig, ParallelConfig, PlanConfig, TrainConfig
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
-from evenload.runtime.config.fitted_config import fitted_config
-from evenload.runtime.config.run_config import RunConfig
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import ModelConfig, ParallelConfig, PlanConfig, TrainConfig
 
 NUM_LAYERS = 8
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from evenload.config.optimizer import OptimizerConfig
 from evenload.errors import ConfigError
-from evenload.runtime.config.optimizer_config import OptimizerConfig
 
 
 def rates(steps: int | None, upto: int | None = None, **settings: object) -> list[float]:

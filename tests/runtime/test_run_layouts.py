@@ -4,11 +4,11 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cli.option_values import parse_layout
+from evenload.config.layouts import layouts_of
+from evenload.config.planner import run_flex_planner, run_planner
+from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.run_planner import run_flex_planner, run_planner
-from evenload.runtime.config.train_config import TrainConfig, load_train_config
 from evenload.types.layout import even_layout, split_layout
 from small_run import write_small_run
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from evenload.cli.start_checks import require_runnable
+from evenload.config.tokenizer import require_tokenizer, tokenizer_fact
+from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact
-from evenload.runtime.config.train_config import TrainConfig, load_train_config
 from reference_training import tiny_config
 
 VOCABULARY = 330

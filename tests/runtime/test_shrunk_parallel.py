@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenload.config.layouts import shrunk_parallel
+from evenload.config.train_config import ParallelConfig
 from evenload.errors import ConfigError
-from evenload.runtime.config.shrunk_parallel import shrunk_parallel
-from evenload.runtime.config.train_config import ParallelConfig
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from evenload.attention.backends import select_backend
+from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
-from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.executor import WHOLE, Executor, RankRun, Weights
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap

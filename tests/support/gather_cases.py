@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.optim.weight_gathers import WeightGathers

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from context_plans import one_after_the_other
+from evenload.config.sections import with_adapters
 from evenload.cost.activation import local_kv_heads
 from evenload.cost.coefficients import BesideCompute, CostCoefficients
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.lora_config import with_adapters
 from evenload.schedule.gpipe import gpipe
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.zero_bubble import zero_bubble_h1

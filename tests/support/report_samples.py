@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from evenload.report.metrics_file import METRIC_KEYS
+from evenload.report.run_files import METRIC_KEYS
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import MicroPack, PackPlan

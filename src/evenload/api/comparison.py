@@ -19,9 +19,8 @@ from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.worst_batch import WorstBatch
 from evenload.plan.strategies.strategy import LeftOutStrategy
-from evenload.report.columns import is_feasible, shown_columns
-from evenload.report.comparison_html import strategies_table
-from evenload.report.html import write_report
+from evenload.report.html import strategies_table, write_report
+from evenload.report.table import is_feasible, shown_columns
 from evenload.types.counted import counted
 from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan

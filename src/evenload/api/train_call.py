@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenload.cli.train_run import train_run
+from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.errors import ConfigError
 from evenload.integrations.callback import Callback
-from evenload.report.metrics_file import latest_per_step, read_metrics
+from evenload.report.run_files import latest_per_step, read_metrics
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
-from evenload.runtime.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.types.train_extra import require_train_extra
 
 

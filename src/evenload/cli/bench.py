@@ -16,7 +16,7 @@ from evenload.types.train_extra import needs_train_extra, require_train_extra
 if TYPE_CHECKING:
     from evenload.cli.bench_worker import BenchPlan
     from evenload.cli.stop_request import StopLine
-    from evenload.runtime.config.train_config import TrainConfig
+    from evenload.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
 
@@ -56,7 +56,7 @@ def bench_command(
     from evenload.cli.child_process import call_in_child, start_fork_server
     from evenload.cli.launch import require_own_launch, run_local
     from evenload.cli.plan_strategies import asked_strategies
-    from evenload.runtime.config.train_config import load_train_config
+    from evenload.config.train_config import load_train_config
 
     require_train_extra("evenload bench")
     require_own_launch("evenload bench")

@@ -15,6 +15,8 @@ from evenload.cli.plan_strategies import chosen_strategies
 from evenload.cli.start_checks import require_runnable
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
+from evenload.config.planner import run_host
+from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
@@ -22,8 +24,6 @@ from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
-from evenload.runtime.config.run_planner import run_host
-from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer

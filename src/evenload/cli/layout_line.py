@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.coverage import completed_between_layouts
-from evenload.report.layout_table import format_action
+from evenload.report.table import format_action
 from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision

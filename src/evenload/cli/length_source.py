@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from evenload.config.keys import set_options
+from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.config import DataConfig, OnCorrupt, RecordKind
 from evenload.data.encoding.open_encoder import open_encoder
 from evenload.data.encoding.tokenize import open_tokenizer
 from evenload.data.lengths import LengthTable, count_documents, read_length_table
 from evenload.data.number_files import holds_numbers
-from evenload.runtime.config.config_keys import set_options
-from evenload.runtime.config.train_config import TrainConfig, load_train_config
 
 SOURCE_HELP = (
     "Document lengths: .npy, .npz, .txt (one a line), .csv or .json of numbers (also .gz); or documents to count "

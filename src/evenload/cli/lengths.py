@@ -21,9 +21,7 @@ from evenload.cli.length_source import (
 from evenload.cli.option_values import COUNTS, parse_tokens
 from evenload.cli.output_file import require_writable, shown_name, write_output
 from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths, require_windows
-from evenload.report.lengths_page import write_lengths_page
-from evenload.report.lengths_png import write_lengths_png
-from evenload.report.lengths_table import LengthsTable
+from evenload.report.lengths import LengthsTable, write_lengths_page, write_lengths_png
 
 PIPED_WIDTH = 140
 """Columns of the tables when the output is not a terminal."""

@@ -13,8 +13,8 @@ from evenload.engines.evaluate import EngineEvaluation, evaluate_engine
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import BEST, require_heads, require_strategy
+from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation
-from evenload.explore.sampled_batches import SampledBatch
 from evenload.report.units import format_seconds
 from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout, even_layout

@@ -11,10 +11,8 @@ from evenload.cli.plan_found import FoundPlans
 from evenload.cli.plan_lines import baseline_row, rows_in_unit
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.evaluate import Evaluation
-from evenload.explore.headline import headline
-from evenload.report.chrome_trace import write_chrome_trace
-from evenload.report.pack_label import label_packs
+from evenload.explore.evaluate import Evaluation, headline
+from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.stepplan.plan_file import encode_plan_file
 
 

@@ -28,12 +28,10 @@ from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
 from evenload.engines.evaluate import EngineEvaluation
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.explore.coarse_batch import LARGE_CLUSTER
-from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
-from evenload.explore.headline import headline
-from evenload.explore.layout_search import LayoutResult
+from evenload.explore.batches import SampledBatch
+from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies, headline
+from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
-from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.worst_batch import WorstBatch, find_worst
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner

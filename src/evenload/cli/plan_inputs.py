@@ -15,6 +15,11 @@ from evenload.cli.length_source import LengthSource
 from evenload.cli.option_values import parse_layout
 from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
 from evenload.cli.this_machine import NAME, cost_file_of, this_machine
+from evenload.config.keys import options_of_settings
+from evenload.config.layouts import layouts_of
+from evenload.config.sections import with_adapters
+from evenload.config.tokenizer import require_tokenizer
+from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import BESIDE, BesideCompute, BesideHalves, CostCoefficients, read_coefficients
 from evenload.cost.coverage import (
@@ -26,17 +31,12 @@ from evenload.cost.coverage import (
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
-from evenload.explore.coarse_batch import LARGE_CLUSTER
-from evenload.explore.default_layout import usable_bytes
+from evenload.explore.batches import BatchRule
+from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.stage_layers import usable_bytes
 from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.config.config_keys import options_of_settings
-from evenload.runtime.config.lora_config import with_adapters
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.run_tokenizer import require_tokenizer
-from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout

@@ -13,8 +13,7 @@ from evenload.cli.plan_inputs import PlanInputs
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.lengths import LengthTable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.evaluate import Evaluation
-from evenload.explore.headline import Headline
+from evenload.explore.evaluate import Evaluation, Headline
 from evenload.explore.layout_search import layout_sizes
 from evenload.explore.worst_batch import WorstBatch
 from evenload.plan.strategies.best_fit import BEST_FIT

@@ -6,9 +6,7 @@ from rich.console import Console
 from evenload.cli.plan_engine import engine_lines
 from evenload.cli.plan_found import FoundPlans, say
 from evenload.cli.plan_lines import bound_line, rows_in_unit, worst_line
-from evenload.report.engine_table import EngineTable
-from evenload.report.layout_table import LayoutTable
-from evenload.report.table import ComparisonTable
+from evenload.report.table import ComparisonTable, EngineTable, LayoutTable
 
 
 def show_plans(console: Console, found: FoundPlans) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from evenload.explore.progress import OnProgress
+from evenload.explore.batches import OnProgress
 
 
 @contextmanager

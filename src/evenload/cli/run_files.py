@@ -24,25 +24,25 @@ from pathlib import Path
 import msgspec
 
 from evenload.cli.step_file import StepFile, read_steps
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_planned_step
-from evenload.report.chrome_trace import write_chrome_trace
+from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import write_report
-from evenload.report.layout_file import append_decision, read_decisions
-from evenload.report.metrics_file import (
+from evenload.report.run_files import (
     append_metrics,
+    append_rows,
     drop_torn_line,
     latest_per_step,
+    read_decisions,
     read_metrics,
+    read_validations,
 )
-from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.validation_file import append_samples, append_validation, read_validations
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
@@ -103,10 +103,10 @@ class RunWriter:
             self._steps = self._begin()
         append_metrics(self._metrics, report.row)
         if report.decision is not None:
-            append_decision(self._layouts, report.decision)
+            append_rows(self._layouts, [report.decision])
         if report.validation is not None:
-            append_validation(self._validations, report.validation)
-        append_samples(self._samples, report.samples)
+            append_rows(self._validations, [report.validation])
+        append_rows(self._samples, report.samples)
         self._steps.add(report.plan, report.measured)
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
@@ -118,7 +118,7 @@ class RunWriter:
     def add_validation(self, validation: Validation) -> None:
         """Append a pass that was made before the first step of this start, so after one of an earlier start."""
         drop_torn_line(self._validations)
-        append_validation(self._validations, validation)
+        append_rows(self._validations, [validation])
 
     def _begin(self) -> StepFile:
         directory, steps = self._directory, self._directory / "steps.jsonl"

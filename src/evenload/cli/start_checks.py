@@ -3,7 +3,7 @@
 Each rule stands beside what it protects, where it is asked again when the run builds its parts (under torchrun
 processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
 (`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_ring`), layers and stages (`types.layout`),
-tokeniser and model (`runtime.config.run_tokenizer`), a cost file and what it was measured on (`cost.coverage`), sources
+tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.coverage`), sources
 and what their files hold (`data.reading.part_files`). tests/support/matrix.py lists the pairs; all others are trained
 in tests/dist/test_matrix.py.
 """
@@ -11,6 +11,10 @@ in tests/dist/test_matrix.py.
 import msgspec
 
 from evenload.attention.backends import select_backend
+from evenload.config.layouts import layouts_of, require_optimizer
+from evenload.config.sections import validation_data
+from evenload.config.tokenizer import require_tokenizer
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import read_coefficients
 from evenload.cost.coverage import require_covered
 from evenload.data.config import mixture_configs
@@ -18,11 +22,6 @@ from evenload.data.reading.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import local_path
 from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.config.optimizer_refusals import require_optimizer
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.run_tokenizer import require_tokenizer
-from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.config.validation_config import validation_data
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.export_files import require_same_ids
 from evenload.runtime.model.hf_model import require_model

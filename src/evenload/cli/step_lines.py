@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from evenload.report.metrics_file import MetricRow
+from evenload.report.run_files import MetricRow
 from evenload.report.table import progress_text, step_line
 
 BAR_WIDTH = 20

@@ -8,10 +8,10 @@ run leaves, their memory is each one's share of the machine's, as in `evenload t
 import re
 from pathlib import Path
 
+from evenload.config.planner import machine_memory_bytes, process_memory_bytes
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError
-from evenload.runtime.config.machine_memory import machine_memory_bytes, process_memory_bytes
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from evenload.types.cluster_catalog import BUILT_IN, cluster_from
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from evenload.cli.environment import prepare_environment
 from evenload.cli.output_file import calibration_cache, require_writable_directory
+from evenload.config.sections import require_trackers
 from evenload.errors import ConfigError
-from evenload.runtime.config.log_config import require_trackers
 from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.stop_request import StopLine
+    from evenload.config.train_config import TrainConfig
     from evenload.integrations.callback import Callback
-    from evenload.runtime.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"

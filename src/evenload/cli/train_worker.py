@@ -33,6 +33,8 @@ from evenload.cli.stop_request import StopLine, StopRequest
 from evenload.cli.switch_line import groups_line, switch_line, twins_line
 from evenload.cli.validation_lines import validation_lines
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
+from evenload.config.layouts import fitted_config, layouts_of
+from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError, RankLostError
 from evenload.explore.prediction_interval import prediction_interval
@@ -43,9 +45,6 @@ from evenload.runtime.checkpoint.directory import (
     skipped_checkpoints,
 )
 from evenload.runtime.comm.watch import comes_of_transport
-from evenload.runtime.config.fitted_config import fitted_config
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.step_metrics import StepReport

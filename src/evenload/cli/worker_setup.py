@@ -19,15 +19,15 @@ from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.halves_timings import measured_halves
 from evenload.cli.cost_lines import cost_file_warnings
+from evenload.config.planner import process_memory_bytes
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered, unmeasured_coefficients
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
 from evenload.runtime.comm.scalars import least_of_ranks
 from evenload.runtime.comm.warm_up import warm_up
-from evenload.runtime.config.machine_memory import process_memory_bytes
-from evenload.runtime.config.run_config import RunConfig
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
@@ -236,8 +236,7 @@ def _warn_of(costs: CostCoefficients, mesh: Mesh, origin: str, console: Console)
 
 def what_is_timed(config: TrainConfig) -> str:
     """What changes measured seconds beside model, layout and device: costs are kept for runs that have the same."""
-    found = config.train.attention + (", fused norms" if config.train.fuses_norms else "")
-    found += ", fused elementwise" if config.train.fuses_elementwise else ""
+    found = config.train.attention
     if config.train.deterministic:
         found += ", deterministic"
     if config.train.device == "cuda":

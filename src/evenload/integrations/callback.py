@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.config.train_config import TrainConfig
 from evenload.types.model import ModelSpec
 from evenload.types.validation import Validation
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.ledger import untaught_warning
 from evenload.runtime.checkpoint.saves import Saves
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
 from evenload.runtime.optim.non_finite import NonFiniteSteps
 from evenload.runtime.optim.overlaps import overlaps_of

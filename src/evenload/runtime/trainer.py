@@ -11,6 +11,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from evenload.config.planner import run_flex_planner, run_planner
+from evenload.config.tokenizer import require_tokenizer, tokenizer_fact, tokenizer_warnings
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.batch.state import decode_state, encode_state
@@ -27,9 +30,6 @@ from evenload.runtime.checkpoint.saves import Saves
 from evenload.runtime.checkpoint.writer import CheckpointWriter
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.runtime.config.run_planner import run_flex_planner, run_planner
-from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact, tokenizer_warnings
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.between_steps import BetweenSteps, RunUnderWay

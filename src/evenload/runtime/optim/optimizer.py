@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from evenload.config.optimizer import OptimizerConfig
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.optimizer_config import OptimizerConfig
 from evenload.runtime.optim.muon_update import muon_update
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.optim.weight_gathers import WeightGathers

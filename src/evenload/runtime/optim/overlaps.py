@@ -5,8 +5,8 @@ The simulator decides by the same rules (`simulate.step_end`, `simulate.step_sta
 
 from typing import NamedTuple
 
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.runtime.config.train_config import TrainConfig
 
 
 class Overlaps(NamedTuple):

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from evenload.config.sections import validation_digest
+from evenload.config.train_config import TrainConfig
 from evenload.data.config import mixture_configs
 from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
 from evenload.plan.planner import StepPlanner
@@ -18,8 +20,6 @@ from evenload.runtime.checkpoint.best_checkpoints import BestPass, saved_passes,
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.comm.mesh import Meshes
-from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.config.validation_config import validation_digest
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.sampler import Sampler, require_whole_model
 from evenload.runtime.stages.validator import Validator

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenload.config.layouts import require_optimizer
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.config.optimizer_refusals import require_optimizer
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor, RankRun
 from evenload.runtime.optim.data_parallel import GradientReduction, ReductionTrace
 from evenload.runtime.optim.optimizer import ShardedOptimizer

@@ -11,17 +11,21 @@ from typing import Any, Literal
 
 import msgspec
 
+from evenload.config.keys import apply_override, converted, plan_options, require_known, setting_paths
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.sections import (
+    LogConfig,
+    LoraConfig,
+    RunConfig,
+    SamplesConfig,
+    ValidationConfig,
+    validation_data,
+    with_held_out,
+)
+from evenload.config.tokenizer import with_default_tokenizer
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError, unreadable
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.config.config_keys import apply_override, converted, plan_options, require_known, setting_paths
-from evenload.runtime.config.log_config import LogConfig
-from evenload.runtime.config.lora_config import LoraConfig
-from evenload.runtime.config.optimizer_config import OptimizerConfig
-from evenload.runtime.config.run_config import RunConfig
-from evenload.runtime.config.run_tokenizer import with_default_tokenizer
-from evenload.runtime.config.samples_config import SamplesConfig
-from evenload.runtime.config.validation_config import ValidationConfig, validation_data, with_held_out
 from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec

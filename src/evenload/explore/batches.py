@@ -6,7 +6,8 @@ by documents or by tokens; strategies only rearrange inside it. O(n) per step.
 """
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError, DataError
+from evenload.plan.deferral.delay import DelayState
+from evenload.plan.planner import Proposal, StepPlanner
 from evenload.types.document import Document
-from evenload.types.plan import LeftOut
+from evenload.types.plan import DEFERRED, LeftOut
 
 Overlong = Literal["error", "split", "truncate", "drop"]
 
@@ -130,3 +133,32 @@ def _pieces(length: int, context: int, overlong: Overlong) -> list[int]:
         return [context]
     whole, rest = divmod(length, context)
     return [context] * whole + ([rest] if rest else [])
+
+
+OnProgress = Callable[[int, int, str], None]
+"""(done, of how many, what comes next)."""
+
+
+def no_progress(done: int, total: int, what: str) -> None:
+    pass
+
+
+def planned_steps(
+    planner: StepPlanner, batches: Sequence[SampledBatch], name: str
+) -> tuple[list[Proposal], list[float], int]:
+    """Every step in one layout; seconds each took to plan; tokens deferred. Raises as `StepPlanner.propose`."""
+    proposals: list[Proposal] = []
+    plan_time_s: list[float] = []
+    state, carried, deferred_tokens = DelayState(), (), 0
+    for step, batch in enumerate(batches):
+        documents: tuple[Document, ...] = (*carried, *batch.documents)
+        is_last = step == len(batches) - 1
+        started = time.perf_counter()
+        proposal = planner.propose(step, documents, name, batch.left_out, state=state, is_last=is_last)
+        plan_time_s.append(time.perf_counter() - started)
+        proposals.append(proposal)
+        state = proposal.state or DelayState()
+        put_off = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
+        deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in put_off)
+        carried = tuple(document for document in documents if document.doc_id in put_off)
+    return proposals, plan_time_s, deferred_tokens

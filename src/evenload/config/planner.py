@@ -1,9 +1,12 @@
-"""The planner of a configured run: of its layout, or of all that it may take."""
+"""The planner of a configured run, of its layout or of all that it may take, and the main memory that it plans with."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.host_memory import HostMemory, host_memory_of_node
@@ -12,8 +15,6 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
 from evenload.plan.strategies.merge_default import decide_dp_merge
-from evenload.runtime.config.machine_memory import machine_memory_bytes
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
@@ -79,3 +80,26 @@ def run_flex_planner(
         options_of=lambda layout, coefficients: run_options(config, layout, coefficients),
         moved=moved,
     )
+
+
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of cgroup v2 and v1; "max" or a huge number where there is none."""
+
+
+_FREE_SHARE = 0.2
+"""Kept for the interpreter, libraries and the operating system when the memory limit is not configured."""
+
+
+def process_memory_bytes(processes: int) -> int:
+    """What one of so many processes of a run may hold."""
+    return int(machine_memory_bytes() * (1 - _FREE_SHARE) / processes)
+
+
+def machine_memory_bytes() -> int:
+    """What the machine has, or the container where one is limited."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in _LIMITS:
+        text = limit.read_text().strip() if limit.is_file() else "max"
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

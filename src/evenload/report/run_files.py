@@ -1,4 +1,5 @@
-"""`metrics.jsonl`: one JSON object a step, with fixed keys, appended and read back.
+"""Files of a run with one JSON object a line: `metrics.jsonl` (a row of fixed keys a step), `validation.jsonl`,
+`samples.jsonl` and `layouts.jsonl`, appended and read back.
 
 A run killed in the middle of a write leaves a torn last line. Reading reports it (a log warning) and
 goes on; anywhere else a broken line is an error. Appending after a torn line would hide it in the
@@ -15,8 +16,13 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from evenload.errors import DataError
+from evenload.types.layout_decision import LayoutDecision
+from evenload.types.validation import Validation
 
 METRIC_KEYS = (
     "step",
@@ -72,6 +78,7 @@ METRIC_KEYS = (
 
 MetricValue = int | float | str | None
 MetricRow = Mapping[str, MetricValue]
+Row = TypeVar("Row", bound=msgspec.Struct)
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TEXT_KEYS = frozenset({"layout"})
@@ -167,3 +174,49 @@ def _ends_torn(file) -> bool:
         return False
     file.seek(-1, os.SEEK_END)
     return file.read(1) != b"\n"
+
+
+def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) -> None:
+    """Add structs to a file of JSON lines (`validation.jsonl`, `samples.jsonl`, `layouts.jsonl`), made if needed;
+    without rows no file is made."""
+    lines = [msgspec.json.encode(row) + b"\n" for row in rows]
+    if lines:
+        with open(path, "ab") as file:
+            file.writelines(lines)
+
+
+def read_validations(path: str | os.PathLike[str]) -> tuple[Validation, ...]:
+    """Read `validation.jsonl` by ascending step; of a pass that a resumed run repeated the last one.
+
+    Raises:
+        DataError: a whole line is no pass over validation data.
+    """
+    latest = {(one.step, one.of_average): one for one in _read_rows(path, Validation, "pass over validation data")}
+    return tuple(latest[key] for key in sorted(latest))
+
+
+def read_decisions(path: str | os.PathLike[str]) -> tuple[LayoutDecision, ...]:
+    """Read `layouts.jsonl` by ascending step; of a step that a resumed run repeated the last decision.
+
+    Raises:
+        DataError: a whole line is no decision about a layout.
+    """
+    latest = {one.step: one for one in _read_rows(path, LayoutDecision, "decision about a layout")}
+    return tuple(latest[step] for step in sorted(latest))
+
+
+def _read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
+    """Structs of a file, none where there is no file; a torn last line is left out."""
+    try:
+        *lines, _ = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(msgspec.json.decode(line, type=kind))
+        except msgspec.MsgspecError as error:
+            raise DataError(
+                f"{path}, line {number} is no {what} ({error}); remove the line or restore the file"
+            ) from error
+    return rows
