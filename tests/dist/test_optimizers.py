@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from evenload.cli.start_checks import require_runnable
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError
-from evenload.runtime.optim.muon_update import orthogonalised
+from evenload.runtime.optim.optimizer import orthogonalised
 from optimizer_cases import plainly_updated, updated_in_bf16
 from training_cases import STEPS, plain_losses, plain_model, write_training_config
 from validation_cases import averaged_export, plain_validation, validated_run

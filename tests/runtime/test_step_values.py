@@ -8,8 +8,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
-from evenload.runtime.optim.data_parallel import ReductionTrace
-from evenload.runtime.optim.weight_gathers import GatherTrace
+from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
 from evenload.runtime.step_metrics import DevicePeaks, RankEnd, SecondsAround, StepMemory, gather_timeline, step_row
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

@@ -27,8 +27,7 @@ from evenload.cost.flops import training_flops
 from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
-from evenload.runtime.optim.data_parallel import ReductionTrace
-from evenload.runtime.optim.weight_gathers import GatherTrace
+from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
 from evenload.runtime.stages.live_stages import Switch
 from evenload.types.data_sheets import data_sheet_flops_per_s
 from evenload.types.layout_decision import LayoutDecision

@@ -17,8 +17,8 @@ from evenload.data.ledger import untaught_warning
 from evenload.runtime.checkpoint.saves import Saves
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
+from evenload.runtime.optim.data_parallel import overlaps_of
 from evenload.runtime.optim.non_finite import NonFiniteSteps
-from evenload.runtime.optim.overlaps import overlaps_of
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_state import RankState, StepGradients
