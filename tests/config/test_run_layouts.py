@@ -129,7 +129,6 @@ def test_stages_with_different_numbers_of_devices_may_be_declared_and_started_in
     ("setting", "message"),
     [
         ('parallel.channels="fifo"', "fifo.* gives every pair of ranks one queue; that is not tested"),
-        ('train.on_lost_rank="shrink"', "shrink.* chooses layouts of equal stages"),
         ("parallel.tp=2", "different numbers of devices are of one pipeline, without context and tensor"),
         ("parallel.dp=2", "dp=2 .* are of one pipeline"),
         ("parallel.virtual=2", "must be 3 numbers|of one pipeline"),

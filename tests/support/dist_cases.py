@@ -17,9 +17,8 @@ from evenload.runtime.executor import WHOLE, Executor, RankRun, Weights
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
-from evenload.runtime.optim.data_parallel import GradientReduction
+from evenload.runtime.optim.data_parallel import GradientReduction, WeightGathers
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.optim.weight_gathers import WeightGathers
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.rank_packs import RankStep

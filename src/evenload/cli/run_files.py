@@ -34,7 +34,6 @@ from evenload.report.html import write_report
 from evenload.report.run_files import (
     append_metrics,
     append_rows,
-    drop_from_step,
     drop_torn_line,
     latest_per_step,
     read_decisions,
@@ -42,7 +41,6 @@ from evenload.report.run_files import (
     read_validations,
 )
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.runtime.checkpoint.kept_steps import KeptStep
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
@@ -172,9 +170,8 @@ class RunWriter:
     """Writes one run's files.
 
     Args:
-        resumed: from where an earlier run is continued; None = its files are replaced. After a checkpoint steps are
-            trained again and have a row for each time; after a step that was kept they are not, so rows that no rank
-            knows to be finished go.
+        resumed: the checkpoint from which an earlier run is continued; steps after it are trained again and have a row
+            for each time. None = files of an earlier run are replaced.
     """
 
     def __init__(
@@ -183,7 +180,7 @@ class RunWriter:
         costs: CostCoefficients,
         memory_cap_bytes: int,
         *,
-        resumed: Path | KeptStep | None,
+        resumed: Path | None,
     ) -> None:
         self._config, self._model, self._costs = trainer.config, trainer.model, costs
         self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.tokenizer_fact
@@ -224,8 +221,6 @@ class RunWriter:
         for path in (self._metrics, self._layouts, self._validations, self._samples, steps):
             if self._resumed is not None:
                 drop_torn_line(path)
-                if isinstance(self._resumed, KeptStep):
-                    drop_from_step(path, self._resumed.steps_done)
             else:
                 path.unlink(missing_ok=True)
         pretty = msgspec.json.format(msgspec.json.encode(self._config), indent=2)

@@ -36,17 +36,12 @@ from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered, unmeasured_coefficients
-from evenload.cost.survivor_memory import survivor_bytes_of_all
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import local_path
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.checkpoint.kept_steps import SURVIVOR_MEMORY
-from evenload.runtime.checkpoint.shared_directory import SHARED_MEMORY
-from evenload.runtime.checkpoint.shared_memory import require_room
-from evenload.runtime.comm.membership import Membership
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
 from evenload.runtime.comm.scalars import least_of_ranks
 from evenload.runtime.comm.warm_up import warm_up
@@ -91,9 +86,6 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     )  # a function of the user's is found and runs
     if config.train.device == "cpu":  # a GPU's kernels are asked on the GPU
         select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
-    if config.train.survivor_memory == "shared":
-        needed_bytes = max(survivor_bytes_of_all(spec, one) for one in layouts)
-        require_room(SHARED_MEMORY, needed_bytes, SURVIVOR_MEMORY)
     for part in mixture_configs(config.data):
         open_part(part)
     if config.validation is not None:
@@ -140,11 +132,9 @@ class RankSetup:
         return computing_demand(self.threads)
 
 
-def started_rank(
-    config: TrainConfig, *layouts: ParallelLayout, members: Membership | None = None
-) -> AbstractContextManager[RankSetup]:
+def started_rank(config: TrainConfig, *layouts: ParallelLayout) -> AbstractContextManager[RankSetup]:
     """Join the other processes of this job, with groups for these layouts; the run starts in the first."""
-    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes, members)
+    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes)
 
 
 @contextmanager
@@ -153,16 +143,11 @@ def joined_rank(
     layouts: Sequence[ParallelLayout],
     channels: ChannelChoice = "auto",
     memory_bytes: int | None = None,
-    members: Membership | None = None,
 ) -> Iterator[RankSetup]:
     """As `started_rank`, with only what processes need to meet.
 
     Args:
         memory_bytes: what one process may hold; None = its share of what there is.
-        members: who trains, where others may be lost; None = all that the launcher started, to the end.
-
-    Raises:
-        RankLostError: with `members`, another rank is lost.
     """
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     threads = run.threads_per_process or max(1, usable_cores() // local_world)
@@ -175,29 +160,28 @@ def joined_rank(
             use_deterministic_kernels()
     require_device(run.device, local_world)
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
-    with _all_ranks(run.timeout_s) if members is None else members.groups(run.timeout_s):
-        meshes = create_meshes(
-            layouts,
-            device,
-            run.timeout_s,
-            run.checkpoint_timeout_s,
-            # Where a loss is no error nobody asks for signs.
-            signs=_store_of_signs() if members is None else None,
-            channels=channel_mode(channels, run.device, layouts),
-            ranks_per_machine=local_world,
-        )
-        if device.type == "cuda" or len(layouts) > 1:
-            warm_up(meshes)
-        cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
-        try:
-            yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
-        except BaseException:
-            if meshes.start.num_ranks == 1:  # there is nobody else, and this process may live on
-                meshes.start.watch.close()
-            raise
-        # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
-        meshes.start.watch.close()
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=run.timeout_s))
+    meshes = create_meshes(
+        layouts,
+        device,
+        run.timeout_s,
+        run.checkpoint_timeout_s,
+        signs=_store_of_signs(),
+        channels=channel_mode(channels, run.device, layouts),
+        ranks_per_machine=local_world,
+    )
+    if device.type == "cuda" or len(layouts) > 1:
+        warm_up(meshes)
+    cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
+    try:
+        yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
+    except BaseException:
+        if meshes.start.num_ranks == 1:  # there is nobody else, and this process may live on
+            meshes.start.watch.close()
+        raise
+    # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
+    meshes.start.watch.close()
+    dist.destroy_process_group()
 
 
 def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: bool = False) -> None:
@@ -212,12 +196,6 @@ def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: b
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not any(name in environment for name in _ALLOCATOR_SETTINGS):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-@contextmanager
-def _all_ranks(timeout_s: float) -> Iterator[None]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    yield
 
 
 def run_coefficients(

@@ -76,6 +76,9 @@ OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.it
 _GONE = {
     "plan.feedback": "plans do not follow the speed of single ranks",
     "plan.options.backend": "the compiled core alone plans",
+    "train.on_lost_rank": "torchrun with --max-restarts starts the ranks that are left, in a layout that fits them",
+    "train.replace_lost_ranks": "torchrun's agents start processes again (--max-restarts)",
+    "train.survivor_memory": "a run goes on from its last checkpoint",
     "train.fused_elementwise": "rotary embedding and gated activation run as plain torch",
     "train.fused_norms": "norms run as plain torch",
 }

@@ -75,15 +75,11 @@ def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks
 
 def _require_tested_with_devices(config: TrainConfig, layout: ParallelLayout) -> None:
     """Refuse what no test runs together with stages that have different numbers of devices."""
-    for setting, why in (
-        (config.parallel.channels == "fifo", 'parallel.channels = "fifo" gives every pair of ranks one queue'),
-        (config.train.on_lost_rank == "shrink", 'train.on_lost_rank = "shrink" chooses layouts of equal stages'),
-    ):
-        if setting:
-            raise ConfigError(
-                f"layout {layout.describe()} has stages with different numbers of devices, and {why}; that is not "
-                "tested with them: leave one of both out"
-            )
+    if config.parallel.channels == "fifo":
+        raise ConfigError(
+            f"layout {layout.describe()} has stages with different numbers of devices, and parallel.channels = "
+            '"fifo" gives every pair of ranks one queue; that is not tested with them: leave one of both out'
+        )
 
 
 def shrunk_parallel(
@@ -222,13 +218,8 @@ def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -
 
 def _refusals(config: TrainConfig, model: ModelSpec, num_layouts: int) -> Iterator[tuple[str, str]]:
     live = "and the layout may change while the run trains, which moves AdamW's state alone; leave one of both out"
-    shared = "and train.survivor_memory is 'shared', which is tested for AdamW's state alone; leave one of both out"
-    if config.train.ema_decay is not None:
-        setting = f"train.ema_decay is {config.train.ema_decay},"
-        if num_layouts > 1:
-            yield setting, live
-        if config.train.survivor_memory == "shared":
-            yield setting, shared
+    if config.train.ema_decay is not None and num_layouts > 1:
+        yield f"train.ema_decay is {config.train.ema_decay},", live
     if config.optimizer.name != "muon":
         return
     setting = "optimizer.name is 'muon',"
@@ -252,5 +243,3 @@ def _refusals(config: TrainConfig, model: ModelSpec, num_layouts: int) -> Iterat
         yield setting, "and adapters (model.lora) are trained, which is not tested; use optimizer.name = 'adamw'"
     if num_layouts > 1:
         yield setting, live
-    if config.train.survivor_memory == "shared":
-        yield setting, shared

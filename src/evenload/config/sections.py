@@ -80,19 +80,6 @@ class RunConfig(Frozen):
             tensor-parallel transfers run the other is computed. Weight gradients are then summed in another order.
             False = never, as where a run measures at its start that transfers keep packs longer than they take alone.
         timeout_s: how long a rank waits for another before it gives up.
-        on_lost_rank: what to do where a process of the run, or under torchrun a machine, is lost. "stop" the run with
-            an error, or "shrink": the others go on from where `survivor_memory` says in a smaller layout: that of
-            `plan.layouts` with most ranks, else one with as many `cp` and `tp` ranks. Under our launcher in the same
-            processes, not on GPUs; under torchrun in those that its agents start again (`--nnodes MIN:MAX
-            --max-restarts`).
-        replace_lost_ranks: with "shrink" under our launcher: so many processes in all are started in the place of
-            killed ones. The others take each in between two steps, or at once where it is there in time, and the run is
-            as large as before; 0 = none.
-        survivor_memory: with "shrink", from where the others go on. "off": from the last checkpoint; the steps since
-            then are trained again. "shared", under our launcher: from the last finished step, which every rank keeps in
-            shared memory of the machine (`/dev/shm`), twice its shard of weights and optimizer state: 24 bytes x
-            parameters / (stages x replicas), in float64 twice that. Counted in memory limits. Where the machine or the
-            launcher ends, the checkpoint is the way back in any case.
     """
 
     output_dir: PathText
@@ -122,9 +109,6 @@ class RunConfig(Frozen):
     overlap_context: bool = True
     overlap_tensor: bool = True
     timeout_s: float = 600.0
-    on_lost_rank: Literal["stop", "shrink"] = "stop"
-    replace_lost_ranks: int = 0
-    survivor_memory: Literal["off", "shared"] = "off"
 
     def __post_init__(self) -> None:
         write_out_home(self)
@@ -132,19 +116,6 @@ class RunConfig(Frozen):
             raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
         if self.checkpoint_every_steps < 0:
             raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
-        if self.replace_lost_ranks < 0:
-            raise ConfigError(f"train.replace_lost_ranks is {self.replace_lost_ranks}, must be 0 (none) or more")
-        if self.replace_lost_ranks and self.on_lost_rank != "shrink":
-            raise ConfigError(
-                f"train.replace_lost_ranks is {self.replace_lost_ranks}, but train.on_lost_rank is "
-                f"'{self.on_lost_rank}', so a lost process ends the run; set on_lost_rank to "
-                "'shrink', or leave replace_lost_ranks out"
-            )
-        if self.survivor_memory == "shared" and self.on_lost_rank != "shrink":
-            raise ConfigError(
-                f"train.survivor_memory is 'shared' and train.on_lost_rank '{self.on_lost_rank}': where a lost rank "
-                "ends the run nobody goes on; set on_lost_rank = 'shrink', or leave survivor_memory out"
-            )
         if self.keep_checkpoints < 0:
             raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:

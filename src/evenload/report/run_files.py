@@ -123,18 +123,6 @@ def drop_torn_line(path: str | os.PathLike[str]) -> str:
     return content[keep:].decode(errors="replace")
 
 
-def drop_from_step(path: str | os.PathLike[str], step: int) -> None:
-    """Cut off the last lines that are of this step or a later one, which is trained again; any file of JSON objects
-    with the key "step", without a torn line."""
-    lines = Path(path).read_bytes().splitlines(keepends=True) if os.path.exists(path) else []
-    count = len(lines)
-    while count and json.loads(lines[count - 1])["step"] >= step:
-        count -= 1
-    if count < len(lines):
-        with open(path, "r+b") as file:
-            file.truncate(sum(map(len, lines[:count])))
-
-
 def latest_per_step(rows: Iterable[MetricRow]) -> list[MetricRow]:
     """Rows by ascending step, the last written of each: a resumed run repeats the steps it lost."""
     latest = {row["step"]: row for row in rows}

@@ -27,8 +27,7 @@ from evenload.cost.flops import training_flops
 from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
-from evenload.runtime.optim.data_parallel import ReductionTrace
-from evenload.runtime.optim.weight_gathers import GatherTrace
+from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
 from evenload.runtime.stages.live_stages import Switch
 from evenload.types.data_sheets import data_sheet_flops_per_s
 from evenload.types.layout_decision import LayoutDecision
@@ -89,7 +88,7 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """What one rank says at the end of a step; whether to stop, to pause and to save travels with what all ranks tell
+    """What one rank says at the end of a step; whether to stop and to save travels with what all ranks tell
     each other anyway, so they decide alike.
 
     Args:
@@ -98,7 +97,6 @@ class RankEnd:
         peak_bytes: of tensors; process_bytes: of the process; fixed_bytes: of it beside tensors; 0 = not known.
         stop_signal: why it is to end after the step; 0 = it is not.
         is_time_to_save: by its clock.
-        wants_pause: to leave off after the step, and go on with more ranks.
     """
 
     step_time_s: float
@@ -109,7 +107,6 @@ class RankEnd:
     is_time_to_save: bool
     process_bytes: int
     fixed_bytes: int
-    wants_pause: bool
 
     def joined(self, mesh: Mesh) -> "RankEnd":
         """The largest that any rank says of each, and the shortest barrier: that of the rank which came last, and

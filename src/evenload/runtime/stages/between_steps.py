@@ -115,18 +115,18 @@ class BetweenSteps:
         """Whether weights are read after so many steps, whether or not they are the last."""
         return self._validator is not None and self._validator.is_due(steps_done)
 
-    def look(self, steps_done: int, run: RunUnderWay, *, is_stopping: bool, is_paused: bool) -> Looked:
+    def look(self, steps_done: int, run: RunUnderWay, *, is_stopping: bool) -> Looked:
         """After a step. Collective.
 
         Args:
-            is_stopping, is_paused: all ranks have agreed to end, and the run goes on later; then it makes the pass.
+            is_stopping: all ranks have agreed to end; the start that goes on makes the pass.
 
         Raises:
             DataError, InfeasiblePlanError: as `Validator.run`.
         """
-        samples = () if is_stopping else self._write_samples(steps_done, run.state)
-        if is_stopping or is_paused:
-            return Looked(samples=samples)
+        if is_stopping:
+            return Looked()
+        samples = self._write_samples(steps_done, run.state)
         return self.make_up(steps_done, run)._replace(samples=samples)
 
     def make_up(self, steps_done: int, run: RunUnderWay) -> Looked:
