@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from evenload.bench.runs import QUIET_WAITED_SHARE
-from evenload.cost.coefficients import BesideCompute, BesideHalves
+from evenload.cost.coefficients import BesideCompute
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
@@ -31,7 +31,7 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
-def _beside(beside: BesideCompute | BesideHalves, *, keeps: str = "keep computing") -> str:
+def _beside(beside: BesideCompute, *, keeps: str = "keep computing") -> str:
     """What transfers and compute cost each other, after "they"."""
     return f"last {beside.stretch:.2f} times as long as alone and {keeps} from {beside.slowdown:.0%} of that time"
 
@@ -82,24 +82,6 @@ def context_line(largest_group: int, exchange: str, beside: BesideCompute | None
     return (
         "keys and values of shared documents travel in parts where that pays, beside attention of the parts before; "
         f"they are taken to {_beside(beside, keeps='keep it')}"
-    )
-
-
-def halves_line(tp: int, beside: BesideHalves | None) -> str:
-    """Whether packs are computed in halves; "" without tensor parallelism."""
-    if tp == 1:
-        return ""
-    if beside is None:
-        return "tensor-parallel transfers: nothing hides them (train.overlap_tensor = false)"
-    if not beside.pays:
-        cost = _beside(beside)
-        return f"tensor-parallel transfers: nothing hides them, because beside compute they {cost}, as measured"
-    turns = f"{1e3 * beside.turns_s:.2f} ms"
-    if beside.host_turns_s:
-        turns += f", and {1e3 * beside.host_turns_s:.2f} ms of the host beside its device"
-    return (
-        "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
-        f"taken to {_beside(beside)}, and the turns of a layer to take {turns}"
     )
 
 

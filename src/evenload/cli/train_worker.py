@@ -21,7 +21,6 @@ from evenload.cli.run_lines import (
     data_sheet_line,
     first_plan_line,
     gather_line,
-    halves_line,
     interval_line,
     prediction_line,
     reduction_line,
@@ -369,8 +368,6 @@ def _show_start(
     exchange, is_priced = config.parallel.cp_exchange, costs.prices_context_parts
     if travelling := context_line(largest_group, exchange, costs.context_beside, is_priced=is_priced):
         console.print(travelling, soft_wrap=True)
-    if halves := halves_line(layout.tp, costs.tensor_beside):
-        console.print(halves, soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):

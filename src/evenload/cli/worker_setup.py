@@ -17,9 +17,8 @@ from rich.console import Console
 from evenload.calibrate.beside_timings import Transferred, measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
-from evenload.calibrate.halves_timings import measured_halves
 from evenload.cli.cost_lines import cost_file_warnings
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered, unmeasured_coefficients
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.membership import Membership
@@ -166,7 +165,6 @@ def run_coefficients(
         reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.train.overlap_reduction else None,
         gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.train.overlap_gather else None,
         context_beside=_beside(trainer, "context", found.context_beside) if config.parts_beside_attention else None,
-        tensor_beside=_halves_beside(trainer, found),
     )
 
 
@@ -177,13 +175,6 @@ def _beside(trainer: Trainer, what: Transferred, known: BesideCompute | None) ->
     if known is not None or not (meshes.share_documents if what == "context" else meshes.sum_gradients):
         return known
     return measured_beside(meshes, what) or BesideCompute()
-
-
-def _halves_beside(trainer: Trainer, found: CostCoefficients) -> BesideHalves | None:
-    """Of packs in halves, as configured; measured where the costs do not say, and on GPUs assumed."""
-    if trainer.mesh.layout.tp == 1 or not trainer.config.train.overlap_tensor:
-        return None
-    return found.tensor_beside or measured_halves(trainer.meshes) or BesideHalves()
 
 
 def _found_or_measured(

@@ -18,7 +18,7 @@ strategies are trustworthy, absolute seconds need calibration.
 """
 
 from evenload.cost.activation import kv_gradient_bytes_per_token
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
 from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, backward_linear_ratio
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
@@ -104,7 +104,6 @@ def analytic_coefficients(
         reduction_beside=BesideCompute(),
         gather_beside=BesideCompute(),
         context_beside=BesideCompute(),
-        tensor_beside=BesideHalves(),
         intra_node=cluster.intra_node,
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,

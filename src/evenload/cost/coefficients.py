@@ -50,7 +50,7 @@ _SECONDS = (
     "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
 
-BESIDE = ("reduction_beside", "gather_beside", "context_beside", "tensor_beside")
+BESIDE = ("reduction_beside", "gather_beside", "context_beside")
 """Fields with what transfers and compute cost each other."""
 _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 """Where the link inside a node is not known."""
@@ -127,27 +127,6 @@ class BesideCompute(Frozen):
         return max(self.stretch * (1 - self.slowdown), sys.float_info.min)
 
 
-class BesideHalves(BesideCompute):
-    """Tensor-parallel transfers of one half of a pack while the other half is computed: what each costs the other.
-
-    Args:
-        turns_s: what a layer and direction get longer by, because the halves hand the turn to each other some twelve
-            times; on devices of their own nothing, because only hosts hand it over.
-        host_turns_s: what the host takes for that while its device computes what was queued before: it counts with
-            what else the host queues (`PassCoefficients.host_pack_s`). 0 where the device is the host. The default is
-            for threads that wake each other.
-    """
-
-    turns_s: float = 0.0
-    host_turns_s: float = 1.5e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("turns_s", "host_turns_s"):
-            if not getattr(self, field) >= 0:
-                raise ConfigError(f"tensor_beside.{field} is {getattr(self, field)}, must be >= 0 seconds")
-
-
 class CostCoefficients(Frozen):
     """What computing and communicating costs.
 
@@ -186,8 +165,6 @@ class CostCoefficients(Frozen):
             None = after the last backward (`train.overlap_reduction`).
         gather_beside: updated weights are gathered unit by unit while the next step begins, and what that costs both;
             None = before it begins (`train.overlap_gather`).
-        tensor_beside: packs may be computed in halves that take turns, so that tensor-parallel transfers of one run
-            beside the other, and what that costs both; None = never (`train.overlap_tensor`).
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
@@ -227,7 +204,6 @@ class CostCoefficients(Frozen):
     reduction_beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
     context_beside: BesideCompute | None = None
-    tensor_beside: BesideHalves | None = None
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None

@@ -3,8 +3,7 @@
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
 before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
 for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of it does not hide
-behind matrix products: all of it, because the runtime waits for each, but where a pack is computed in halves
-(`cost.tensor_halves`). Recomputing makes the output of attention again,
+behind matrix products: all of it, because the runtime waits for each. Recomputing makes the output of attention again,
 so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept. A backward split
 into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of both blocks and the
 gradients of both outputs again: 4 more.

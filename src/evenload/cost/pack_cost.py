@@ -15,7 +15,6 @@ Details that matter:
   its copies to or from the host.
 """
 
-import copy
 import functools
 
 import numpy as np
@@ -102,19 +101,6 @@ class PackCosts:
             self.linear_again_s,
             keeps_short_whole=self.keeps_short_whole,
         )
-
-    def with_stage_seconds(
-        self,
-        stage_seconds: dict[Direction, NDArray[np.float64]],
-        host_seconds: dict[Direction, NDArray[np.float64]],
-    ) -> "PackCosts":
-        """The same but for what features of packs cost on every stage, of device and host; for searches under another
-        price."""
-        other = copy.copy(self)
-        for cached in ("native", "pack_constant_s"):
-            other.__dict__.pop(cached, None)
-        other.stage_seconds, other.host_seconds = stage_seconds, host_seconds
-        return other
 
     @functools.cached_property
     def pack_constant_s(self) -> float:
@@ -279,8 +265,7 @@ class PackCosts:
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
         """All useful work of a step on all devices, spread evenly: no recompute, no padding, no tiles, no
         per-slice or per-pack constants, no communication, no optimizer. No schedule can beat it under this
-        cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it, and
-        halves may hide them."""
+        cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it."""
         whole = self._rates.features("forward", tp=1) + self._rates.features("backward", tp=1)
         return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.context_waiting import ContextWork, beside_seconds, context_parts, waiting_seconds
 from evenload.cost.pack_cost import PackCosts
-from evenload.types.columns import SliceColumns, joined_ranges
+from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 
 
@@ -44,25 +44,6 @@ class RankedPacks:
     whole_tokens: NDArray[np.float64]
     cut_tokens: NDArray[np.float64]
 
-    @classmethod
-    def alone(cls, columns: SliceColumns) -> "RankedPacks":
-        """Packs that nobody shares."""
-        no_tokens, yes = np.zeros(columns.num_packs), np.ones(columns.num_slices, bool)
-        return cls(columns, np.arange(columns.num_packs + 1), yes, ~yes, no_tokens, no_tokens)
-
-    def taken(self, packs: NDArray[np.intp]) -> "RankedPacks":
-        """Some packs, in their order."""
-        ranks = self.num_ranks()[packs]
-        rows, chosen = self.rows.packs_at(joined_ranges(self.first_rank[packs], ranks))
-        return RankedPacks(
-            rows,
-            np.concatenate([[0], np.cumsum(ranks)]),
-            self.is_local[chosen],
-            self.is_cut[chosen],
-            self.whole_tokens[packs],
-            self.cut_tokens[packs],
-        )
-
     def num_ranks(self) -> NDArray[np.int64]:
         """Of every pack."""
         return np.diff(self.first_rank)
@@ -79,18 +60,6 @@ class RankedPacks:
         if not len(rank_values):
             return rank_values
         return operation.reduceat(rank_values, self.first_rank[:-1], axis=0)
-
-
-class RankedHalves(NamedTuple):
-    """Packs of one direction, of which some are in halves.
-
-    Args:
-        whole: as they were in one go.
-        halves: as they are; every pack is one of these, or two (`cost.halved_rows.in_halves`).
-    """
-
-    whole: RankedPacks
-    halves: RankedPacks
 
 
 def rank_seconds(
@@ -113,16 +82,6 @@ def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direc
     work = _context_work(costs, ranked, direction)
     parts = np.repeat(_parts(costs, ranked, direction, work), ranked.num_ranks())
     return waiting_seconds(costs.coefficients, direction, parts, work)
-
-
-def waiting_in_parts(
-    costs: PackCosts, ranked: RankedPacks, direction: Direction, parts: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """As `rank_waiting_seconds`, with keys and values in so many parts (int64[num_packs]), and `beside_seconds` of
-    these; float64[packs of `ranked.rows`, P] each."""
-    work, of_ranks = _context_work(costs, ranked, direction), np.repeat(parts, ranked.num_ranks())
-    waiting_s = waiting_seconds(costs.coefficients, direction, of_ranks, work)
-    return waiting_s, *beside_seconds(costs.coefficients, of_ranks, work)
 
 
 class TravellingParts(NamedTuple):

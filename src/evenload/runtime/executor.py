@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.beside_times import NO_TRANSFERS, BesideTimes, TransferTimes
+from evenload.runtime.comm.beside_times import NO_TRANSFERS, BesideTimes
 from evenload.runtime.comm.channels import Channels
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.transfers import Carried
@@ -45,7 +45,6 @@ class RankTrace:
         kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
         context_s, context_hidden_s: seconds in which keys and values of shared documents travelled in parts, and of
             these the ones in which nothing waited for them.
-        halves: transfers of packs in halves.
         memory_bytes: int64[n], activations held when each action ended; memory_kind_bytes: int64[n, kinds], the same
             by kind of `held_bytes.STORE_KINDS`.
     """
@@ -59,7 +58,6 @@ class RankTrace:
     memory_kind_bytes: NDArray[np.int64]
     context_s: float = 0.0
     context_hidden_s: float = 0.0
-    halves: TransferTimes = NO_TRANSFERS
 
 
 class HeadOutput(NamedTuple):
@@ -181,10 +179,9 @@ class Executor:
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         completing = completing_actions((action.kind, action.stage) for action in actions)
         self._clock.start()
-        beside = (self._context_times(), self._halves_times(step))
-        for times in beside:
-            if times is not None:
-                times.begin_step()
+        context = self._context_times()
+        if context is not None:
+            context.begin_step()
         for at, action in enumerate(actions):
             before_action()
             self._mesh.watch.note(action)
@@ -221,7 +218,7 @@ class Executor:
         self._check_empty(stores.values(), held)
         return RankRun(
             loss,
-            functools.partial(_trace, rows, self._clock, *beside),
+            functools.partial(_trace, rows, self._clock, context),
             held.peak_bytes,
             held.peak_by_kind,
             held.peak_host_bytes,
@@ -229,14 +226,6 @@ class Executor:
             self._context_bytes() - before_bytes,
             tuple(heads),
         )
-
-    def _halves_times(self, step: RankStep) -> BesideTimes | None:
-        """Of transfers of packs in halves; None without such packs."""
-        packs = step.plan.pack_plans[self._mesh.dp_rank]
-        if not any(pack.first_rows for pack in (*packs.forward, *packs.backward)):
-            return None
-        assert self._mesh.tensor is not None, "only tensor-parallel transfers are worth two halves"
-        return self._mesh.tensor.times
 
     def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
         """By stage; all count what they hold together."""
@@ -301,9 +290,7 @@ class _Row(NamedTuple):
     held_bytes: tuple[int, ...]
 
 
-def _trace(
-    rows: list[_Row], clock: HostClock, context: BesideTimes | None = None, halves: BesideTimes | None = None
-) -> RankTrace:
+def _trace(rows: list[_Row], clock: HostClock, context: BesideTimes | None = None) -> RankTrace:
     beside = NO_TRANSFERS if context is None else context.read()
     starts, ends = clock.seconds([row.start for row in rows]), clock.seconds([row.end for row in rows])
     kinds = np.array([row.held_bytes for row in rows], dtype=np.int64).reshape(-1, len(STORE_KINDS))
@@ -317,5 +304,4 @@ def _trace(
         memory_kind_bytes=kinds,
         context_s=beside.transfer_s,
         context_hidden_s=beside.hidden_s,
-        halves=NO_TRANSFERS if halves is None else halves.read(),
     )

@@ -67,7 +67,6 @@ def slice_offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]
     """Offences of packs, slices, their order, groups and coverage, in words; there is one pack plan a replica."""
     table = _Table(plan)
     yield from _pack_offences(table, max_pack_tokens)
-    yield from _half_offences(plan, table)
     yield from _order_offences(table)
     dp = len(plan.pack_plans)
     homes = np.unique(table.row * dp + table.of_pack(one.dp_rank for one in table.packs)) // dp
@@ -100,18 +99,6 @@ def _pack_offences(table: _Table, max_pack_tokens: int | None) -> Iterator[str]:
             yield f"{where}: range {table.tokens(at)} of document {doc_id} is not in [0, {table.length[at]})"
         else:
             yield f"{where} pads to {pad_to[at]} but holds {table.tokens(at)} of document {doc_id}"
-
-
-def _half_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
-    for one in table.packs:
-        pack = one.pack
-        if not pack.first_rows:
-            continue
-        rows = pack.pad_to * len(pack.slices) if pack.pad_to else pack.num_tokens
-        if not 0 < pack.first_rows < rows:
-            yield f"{one} has {pack.first_rows} of {rows} rows in its first half"
-        if plan.layout.tp == 1:
-            yield f"{one} has two halves, which hide tensor-parallel transfers, and tp is 1"
 
 
 def _order_offences(table: _Table) -> Iterator[str]:

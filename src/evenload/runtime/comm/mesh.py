@@ -270,7 +270,7 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
     tensor = None
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
-        tensor = TensorGroup(made, shared.watch, shared.device) if place == (pp_rank, dp_rank, cp_rank) else tensor
+        tensor = TensorGroup(made, shared.watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
     lines, tie = _stage_groups(layout, rank, pool, shared.channels)
     return Mesh(
         layout=layout,

@@ -74,9 +74,6 @@ class RunConfig(Frozen):
             of one part is computed while the next ones are under way, forward and backward; in how many, a plan says
             for every pack, by price. What is trained is the same. False = in one part, as where a run measures at its
             start that it does not pay; `parallel.cp_exchange = "ring"` hides transfers in its own way.
-        overlap_tensor: compute a pack in two halves where the cost model expects that to be shorter: while one's
-            tensor-parallel transfers run the other is computed. Weight gradients are then summed in another order.
-            False = never, as where a run measures at its start that transfers keep packs longer than they take alone.
         timeout_s: how long a rank waits for another before it gives up.
         on_lost_rank: what to do where a process of the run, or under torchrun a machine, is lost. "stop" the run with
             an error, or "shrink": the others go on from where `survivor_memory` says in a smaller layout: that of
@@ -120,7 +117,6 @@ class RunConfig(Frozen):
     overlap_reduction: bool = True
     overlap_gather: bool = True
     overlap_context: bool = True
-    overlap_tensor: bool = True
     timeout_s: float = 600.0
     on_lost_rank: Literal["stop", "shrink"] = "stop"
     replace_lost_ranks: int = 0

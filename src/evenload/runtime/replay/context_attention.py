@@ -40,7 +40,6 @@ from evenload.attention.range_attention import (
 )
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.between_halves import BetweenHalves
 from evenload.runtime.replay.head_parts import HeadPart, head_parts
 from evenload.runtime.replay.store import ActivationStore
 from evenload.stepplan.rank_rows import PackRows, SharedSlice
@@ -70,9 +69,6 @@ class AttentionCall:
 
 class PackAttention(ABC):
     """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
-
-    halves: tuple["PackAttention", ...] = ()
-    """Of a pack in two halves (`context_halves.py`)."""
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
         self.group, self._label, self._slices = group, label, rows.shared
@@ -167,34 +163,21 @@ class _Exchange:
 
 
 class GatherAttention(PackAttention):
-    """All-gather of keys and values, in so many parts (see the module).
+    """All-gather of keys and values, in so many parts (see the module)."""
 
-    Args:
-        between: where the rows are those of half a pack, what it shares with the other half.
-    """
-
-    def __init__(
-        self,
-        rows: PackRows,
-        group: ContextGroup,
-        label: str,
-        device: torch.device,
-        parts: int = 1,
-        between: BetweenHalves | None = None,
-    ) -> None:
+    def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device, parts: int = 1) -> None:
         super().__init__(rows, group, label)
-        self._parts, self._between = parts, between
+        self._parts = parts
         self._ranges: list[list[tuple[slice, Range]]] = []
         row = 0
         for piece in self._slices:
             self._ranges.append(list(rows_of(piece.ranges[group.rank], row)))
             row += _own_rows(piece, group.rank)
         self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
-        # Their rows travel again in backward, all at once: those that halves cut with the second half.
+        # Their rows travel again in backward.
         self._never_cut = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
-        again = {index: self._slices[index].whole() for index in self._never_cut if self._slices[index].is_last}
         self._all = self._exchange(dict(enumerate(self._slices)), device)
-        self._again = self._exchange(again, device)
+        self._again = self._exchange({index: self._slices[index] for index in self._never_cut}, device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         mine, parts = self._all.rows, self._head_parts(q, k)
@@ -262,7 +245,6 @@ class GatherAttention(PackAttention):
         """
         store, layer, (grad, q, out, lse) = call.store, call.layer, given
         places = dict(zip(self._again.slices, self._again.places, strict=True))
-        head = part.keys.start
         shape = (part.keys.stop - part.keys.start, *like.shape[2:])
         sums = like.new_zeros((self.group.size * self._all.padded, 2, *shape))
         for index, place in zip(self._all.slices, self._all.places, strict=True):
@@ -270,13 +252,9 @@ class GatherAttention(PackAttention):
             if piece.document.is_cut:
                 whole = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
                 keys, values = (one[:, part.keys] for one in whole)
-            elif index in places:
+            else:
                 assert gathered is not None
                 keys, values = (gathered[:, side][places[index]] for side in (0, 1))
-                if piece.start:
-                    self._other_half.leave_keys(layer, head, piece, keys, values)
-            else:
-                keys, values = self._other_half.take_keys(layer, head, piece)
             first = call.first_key(piece.start)
             total_k, total_v = (like.new_zeros((piece.stop - first, *shape)) for _ in range(2))
             visible = [(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
@@ -293,23 +271,16 @@ class GatherAttention(PackAttention):
                 total_k, total_v = store.add_key_grads(
                     piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop, heads=part.keys
                 )
-            elif not piece.is_whole:
-                total_k, total_v = self._other_half.sum(layer, head, piece, first, total_k, total_v)
             sums[place, 0], sums[place, 1] = total_k, total_v
         return sums
-
-    @property
-    def _other_half(self) -> BetweenHalves:
-        assert self._between is not None, "a document that is never cut lies in one pack"
-        return self._between
 
     def _documents_here(self) -> Iterator[int]:
         yield from self.documents
         yield from (doc_id for _, (doc_id, _, _) in self._local.ranges)
 
     def _head_parts(self, q: Tensor, k: Tensor) -> tuple[HeadPart, ...]:
-        """In which keys and values travel, if any do: half a pack may have local documents only."""
-        return head_parts(q.shape[1], k.shape[1], self._parts) if self._slices else ()
+        """In which keys and values travel."""
+        return head_parts(q.shape[1], k.shape[1], self._parts)
 
     def _exchange(self, slices: Mapping[int, SharedSlice], device: torch.device) -> _Exchange:
         size = self.group.size
@@ -336,7 +307,7 @@ class GatherAttention(PackAttention):
             return None
         own = [
             call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self.group.rank))
-            for piece in (self._slices[index].whole() for index in self._again.slices)
+            for piece in (self._slices[index] for index in self._again.slices)
         ]
         keys, values = (torch.cat([one[:, part.keys] for one in pieces]) for pieces in zip(*own, strict=True))
         return self._gather(self._again, keys, values, call)
@@ -356,9 +327,7 @@ class GatherAttention(PackAttention):
         piece = self._slices[index]
         keys, values = (gathered[:, side][places] for side in (0, 1))
         if not piece.document.is_cut:
-            if piece.is_whole:
-                return keys, values
-            return self._other_half.join(call.layer, part.keys.start, piece, (keys, values))
+            return keys, values
         document = piece.document.doc_id
         call.store.open_keys(document, call.layer, like, like)
         kept = call.store.keys_and_values(document, call.layer, 0, piece.stop)

@@ -51,8 +51,7 @@ def forward_losses(
     }
     for stage in stages.values():
         stage.begin_step(document_tokens)
-    groups = (mesh.tensor, *mesh.context.values())
-    for times in (None if group is None else group.times for group in groups):
+    for times in (group.times for group in mesh.context.values()):
         if times is not None:
             times.begin_step()
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
