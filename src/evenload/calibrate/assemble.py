@@ -40,11 +40,8 @@ class RankMeasurement:
         optimizer_s: of one parameter.
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
-        beside: sums of gradients beside compute; gather_beside: gathers of weights; context_beside: keys and values of
-            shared documents; None = not measured.
+        beside: sums of gradients beside compute; gather_beside: gathers of weights; None = not measured.
         weight_s: of `weight_timings.TOKENS` tokens' weight gradients on one layer.
-        part_s: forward and backward, of every part but the first in which keys and values travel, on one
-            layer; None where nobody shares documents.
     """
 
     disturbance: Disturbance
@@ -59,8 +56,6 @@ class RankMeasurement:
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
-    context_beside: BesideCompute | None = None
-    part_s: tuple[float, float] | None = None
 
 
 def most_disturbed(ranks: Sequence[RankMeasurement]) -> Disturbance:
@@ -112,7 +107,6 @@ def coefficients_of(
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
         reduction_beside=_median_beside([rank.beside for rank in ranks]),
         gather_beside=_median_beside([rank.gather_beside for rank in ranks]),
-        context_beside=_median_beside([rank.context_beside for rank in ranks]),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
@@ -242,15 +236,9 @@ def _pass(
         slice_s=slices,
         pack_s=packs,
         small_pack_s=missing * tp,
-        context_part_s=_part_seconds(ranks, direction),
         host_slice_s=host_slice_s,
         host_pack_s=host_pack_s,
     )
-
-
-def _part_seconds(ranks: Sequence[RankMeasurement], direction: Direction) -> float | None:
-    found = [rank.part_s[direction == "backward"] for rank in ranks if rank.part_s is not None]
-    return float(np.median(found)) if found else None
 
 
 def _host_seconds(samples: Sequence[Sample]) -> tuple[float, float]:

@@ -36,7 +36,6 @@ from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops
 from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.meeting_timings import SharedSample, mean_shared, shared_packs, sharing_group, time_shared
 from evenload.calibrate.pack_clock import PackClock, pack_clock
-from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.repeats import median_seconds
 from evenload.calibrate.rounds import (
     NEEDED_ROUNDS,
@@ -152,8 +151,6 @@ def _measured(
         links=quick_links(mesh),
         beside=beside_compute(mesh, "sums"),
         gather_beside=beside_compute(mesh, "gathers"),
-        context_beside=beside_compute(mesh, "context"),
-        part_s=part_seconds(first) if mesh.context else None,
         # Last, because it is compared with what a process takes that has done all of this.
         yardstick=reference(wanted[0].stage, [one.packs for one in wanted], clock, mesh),
     )

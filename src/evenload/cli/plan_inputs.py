@@ -42,10 +42,6 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
-_UNMEASURED_PARTS = (
-    "what several parts cost in which keys and values of shared documents travel was not measured: they travel in one; "
-    "evenload profile and train.recalibrate = true measure it"
-)
 _UNMEASURED_SWITCHES = (
     "what a change of the layout takes was not measured: it is priced as if links carried all that moves; the run "
     "copies it in the machine's memory and measures that at its start; --cost RUN/checkpoints/step-.../cost.json has "
@@ -63,7 +59,7 @@ class PlanCosts:
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
         overlap_reduction: a run sums gradients beside packs; overlap_gather: it gathers updated weights beside those of
-            the next step; overlap_context: keys and values of shared documents travel in parts beside attention.
+            the next step.
         attention: backend of a run.
         reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
@@ -75,7 +71,6 @@ class PlanCosts:
     context_exchange: Literal["all_gather", "ring"] | None = None
     overlap_reduction: bool = True
     overlap_gather: bool = True
-    overlap_context: bool = True
     attention: str = "auto"
     reads_twins: bool = False
 
@@ -98,8 +93,6 @@ class PlanCosts:
         if self.measured is None:
             return unmeasured
         described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
-        if self.overlap_context and layout.cp > 1 and not self.measured.prices_context_parts:
-            described.append(_UNMEASURED_PARTS)
         described += unmeasured_coefficients(self.measured, layout, on_cpu=self._is_of_cpu)
         lacking = [name for name, is_wanted in self._overlaps.items() if is_wanted and not getattr(self.measured, name)]
         if lacking and layout.world_size > layout.pp:
@@ -112,7 +105,7 @@ class PlanCosts:
     @property
     def _overlaps(self) -> dict[str, bool]:
         """Fields of costs, and whether a run has that overlap."""
-        wanted = (self.overlap_reduction, self.overlap_gather, self.overlap_context)
+        wanted = (self.overlap_reduction, self.overlap_gather)
         return dict(zip(BESIDE, wanted, strict=True))
 
     @property
@@ -299,7 +292,6 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
             "context_exchange": run.parallel.cp_exchange,
             "overlap_reduction": run.train.overlap_reduction,
             "overlap_gather": run.train.overlap_gather,
-            "overlap_context": run.parts_beside_attention,
             "reads_twins": reads_twins,
         }
     if cost_file is None:

@@ -365,8 +365,7 @@ def _show_start(
         console.print(summed, soft_wrap=True)
         console.print(gather_line(copies, costs.gather_beside), soft_wrap=True)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
-    exchange, is_priced = config.parallel.cp_exchange, costs.prices_context_parts
-    if travelling := context_line(largest_group, exchange, costs.context_beside, is_priced=is_priced):
+    if travelling := context_line(largest_group, config.parallel.cp_exchange):
         console.print(travelling, soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)

@@ -164,7 +164,6 @@ def run_coefficients(
         context_exchange=config.parallel.cp_exchange,
         reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.train.overlap_reduction else None,
         gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.train.overlap_gather else None,
-        context_beside=_beside(trainer, "context", found.context_beside) if config.parts_beside_attention else None,
     )
 
 
@@ -172,7 +171,7 @@ def _beside(trainer: Trainer, what: Transferred, known: BesideCompute | None) ->
     """What these transfers and packs cost each other: measured where costs do not say it, as those of a layout in which
     nothing was summed, or of a run without overlap. Collective there."""
     meshes = trainer.meshes
-    if known is not None or not (meshes.share_documents if what == "context" else meshes.sum_gradients):
+    if known is not None or not meshes.sum_gradients:
         return known
     return measured_beside(meshes, what) or BesideCompute()
 

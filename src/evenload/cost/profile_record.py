@@ -142,7 +142,6 @@ def digest_of(coefficients: msgspec.Struct) -> str:
         "context_exchange",
         "reduction_beside",
         "gather_beside",
-        "context_beside",
         "copies",
     ):
         tree.pop(of_run, None)

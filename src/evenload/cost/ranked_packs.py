@@ -12,12 +12,10 @@ Who computes which rows says `stepplan.ranked_packs`. O(ranges + packs · ranks 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.context_waiting import ContextWork, beside_seconds, context_parts, waiting_seconds
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
@@ -79,51 +77,8 @@ def rank_seconds(
 
 def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> NDArray[np.float64]:
     """Of `rank_seconds` what keys and values of shared documents cost; float64[packs of `ranked.rows`, P]."""
-    work = _context_work(costs, ranked, direction)
-    parts = np.repeat(_parts(costs, ranked, direction, work), ranked.num_ranks())
-    return waiting_seconds(costs.coefficients, direction, parts, work)
-
-
-class TravellingParts(NamedTuple):
-    """How keys and values of packs travel.
-
-    Args:
-        parts: int64[num_packs], in so many each, by the mean over its ranks.
-        beside_s, hidden_s: float64[num_packs, P], as `context_waiting.beside_seconds`, means over its ranks.
-    """
-
-    parts: NDArray[np.int64]
-    beside_s: NDArray[np.float64]
-    hidden_s: NDArray[np.float64]
-
-
-def travelling_parts(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> TravellingParts:
-    """Of all packs of a replica in one direction."""
-    if costs.most_context_parts == 1 or (ranked.num_ranks() == 1).all():
-        nothing_s = np.zeros((len(ranked.whole_tokens), costs.layout.num_stages))
-        return TravellingParts(np.ones(len(ranked.whole_tokens), np.int64), nothing_s, nothing_s)
-    work = _context_work(costs, ranked, direction)
-    parts = _parts(costs, ranked, direction, work)
-    found = beside_seconds(costs.coefficients, np.repeat(parts, ranked.num_ranks()), work)
-    return TravellingParts(parts, *map(ranked.mean, found))
-
-
-def _context_work(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> ContextWork:
-    """Of every rank of every pack."""
     ranks = ranked.num_ranks()
     whole_tokens, cut_tokens = np.repeat(ranked.whole_tokens, ranks), np.repeat(ranked.cut_tokens, ranks)
-    return costs.context_work(
+    return costs.waiting_seconds(
         ranked.rows, direction, np.repeat(ranks, ranks), whole_tokens, cut_tokens, ranked.is_local
     )
-
-
-def _parts(costs: PackCosts, ranked: RankedPacks, direction: Direction, work: ContextWork) -> NDArray[np.int64]:
-    first = ranked.first_rank[:-1]
-    of_packs = work._replace(
-        transfer_s=work.transfer_s[first],
-        latency_s=work.latency_s[first],
-        plain_s=work.plain_s[first],
-        local_s=ranked.mean(work.local_s),
-        all_s=ranked.mean(work.all_s),
-    )
-    return context_parts(costs.coefficients, direction, costs.most_context_parts, of_packs)

@@ -77,7 +77,7 @@ def _order_offences(plan: StepPlan, block: ReplicaBlock) -> Iterator[str]:
         # Larger blocks that hold this replica hold the whole block, so their order counts too.
         shared = [
             {
-                pack.index: (pack.slices, pack.sharding, pack.context_parts)
+                pack.index: (pack.slices, pack.sharding)
                 for pack in listed
                 if block_of(plan, dp_rank, pack).size >= block.size
             }

@@ -83,9 +83,6 @@ def _pack_offences(table: _Table, max_pack_tokens: int | None) -> Iterator[str]:
             yield f"{one} calls itself {pack.direction} pack {pack.index}"
         if not pack.slices:
             yield f"{one} is empty"
-        is_shared = any(piece.cp > 1 for piece in pack.slices)
-        if pack.context_parts != 1 and not (is_shared and pack.context_parts > 1):
-            yield f"{one} has keys and values in {pack.context_parts} parts, and {'a' if is_shared else 'no'} group"
         computed = pack.pad_to * len(pack.slices) if pack.pad_to else num_tokens
         if max_pack_tokens is not None and computed > max_pack_tokens:
             yield f"{one} has {computed} tokens, limit {max_pack_tokens}"

@@ -158,7 +158,6 @@ class SliceColumns:
         slices: PackSlices,
         cost_s: NDArray[np.float64],
         shardings: Sequence[PackSharding] = (),
-        context_parts: Sequence[int] = (),
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
@@ -166,11 +165,9 @@ class SliceColumns:
             slices: of `pack_slices`.
             cost_s: float64[num_packs].
             shardings: how several ranks share each pack; () = none is shared, or these are backward packs.
-            context_parts: of every pack (`MicroPack`); () = 1.
         """
         unshared: tuple[PackSharding, ...] = ("",) * self.num_packs
-        parts = context_parts or (1,) * self.num_packs
-        rows = zip(slices, self.pad_to.tolist(), shardings or unshared, parts, cost_s.tolist(), strict=True)
+        rows = zip(slices, self.pad_to.tolist(), shardings or unshared, cost_s.tolist(), strict=True)
         return tuple(
             MicroPack(
                 index=index,
@@ -178,10 +175,9 @@ class SliceColumns:
                 slices=pieces,
                 pad_to=pad_to,
                 sharding=sharding,
-                context_parts=of_pack,
                 cost_s=seconds,
             )
-            for index, (pieces, pad_to, sharding, of_pack, seconds) in enumerate(rows)
+            for index, (pieces, pad_to, sharding, seconds) in enumerate(rows)
         )
 
 

@@ -27,7 +27,6 @@ class MicroPack(Frozen):
         pad_to: every slice is padded to this many tokens (only `padded`; 0 = no padding).
         sharding: how a context-parallel group shares a forward pack; "" where none does, and in backward packs: a token
             runs backward on the rank on which it ran forward.
-        context_parts: in which keys and values that ranks share travel, each of some heads (`cost.context_waiting`).
         cost_s: predicted seconds on the slowest stage.
     """
 
@@ -36,7 +35,6 @@ class MicroPack(Frozen):
     slices: tuple[Slice, ...]
     pad_to: int = 0
     sharding: PackSharding = ""
-    context_parts: int = 1
     cost_s: float = 0.0
 
     @property

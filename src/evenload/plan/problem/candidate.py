@@ -33,8 +33,6 @@ class Candidate:
         schedule: name of the rule that ordered the packs.
         shardings: how ranks share each forward pack (`MicroPack.sharding`), whose slowest rank's seconds `tasks` has;
             None = not decided yet, and seconds are means over ranks (`plan.sharing.as_run`).
-        context_parts: of forward and of backward packs (`MicroPack.context_parts`); () = 1 each.
-        context_s: in which keys and values travel in parts, and of these while attention is computed, over all stages.
     """
 
     label: str
@@ -47,8 +45,6 @@ class Candidate:
     policy: NDArray[np.int8] | None = None
     schedule: str = ""
     shardings: tuple[PackSharding, ...] | None = None
-    context_parts: tuple[tuple[int, ...], ...] = ((), ())
-    context_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def makespan_s(self) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedPacks, rank_seconds, travelling_parts
+from evenload.cost.ranked_packs import RankedPacks, rank_seconds
 from evenload.cost.split_backward import gather_seconds, weight_seconds
 from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
@@ -117,8 +117,7 @@ def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> 
     of_forward, of_backward = (_phases(costs.layout.cp, side) for side in ranked)
     if of_forward.any() and costs.layout.pp > 1:
         actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
-    found = in_order(found, actions, problem.cap_bytes, tasks=tasks)
-    return with_parts(costs, found, *ranked)
+    return in_order(found, actions, problem.cap_bytes, tasks=tasks)
 
 
 def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, tuple[RankedPacks, RankedPacks] | None]:
@@ -130,19 +129,6 @@ def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, t
     forward_s = forward.slowest(rank_seconds(costs, forward, "forward", found.policy))
     tasks = with_slowest_backward(costs, replace(found.tasks, forward_s=forward_s), backward, found.policy)
     return tasks, (forward, backward)
-
-
-def with_parts(costs: PackCosts, found: Candidate, forward: RankedPacks, backward: RankedPacks) -> Candidate:
-    """The candidate with how keys and values of its packs travel."""
-    one, other = travelling_parts(costs, forward, "forward"), travelling_parts(costs, backward, "backward")
-    return replace(
-        found,
-        context_parts=(tuple(one.parts.tolist()), tuple(other.parts.tolist())),
-        context_s=(
-            float(one.beside_s.sum()) + float(other.beside_s.sum()),
-            float(one.hidden_s.sum()) + float(other.hidden_s.sum()),
-        ),
-    )
 
 
 def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:

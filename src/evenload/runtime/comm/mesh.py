@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, InvalidPlanError
-from evenload.runtime.comm.beside_times import BesideTimes
 from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups, rank_grid
 from evenload.runtime.comm.group_pool import GroupPool
 from evenload.runtime.comm.tensor_group import TensorGroup
@@ -287,7 +286,7 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
         data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
         lines=lines,
         channels=shared.channels,
-        context=create_context_groups(layout, rank, pool.take, shared.watch, BesideTimes(shared.device)),
+        context=create_context_groups(layout, rank, pool.take, shared.watch),
         tensor=tensor,
         tie=tie,
         watch=shared.watch,

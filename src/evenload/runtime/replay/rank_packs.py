@@ -132,13 +132,8 @@ class RankPacks:
         group = self._groups[shared.block]
         label = f"{pack.direction} pack {pack.index}"
         if self._exchange == "ring":
-            if pack.context_parts > 1:
-                raise InvalidPlanError(
-                    f"{label} is planned with keys and values in {pack.context_parts} parts, but they travel round the "
-                    "ranks, where nothing is divided; plan with parallel.cp_exchange = 'ring'"
-                )
             return RingAttention(shared, group, label)
-        return GatherAttention(shared, group, label, self._device, pack.context_parts)
+        return GatherAttention(shared, group, label, self._device)
 
     def _shared(self, pack: MicroPack) -> PackRows | None:
         return None if self._rows is None else self._rows.of_pack(pack)

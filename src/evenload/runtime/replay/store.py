@@ -214,17 +214,13 @@ class ActivationStore:
 
     def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
-        self.open_keys(doc_id, layer, keys, values)
-        for kept, rows in zip(self._buffers[doc_id].kept[layer], (keys, values), strict=True):
-            kept[start : start + rows.shape[0]] = rows
-
-    def open_keys(self, doc_id: int, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Make the buffers for K and V of all of a document's tokens, where there are none, like these [_, G, D]."""
         buffers = self._buffers_of(doc_id)
         if layer not in buffers.kept:
             all_k, all_v = (like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values))
             buffers.kept[layer] = all_k, all_v
             self._count_document(buffers, "keys_and_values", all_k.nbytes + all_v.nbytes)
+        for kept, rows in zip(buffers.kept[layer], (keys, values), strict=True):
+            kept[start : start + rows.shape[0]] = rows
 
     def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
@@ -287,10 +283,8 @@ class ActivationStore:
         grad_v: Tensor,
         start: int,
         stop: int,
-        heads: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        """Add a range's gradients of K and V `[first, stop)` of some key heads, and return the now final ones of
-        `[start, stop)`.
+        """Add a range's gradients of K and V `[first, stop)`, and return the now final ones of `[start, stop)`.
 
         Ranges of a document come last-first, so nothing after `start` will be added to again. A document
         whose backward is one range needs no accumulator.
@@ -305,9 +299,9 @@ class ActivationStore:
             buffers.grads[layer] = grad_k.new_zeros(shape, dtype=work), grad_k.new_zeros(shape, dtype=work)
             self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
         all_k, all_v = buffers.grads[layer]
-        all_k[first:stop, heads] += grad_k
-        all_v[first:stop, heads] += grad_v
-        return all_k[start:stop, heads], all_v[start:stop, heads]
+        all_k[first:stop] += grad_k
+        all_v[first:stop] += grad_v
+        return all_k[start:stop], all_v[start:stop]
 
     def defer_weights(self, pack: Hashable) -> WeightProducts:
         """Where the weight gradients of a backward pack wait until `add_deferred_weights`."""

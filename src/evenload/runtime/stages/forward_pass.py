@@ -51,9 +51,6 @@ def forward_losses(
     }
     for stage in stages.values():
         stage.begin_step(document_tokens)
-    for times in (group.times for group in mesh.context.values()):
-        if times is not None:
-            times.begin_step()
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
     # All ranks of a tensor-parallel group know the losses, and one reports them.
     reports = mesh.tp_rank == 0
