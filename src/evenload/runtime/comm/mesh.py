@@ -161,11 +161,6 @@ class Meshes:
         """In some layout several ranks hold the same weights."""
         return any(max(layout.data_sizes) > 1 for layout in self._by_layout)
 
-    @property
-    def share_documents(self) -> bool:
-        """In some layout several ranks may compute one document."""
-        return any(layout.dp * layout.cp > 1 for layout in self._by_layout)
-
     def of(self, layout: ParallelLayout) -> Mesh:
         """The mesh of a layout, whatever its generation; `InvalidPlanError` where the run has none."""
         found = self._by_layout.get(layout.arrangement)
