@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from evenload.bench.runs import QUIET_WAITED_SHARE
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients
 from evenload.cost.coverage import completed_between_layouts
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
@@ -46,9 +46,11 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
-def _beside(beside: BesideCompute | BesideHalves, *, keeps: str = "keep computing") -> str:
+def _beside(beside: BesideCompute) -> str:
     """What transfers and compute cost each other, after "they"."""
-    return f"last {beside.stretch:.2f} times as long as alone and {keeps} from {beside.slowdown:.0%} of that time"
+    return (
+        f"last {beside.stretch:.2f} times as long as alone and keep computing from {beside.slowdown:.0%} of that time"
+    )
 
 
 def reduction_line(copies: Collection[int], beside: BesideCompute | None) -> str:
@@ -76,46 +78,14 @@ def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
     return f"{over} unit by unit beside the next step's first packs, where gathers are taken to {_beside(beside)}"
 
 
-def context_line(largest_group: int, exchange: str, beside: BesideCompute | None, *, is_priced: bool) -> str:
+def context_line(largest_group: int, exchange: str) -> str:
     """How keys and values travel in a run whose largest group that may share documents has so many ranks; "" where no
-    ranks may.
-
-    Args:
-        is_priced: what several parts cost is known (`CostCoefficients.prices_context_parts`).
-    """
+    ranks may."""
     if largest_group == 1:
         return ""
     if exchange == "ring":
         return "keys and values of shared documents travel round the ranks, beside attention of those that are there"
-    whole = "keys and values of shared documents travel in one part"
-    if beside is None:
-        return f"{whole} (train.overlap_context = false)"
-    if not is_priced:
-        return f"{whole}: the costs do not say what several cost; train.recalibrate = true measures it"
-    if not beside.pays:
-        return f"{whole}: beside attention they {_beside(beside, keeps='keep it')}, as measured"
-    return (
-        "keys and values of shared documents travel in parts where that pays, beside attention of the parts before; "
-        f"they are taken to {_beside(beside, keeps='keep it')}"
-    )
-
-
-def halves_line(tp: int, beside: BesideHalves | None) -> str:
-    """Whether packs are computed in halves; "" without tensor parallelism."""
-    if tp == 1:
-        return ""
-    if beside is None:
-        return "tensor-parallel transfers: nothing hides them (train.overlap_tensor = false)"
-    if not beside.pays:
-        cost = _beside(beside)
-        return f"tensor-parallel transfers: nothing hides them, because beside compute they {cost}, as measured"
-    turns = f"{1e3 * beside.turns_s:.2f} ms"
-    if beside.host_turns_s:
-        turns += f", and {1e3 * beside.host_turns_s:.2f} ms of the host beside its device"
-    return (
-        "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
-        f"taken to {_beside(beside)}, and the turns of a layer to take {turns}"
-    )
+    return "keys and values of shared documents are gathered while attention of local ones is computed"
 
 
 def data_sheet_line(device: str) -> str:

@@ -27,14 +27,13 @@ from evenload.attention.backends import select_backend
 from evenload.calibrate.beside_timings import Transferred, measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
-from evenload.calibrate.halves_timings import measured_halves
 from evenload.cli.plan_inputs import cost_file_warnings
 from evenload.config.layouts import layouts_of, require_optimizer
 from evenload.config.planner import process_memory_bytes
 from evenload.config.sections import RunConfig, validation_data
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered, unmeasured_coefficients
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
@@ -222,8 +221,6 @@ def run_coefficients(
         context_exchange=config.parallel.cp_exchange,
         reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.train.overlap_reduction else None,
         gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.train.overlap_gather else None,
-        context_beside=_beside(trainer, "context", found.context_beside) if config.parts_beside_attention else None,
-        tensor_beside=_halves_beside(trainer, found),
     )
 
 
@@ -231,16 +228,9 @@ def _beside(trainer: Trainer, what: Transferred, known: BesideCompute | None) ->
     """What these transfers and packs cost each other: measured where costs do not say it, as those of a layout in which
     nothing was summed, or of a run without overlap. Collective there."""
     meshes = trainer.meshes
-    if known is not None or not (meshes.share_documents if what == "context" else meshes.sum_gradients):
+    if known is not None or not meshes.sum_gradients:
         return known
     return measured_beside(meshes, what) or BesideCompute()
-
-
-def _halves_beside(trainer: Trainer, found: CostCoefficients) -> BesideHalves | None:
-    """Of packs in halves, as configured; measured where the costs do not say, and on GPUs assumed."""
-    if trainer.mesh.layout.tp == 1 or not trainer.config.train.overlap_tensor:
-        return None
-    return found.tensor_beside or measured_halves(trainer.meshes) or BesideHalves()
 
 
 def _found_or_measured(
