@@ -85,7 +85,7 @@ ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, do
     const double home_s =
         (whole + cut) * pass.home_token_bytes / size / link.bandwidth_bytes_per_s + pass.home_hops * link.latency_s;
     const double latency_s = hops * link.latency_s;
-    const double plain_s = placed * table.copy_s_per_byte + home_s + pass.meeting_s;
+    const double plain_s = placed * table.copy_s_per_byte + home_s;
     return {moved / link.bandwidth_bytes_per_s + latency_s, latency_s, plain_s};
 }
 
@@ -170,7 +170,6 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
             }
         }
         features[2] = 1.0;
-        features[kMissing] = table.missing_share(features[0]);
         const ContextSeconds context =
             shared ? context_layer_s(table, pass, whole_tokens, cut_tokens, pack_ranks) : ContextSeconds{};
         const auto size = static_cast<double>(pack_ranks);

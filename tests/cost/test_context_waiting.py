@@ -10,9 +10,6 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import BesideCompute, CostCoefficients
 from evenload.cost.context_waiting import MOST_PARTS, ContextWork, context_parts, most_parts, waiting_seconds
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import rank_seconds
-from evenload.errors import ConfigError
-from evenload.stepplan.ranked_packs import ranked_packs
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
@@ -115,31 +112,3 @@ def test_a_pack_that_ranks_share_is_cheaper_in_parts() -> None:
         waits.append((costs.pack_seconds(packs, "forward") - costs.compute_seconds(packs, "forward"))[0, 0])
     moved_s = 3 * 64 * (2 * 4 * 4 * 2) * 0.75 / 1000.0  # layers, tokens, bytes of K and V a token
     assert waits == pytest.approx([moved_s, moved_s / 4])
-
-
-def test_every_layer_in_which_ranks_meet_takes_longer_by_one_constant() -> None:
-    """64 tokens over 2 ranks and 3 layers, 0.25 s each, also beside longer documents. A pack whose documents stay whole
-    on a rank has no meeting, nor has one of a single rank; costs that do not know the constant count nothing."""
-    link = LinkSpec(bandwidth_bytes_per_s=1e3, latency_s=1.0)
-    linked = sample_coefficients(intra_node=link, devices_per_node=8, context_hidden_share=0.0, attention_tile=8)
-    met = msgspec.structs.replace(linked, forward=msgspec.structs.replace(linked.forward, meeting_s=0.25))
-    costs, other = (
-        PackCosts(sample_model(num_heads=4, num_kv_heads=4), one, even_layout(3, cp=2)) for one in (met, linked)
-    )
-    shared = SliceColumns.from_ranges([[(0, 0, 64)], [(1, 0, 640)], [(2, 0, 16)]], cp=2)
-    more_s = costs.pack_seconds(shared, "forward") - other.pack_seconds(shared, "forward")
-    assert more_s[:, 0] == pytest.approx([0.75, 0.75, 0.0])
-    assert (costs.pack_seconds(shared, "backward") == other.pack_seconds(shared, "backward")).all()
-    # As planned, rank by rank.
-    ranked = ranked_packs(shared, shared, ("per_sequence", "per_document", (1,)), 2, prefix_travels=False)[0]
-    by_rank, before = (rank_seconds(one, ranked, "forward") for one in (costs, other))
-    assert (by_rank - before)[:, 0] == pytest.approx([0.75] * 4 + [0.0] * 2)
-    alone = PackCosts(sample_model(num_heads=4, num_kv_heads=4), met, even_layout(3))
-    own = SliceColumns.from_ranges([[(0, 0, 64)]], cp=1)
-    assert (alone.pack_seconds(own, "forward") == alone.compute_seconds(own, "forward")).all()
-
-
-@pytest.mark.parametrize("seconds", [-0.1, float("nan")])
-def test_a_meeting_takes_no_less_than_nothing(seconds) -> None:
-    with pytest.raises(ConfigError, match=r"forward.meeting_s is"):
-        sample_coefficients(forward=msgspec.structs.replace(sample_coefficients().forward, meeting_s=seconds))

@@ -20,7 +20,7 @@ from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.halves_timings import measured_halves
 from evenload.cli.cost_lines import cost_file_warnings
 from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
-from evenload.cost.coverage import missing_costs, require_covered, unmeasured_coefficients
+from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.membership import Membership
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
@@ -194,7 +194,6 @@ def _found_or_measured(
     if trainer.coefficients is not None and not is_anew:
         lacks = missing_costs(trainer.coefficients, mesh.layout)
         if not lacks:
-            _warn_of(trainer.coefficients, mesh, "the costs in the checkpoint", console)
             return trainer.coefficients
         console.print(
             f"the costs in the checkpoint do not cover layout {mesh.layout.describe()} ({', '.join(lacks)}): costs of "
@@ -212,7 +211,6 @@ def _found_or_measured(
             require_covered(found[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
             for line in cost_file_warnings(found[0], configured, name):
                 console.print(f"evenload: warning: {line}", soft_wrap=True, markup=False)
-            _warn_of(found[0], mesh, f"train.cost_file {configured}", console)
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or trainer.config.data.max_document_tokens
@@ -241,12 +239,6 @@ def _found_or_measured(
                 soft_wrap=True,
             )
     return measured.coefficients
-
-
-def _warn_of(costs: CostCoefficients, mesh: Mesh, origin: str, console: Console) -> None:
-    """Say what costs of an older version do not say of the layout that runs."""
-    for line in unmeasured_coefficients(costs, mesh.layout, on_cpu=mesh.device.type == "cpu"):
-        console.print(f"evenload: warning: {origin}: {line}", soft_wrap=True, markup=False)
 
 
 def what_is_timed(config: TrainConfig) -> str:
