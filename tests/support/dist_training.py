@@ -30,7 +30,6 @@ COSTS = CostCoefficients(
     intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     devices_per_node=64,
-    small_pack_tokens=0,
     reduction_beside=BesideCompute(),
     gather_beside=BesideCompute(),
 )

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from evenload.calibrate.assemble import RankMeasurement, coefficients_of, knee_of, most_disturbed, pass_timings
+from evenload.calibrate.assemble import RankMeasurement, coefficients_of, most_disturbed, pass_timings
 from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.calibrate.fit import LeftOut, left_out
@@ -203,9 +203,9 @@ def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, L
     """The tile whose fits are least off on packs that were left out, and those fits' answers."""
     tried = {}
     for tile in TILES:
-        fits, small_pack_tokens = {}, knee_of(ranks, tile)
+        fits = {}
         for direction in DIRECTIONS:
-            features, seconds, samples = pass_timings(ranks, direction, tile, small_pack_tokens)
+            features, seconds, samples = pass_timings(ranks, direction, tile)
             fits[direction] = left_out(features, seconds, [sample.ranges for sample in samples])
         tried[tile] = fits
     size = {tile: sum(fit.error.median + fit.error.p90 for fit in fits.values()) for tile, fits in tried.items()}

@@ -26,7 +26,6 @@ from evenload.cost.coverage import (
     completed_from_cluster,
     in_measured_precision,
     require_measured_on,
-    unmeasured_coefficients,
 )
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.engines.catalog import engine_named
@@ -94,7 +93,6 @@ class PlanCosts:
         if self.measured is None:
             return unmeasured
         described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
-        described += unmeasured_coefficients(self.measured, layout, on_cpu=self._is_of_cpu)
         lacking = [name for name, is_wanted in self._overlaps.items() if is_wanted and not getattr(self.measured, name)]
         if lacking and layout.world_size > layout.pp:
             taken = "they hide nothing" if self._assumed is None else "data-sheet assumptions are taken"

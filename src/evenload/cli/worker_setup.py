@@ -34,7 +34,7 @@ from evenload.config.sections import RunConfig, validation_data
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import BesideCompute, CostCoefficients, read_coefficients
-from evenload.cost.coverage import missing_costs, require_covered, unmeasured_coefficients
+from evenload.cost.coverage import missing_costs, require_covered
 from evenload.data.config import mixture_configs
 from evenload.data.reading.part_files import open_part
 from evenload.errors import ConfigError
@@ -241,7 +241,6 @@ def _found_or_measured(
     if trainer.coefficients is not None and not is_anew:
         lacks = missing_costs(trainer.coefficients, mesh.layout)
         if not lacks:
-            _warn_of(trainer.coefficients, mesh, "the costs in the checkpoint", console)
             return trainer.coefficients
         console.print(
             f"the costs in the checkpoint do not cover layout {mesh.layout.describe()} ({', '.join(lacks)}): costs of "
@@ -259,7 +258,6 @@ def _found_or_measured(
             require_covered(found[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
             for line in cost_file_warnings(found[0], configured, name):
                 console.print(f"evenload: warning: {line}", soft_wrap=True, markup=False)
-            _warn_of(found[0], mesh, f"train.cost_file {configured}", console)
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or trainer.config.data.max_document_tokens
@@ -288,12 +286,6 @@ def _found_or_measured(
                 soft_wrap=True,
             )
     return measured.coefficients
-
-
-def _warn_of(costs: CostCoefficients, mesh: Mesh, origin: str, console: Console) -> None:
-    """Say what costs of an older version do not say of the layout that runs."""
-    for line in unmeasured_coefficients(costs, mesh.layout, on_cpu=mesh.device.type == "cpu"):
-        console.print(f"evenload: warning: {origin}: {line}", soft_wrap=True, markup=False)
 
 
 def what_is_timed(config: TrainConfig) -> str:

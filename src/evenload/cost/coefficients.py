@@ -5,10 +5,9 @@ planners and the simulator never know where a number came from. A file of it is 
 in which measurements return to planning; it says what it was measured on (`cost.coverage` compares that with what is
 planned), and what was not measured is absent rather than free.
 
-Time of a pack on one layer is linear in six features of the pack:
+Time of a pack on one layer is linear in five features of the pack:
 
     linear_s_per_token · tokens + attention_s_per_pair · pairs + prefix_s_per_token · prefix + slice_s · slices + pack_s
-        + small_pack_s · max(0, 1 - tokens / small_pack_tokens)
 
 `prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys a slice reads and,
 in backward, gradients of K and V it adds to. Finer cuts pay it again and again, which bounds how fine is worth it.
@@ -19,10 +18,6 @@ and b, and beside them the kernel's own rates by rows and keys.
 `pack_s` carries the inefficiency of small matrix products. A product over n tokens that reaches the share
 n / (n + n_half) of its best speed takes `c·n / (n / (n + n_half)) = c·n + c·n_half`: the loss is exactly an
 additive constant per pack, so it needs no non-linear term and sums stay sums.
-
-`small_pack_s` is for packs of so few tokens that it takes longer to read weights, and in backward to read and write
-their gradients, than to compute with them: as long whatever the tokens, so the line has a knee. Where that lies
-(`small_pack_tokens`) is measured with it; data sheets do not say.
 
 A device that its host only queues work for is never ahead of its host, which needs a pack's kernels queued one by one:
 
@@ -65,12 +60,8 @@ class PassCoefficients(Frozen):
         prefix_s_per_token: one token of the prefix of a slice, on top of its pairs.
         slice_s: constant of every slice (document piece) in a pack.
         pack_s: constant of every pack: kernel launches and the n/(n+n_half) loss of matrix products.
-        small_pack_s: what a pack of next to no tokens takes beyond that; less with every token, and nothing from
-            `CostCoefficients.small_pack_tokens` on.
         host_slice_s, host_pack_s: until the host has queued a slice's, and a pack's, part of this layer on the device;
             0 where the device is the host, and where it was not measured apart.
-        meeting_s: constant of a layer in which ranks that share a pack meet, beyond their rows and transfers: they wait
-            for each other (`cost.group_comm`); None = not known, and nothing is counted.
     """
 
     linear_s_per_token: float
@@ -78,10 +69,8 @@ class PassCoefficients(Frozen):
     prefix_s_per_token: float = 0.0
     slice_s: float = 0.0
     pack_s: float = 0.0
-    small_pack_s: float = 0.0
     host_slice_s: float = 0.0
     host_pack_s: float = 0.0
-    meeting_s: float | None = None
 
 
 class BesideCompute(Frozen):
@@ -133,8 +122,6 @@ class CostCoefficients(Frozen):
         peak_flops_per_s: of one device; MFU is a share of it.
         forward, backward: seconds per layer.
         attention_tile: query rows of one attention block; an incomplete block costs a whole one. 1 = no tiles.
-        small_pack_tokens: packs of fewer tokens on a rank take some `small_pack_s` of either direction; 0 = none do;
-            None = not known, and nothing is counted.
         embedding_s_per_token: on the first stage, once in forward and once in backward.
         head_s_per_token, head_pack_s: final norm, logits, loss and their gradient. Charged to the LAST STAGE'S
             BACKWARD, because that is where the runtime computes them.
@@ -175,7 +162,6 @@ class CostCoefficients(Frozen):
     forward: PassCoefficients
     backward: PassCoefficients
     attention_tile: int = 1
-    small_pack_tokens: int | None = None
     embedding_s_per_token: float = 0.0
     head_s_per_token: float = 0.0
     head_pack_s: float = 0.0
@@ -217,10 +203,6 @@ class CostCoefficients(Frozen):
         if self.attention_tile < 1:
             raise ConfigError(
                 f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
-            )
-        if self.small_pack_tokens is not None and self.small_pack_tokens < 0:
-            raise ConfigError(
-                f"cost coefficients of {self.device}: small_pack_tokens is {self.small_pack_tokens}, must be >= 0"
             )
         if self.nics_per_node is not None and self.nics_per_node < 1:
             raise ConfigError(

@@ -13,10 +13,6 @@ in backward. K and V are gathered in backward again only of documents that are n
 them. What arrives is put in its place, which costs copies (`copy_s_per_byte`) that nothing hides. Transfers hide behind
 `context_hidden_share` (default 0.8) of the attention of *local* documents, those that lie whole on one rank.
 
-Ranks that meet in a layer for these transfers take `meeting_s` longer for it than rows and transfers by themselves:
-each of them is late at times, who waited has to be woken, and launches come on top. It is a constant of a layer and
-direction, whatever the pack holds (docs/decisions/0056-meetings.md).
-
 A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 transfers of 1/n each, and
 in backward their gradients in n, the last of which brings them home and hides behind nothing. The others hide behind
 local attention and behind that of the rounds but the last, (n - 1)/n of it. A slice's transfers carry its document's
@@ -62,7 +58,7 @@ class ContextSeconds(NamedTuple):
 
     Args:
         transfer_s: transfers that attention may hide.
-        plain_s: copies, transfers that nothing hides, and what a layer takes longer because ranks meet in it.
+        plain_s: copies, and transfers that nothing hides.
     """
 
     transfer_s: NDArray[np.float64]
@@ -116,7 +112,6 @@ def context_seconds(
     """
     whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
-    meeting_s = coefficients.of_pass(direction).meeting_s or 0.0
     found = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)))
     tokens = whole_tokens + cut_tokens
     for size in np.unique(ranks[tokens > 0]).tolist():
@@ -129,7 +124,7 @@ def context_seconds(
         found.transfer_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
         placed = from_whole * whole.placed_bytes + from_cut * cut.placed_bytes
         home_s = tokens[of_size] * home_bytes / size / link.bandwidth_bytes_per_s + home_hops * link.latency_s
-        found.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s + meeting_s
+        found.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
     return found
 
 
