@@ -178,7 +178,7 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3, num_ranks=4)
     by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
     live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
-    config = run_config(sums=False, gathers=False, parts=False)
+    config = run_config(sums=False, gathers=False)
     trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2, layout=even_layout(2)), config=config)
 
     def found(saved: CopySpec | None) -> CopySpec | None:

@@ -134,7 +134,8 @@ class CostCoefficients(Frozen):
         nics_per_node: adapters of a node, of which `inter_node` is one; None = `inter_node` is what a group gets in
             all, as measured.
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
-        tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
+        tensor_exposed_share: of the bytes of a tensor-parallel group's transfers, what does not hide behind matrix
+            products; 0 = layers were measured with all of their transfers.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
         weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Less than
             half where elementwise work, which stays in I, is a part of these seconds; None = not measured, and half is

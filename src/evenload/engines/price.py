@@ -126,6 +126,8 @@ def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
     """The cost model with what the engine hides of transfers, and how far it has to sum."""
     found = costs.coefficients
     changes: dict[str, object] = {}
+    if found.source == "analytic":
+        changes["tensor_exposed_share"] = 1.0  # as without userbuffers or asynchronous tensor parallelism
     if not profile.timing.sums_beside:
         changes["reduction_beside"] = None
     if profile.weights_in(costs.layout) != "pass":
