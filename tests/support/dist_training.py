@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.config.run_layouts import layouts_of
 from evenload.runtime.config.train_config import load_train_config
@@ -30,8 +30,7 @@ COSTS = CostCoefficients(
     intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     devices_per_node=64,
-    reduction_beside=BesideCompute(),
-    gather_beside=BesideCompute(),
+    overlap=OverlapCost(),
 )
 
 

@@ -16,7 +16,7 @@ from evenload.cli.option_values import parse_layout
 from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
 from evenload.cli.this_machine import NAME, cost_file_of, this_machine
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import BESIDE, BesideCompute, BesideHalves, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
 from evenload.cost.coverage import (
     completed_from_cluster,
     in_measured_precision,
@@ -41,10 +41,6 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
-_UNMEASURED_PARTS = (
-    "what several parts cost in which keys and values of shared documents travel was not measured: they travel in one; "
-    "evenload profile and train.recalibrate = true measure it"
-)
 _UNMEASURED_SWITCHES = (
     "what a change of the layout takes was not measured: it is priced as if links carried all that moves; the run "
     "copies it in the machine's memory and measures that at its start; --cost RUN/checkpoints/step-.../cost.json has "
@@ -61,9 +57,8 @@ class PlanCosts:
         measured: from a cost file; None = from the cluster's data sheet.
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
-        overlap_reduction: a run sums gradients beside packs; overlap_gather: it gathers updated weights beside those of
-            the next step; overlap_context: keys and values of shared documents travel in parts beside attention;
-            overlap_tensor: it computes packs in halves where that hides tensor-parallel transfers.
+        overlap_reduction: a run reduces gradients beside packs; overlap_gather: it gathers updated weights beside those
+            of the next step.
         attention: backend of a run.
         reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
@@ -75,8 +70,6 @@ class PlanCosts:
     context_exchange: Literal["all_gather", "ring"] | None = None
     overlap_reduction: bool = True
     overlap_gather: bool = True
-    overlap_context: bool = True
-    overlap_tensor: bool = True
     attention: str = "auto"
     reads_twins: bool = False
 
@@ -85,12 +78,12 @@ class PlanCosts:
         found = analytic_coefficients(self.model, self.cluster, layout, self.attention)  # also checks the layout
         if self.measured is not None:
             found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
-        beside: dict[str, BesideCompute | None] = {
-            name: (getattr(found, name) or self._assumed(name)) if is_wanted else None
-            for name, is_wanted in self._overlaps.items()
-        }
         return msgspec.structs.replace(
-            found, **beside, context_exchange=self.context_exchange or found.context_exchange
+            found,
+            overlap=found.overlap or self._assumed_overlap,
+            overlap_reduction=self.overlap_reduction,
+            overlap_gather=self.overlap_gather,
+            context_exchange=self.context_exchange or found.context_exchange,
         )
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
@@ -99,27 +92,16 @@ class PlanCosts:
         if self.measured is None:
             return unmeasured
         described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
-        if self.overlap_context and layout.cp > 1 and not self.measured.prices_context_parts:
-            described.append(_UNMEASURED_PARTS)
-        lacking = [name for name, is_wanted in self._overlaps.items() if is_wanted and not getattr(self.measured, name)]
-        if lacking and layout.world_size > layout.pp:
-            taken = "they hide nothing" if self._assumed(lacking[0]) is None else "data-sheet assumptions are taken"
-            described.append(
-                f"{', '.join(lacking)}: what transfers and compute cost each other was not measured; {taken}"
-            )
+        is_wanted = self.overlap_reduction or self.overlap_gather
+        if is_wanted and self.measured.overlap is None and max(layout.data_sizes) > 1:
+            taken = "nothing is hidden" if self._assumed_overlap is None else "a GPU's is assumed"
+            described.append(f"how much collectives and compute slow each other was not measured; {taken}")
         return (*filter(None, described), *self._completions(layout), *unmeasured)
 
     @property
-    def _overlaps(self) -> dict[str, bool]:
-        """Fields of costs, and whether a run has that overlap."""
-        wanted = (self.overlap_reduction, self.overlap_gather, self.overlap_context, self.overlap_tensor)
-        return dict(zip(BESIDE, wanted, strict=True))
-
-    def _assumed(self, name: str) -> BesideCompute | None:
-        """What is taken where it was not measured: on a CPU, whose cores move the bytes, that nothing hides."""
-        if self._is_of_cpu:
-            return None
-        return BesideHalves() if name == "tensor_beside" else BesideCompute()
+    def _assumed_overlap(self) -> OverlapCost | None:
+        """Taken where it was not measured: on a CPU, whose cores move the bytes, that nothing hides."""
+        return None if self._is_of_cpu else OverlapCost()
 
     @property
     def _is_of_cpu(self) -> bool:
@@ -300,8 +282,6 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
             "context_exchange": run.parallel.cp_exchange,
             "overlap_reduction": run.train.overlap_reduction,
             "overlap_gather": run.train.overlap_gather,
-            "overlap_context": run.parts_beside_attention,
-            "overlap_tensor": run.train.overlap_tensor,
             "reads_twins": reads_twins,
         }
     if cost_file is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from evenload.bench.runs import QUIET_WAITED_SHARE
-from evenload.cost.coefficients import BesideCompute, BesideHalves
+from evenload.cost.coefficients import OverlapCost
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
@@ -31,76 +31,51 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
-def _beside(beside: BesideCompute | BesideHalves, *, keeps: str = "keep computing") -> str:
-    """What transfers and compute cost each other, after "they"."""
-    return f"last {beside.stretch:.2f} times as long as alone and {keeps} from {beside.slowdown:.0%} of that time"
+def reduction_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
+    """Say when gradients are reduced, over so many ranks in each layout of the run; "" where each rank has its weights
+    alone in all of them.
 
-
-def reduction_line(copies: Collection[int], beside: BesideCompute | None) -> str:
-    """When gradients are summed, over so many ranks in each layout of the run; "" where each rank has its weights alone
-    in all of them."""
+    Args:
+        overlap: None = none is configured.
+    """
     if max(copies) == 1:
         return ""
-    over = f"gradients are summed over {_over(copies)}"
-    if beside is None:
+    over = f"gradients are reduced over {_over(copies)}"
+    if overlap is None:
         return f"{over} after the last backward (train.overlap_reduction = false)"
-    if not beside.pays:
-        return f"{over} after the last backward: beside it sums {_beside(beside)}, as measured"
-    return f"{over} unit by unit beside the last backward, where sums are taken to {_beside(beside)}"
+    if not overlap.pays:
+        return f"{over} after the last backward: beside it they {_slowdowns(overlap)}, as measured"
+    return f"{over} unit by unit beside the last backward, where they are taken to {_slowdowns(overlap)}"
 
 
-def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
-    """When updated weights are gathered; arguments and answer as `reduction_line`."""
+def gather_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
+    """Say when updated weights are gathered; arguments and result as `reduction_line`."""
     if max(copies) == 1:
         return ""
     over = f"updated weights are gathered from {_over(copies)}"
-    if beside is None:
+    if overlap is None:
         return f"{over} before the next step (train.overlap_gather = false)"
-    if not beside.pays:
-        return f"{over} before the next step: beside its packs gathers {_beside(beside)}, as measured"
-    return f"{over} unit by unit beside the next step's first packs, where gathers are taken to {_beside(beside)}"
+    if not overlap.pays:
+        return f"{over} before the next step: beside its packs they {_slowdowns(overlap)}, as measured"
+    return f"{over} unit by unit beside the next step's first packs, where they are taken to {_slowdowns(overlap)}"
 
 
-def context_line(largest_group: int, exchange: str, beside: BesideCompute | None, *, is_priced: bool) -> str:
-    """How keys and values travel in a run whose largest group that may share documents has so many ranks; "" where no
-    ranks may.
+def _slowdowns(overlap: OverlapCost) -> str:
+    """What collectives and compute cost each other, after "they"."""
+    return (
+        f"last {overlap.communication_slowdown:.2f} times as long as alone and keep computing from "
+        f"{overlap.compute_slowdown:.0%} of that time"
+    )
 
-    Args:
-        is_priced: what several parts cost is known (`CostCoefficients.prices_context_parts`).
-    """
+
+def context_line(largest_group: int, exchange: str) -> str:
+    """Say how keys and values travel in a run whose largest group that may share documents has so many ranks; "" where
+    no ranks may."""
     if largest_group == 1:
         return ""
     if exchange == "ring":
         return "keys and values of shared documents travel round the ranks, beside attention of those that are there"
-    whole = "keys and values of shared documents travel in one part"
-    if beside is None:
-        return f"{whole} (train.overlap_context = false)"
-    if not is_priced:
-        return f"{whole}: the costs do not say what several cost; train.recalibrate = true measures it"
-    if not beside.pays:
-        return f"{whole}: beside attention they {_beside(beside, keeps='keep it')}, as measured"
-    return (
-        "keys and values of shared documents travel in parts where that pays, beside attention of the parts before; "
-        f"they are taken to {_beside(beside, keeps='keep it')}"
-    )
-
-
-def halves_line(tp: int, beside: BesideHalves | None) -> str:
-    """Whether packs are computed in halves; "" without tensor parallelism."""
-    if tp == 1:
-        return ""
-    if beside is None:
-        return "tensor-parallel transfers: nothing hides them (train.overlap_tensor = false)"
-    if not beside.pays:
-        cost = _beside(beside)
-        return f"tensor-parallel transfers: nothing hides them, because beside compute they {cost}, as measured"
-    turns = f"{1e3 * beside.turns_s:.2f} ms"
-    if beside.host_turns_s:
-        turns += f", and {1e3 * beside.host_turns_s:.2f} ms of the host beside its device"
-    return (
-        "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
-        f"taken to {_beside(beside)}, and the turns of a layer to take {turns}"
-    )
+    return "keys and values of shared documents are gathered behind attention of local ones"
 
 
 def data_sheet_line(device: str) -> str:

@@ -21,7 +21,6 @@ from evenload.cli.run_lines import (
     data_sheet_line,
     first_plan_line,
     gather_line,
-    halves_line,
     interval_line,
     prediction_line,
     reduction_line,
@@ -362,15 +361,12 @@ def _show_start(
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     copies = [max(one.data_sizes) for one in trainer.meshes.layouts]
-    if summed := reduction_line(copies, costs.reduction_beside):
-        console.print(summed, soft_wrap=True)
-        console.print(gather_line(copies, costs.gather_beside), soft_wrap=True)
+    if reduced := reduction_line(copies, costs.overlap if costs.overlap_reduction else None):
+        console.print(reduced, soft_wrap=True)
+        console.print(gather_line(copies, costs.overlap if costs.overlap_gather else None), soft_wrap=True)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
-    exchange, is_priced = config.parallel.cp_exchange, costs.prices_context_parts
-    if travelling := context_line(largest_group, exchange, costs.context_beside, is_priced=is_priced):
+    if travelling := context_line(largest_group, config.parallel.cp_exchange):
         console.print(travelling, soft_wrap=True)
-    if halves := halves_line(layout.tp, costs.tensor_beside):
-        console.print(halves, soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):

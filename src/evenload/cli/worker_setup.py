@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from evenload.calibrate.beside_timings import Transferred, measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
-from evenload.calibrate.halves_timings import measured_halves
+from evenload.calibrate.overlap import measured_overlap
 from evenload.cli.cost_lines import cost_file_warnings
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.runtime.comm.membership import Membership
@@ -163,27 +162,21 @@ def run_coefficients(
     return msgspec.structs.replace(
         found,
         context_exchange=config.parallel.cp_exchange,
-        reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.train.overlap_reduction else None,
-        gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.train.overlap_gather else None,
-        context_beside=_beside(trainer, "context", found.context_beside) if config.parts_beside_attention else None,
-        tensor_beside=_halves_beside(trainer, found),
+        overlap=_overlap(trainer, found.overlap),
+        overlap_reduction=config.train.overlap_reduction,
+        overlap_gather=config.train.overlap_gather,
+        context_beside=None,
+        tensor_beside=None,
     )
 
 
-def _beside(trainer: Trainer, what: Transferred, known: BesideCompute | None) -> BesideCompute | None:
-    """What these transfers and packs cost each other: measured where costs do not say it, as those of a layout in which
-    nothing was summed, or of a run without overlap. Collective there."""
-    meshes = trainer.meshes
-    if known is not None or not (meshes.share_documents if what == "context" else meshes.sum_gradients):
+def _overlap(trainer: Trainer, known: OverlapCost | None) -> OverlapCost | None:
+    """Return how collectives and compute slow each other: measured where costs do not say it, as those of a layout in
+    which nothing was reduced; assumed on a GPU. Collective there."""
+    train, meshes = trainer.config.train, trainer.meshes
+    if known is not None or not meshes.sum_gradients or not (train.overlap_reduction or train.overlap_gather):
         return known
-    return measured_beside(meshes, what) or BesideCompute()
-
-
-def _halves_beside(trainer: Trainer, found: CostCoefficients) -> BesideHalves | None:
-    """Of packs in halves, as configured; measured where the costs do not say, and on GPUs assumed."""
-    if trainer.mesh.layout.tp == 1 or not trainer.config.train.overlap_tensor:
-        return None
-    return found.tensor_beside or measured_halves(trainer.meshes) or BesideHalves()
+    return measured_overlap(meshes) or OverlapCost()
 
 
 def _found_or_measured(

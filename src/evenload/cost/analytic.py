@@ -18,7 +18,7 @@ strategies are trustworthy, absolute seconds need calibration.
 """
 
 from evenload.cost.activation import kv_gradient_bytes_per_token
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, OverlapCost, PassCoefficients
 from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, backward_linear_ratio
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
@@ -101,8 +101,7 @@ def analytic_coefficients(
         p2p_latency_s=p2p.latency_s,
         reduce_bandwidth_bytes_per_s=reduce.bandwidth_bytes_per_s,
         reduce_latency_s=reduce.latency_s,
-        reduction_beside=BesideCompute(),
-        gather_beside=BesideCompute(),
+        overlap=OverlapCost(),
         context_beside=BesideCompute(),
         tensor_beside=BesideHalves(),
         intra_node=cluster.intra_node,
