@@ -24,8 +24,8 @@ from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.evaluate import evaluate_engine
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import require_heads
+from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.evaluate import planned_steps
-from evenload.explore.sampled_batches import BatchRule, SampledBatch
 from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions

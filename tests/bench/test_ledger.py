@@ -9,12 +9,12 @@ import pytest
 from bench_samples import batch_run, ledger_row, result_of, runs
 from cost_samples import sample_coefficients
 from evenload.bench.runs import BenchInputs, BenchResult, MachineLoad, option_tables_of, recorded_batch
+from evenload.config.keys import plan_options
 from evenload.cost.host_memory import HostMemory
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.wlb import WlbOptions
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 from ledger import (
     COLUMNS,

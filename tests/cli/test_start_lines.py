@@ -61,7 +61,7 @@ def test_a_run_says_when_weights_are_gathered():
 
 def test_a_run_says_how_keys_and_values_travel():
     assert context_line(1, "all_gather") == ""
-    assert "gathered behind attention of local ones" in context_line(2, "all_gather")
+    assert "gathered while attention of local ones" in context_line(2, "all_gather")
     assert "round the ranks" in context_line(2, "ring")
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from dist_training import COSTS
 from evenload.cli import worker_setup
-from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_device_line
 from evenload.cli.main import main
+from evenload.cli.plan_inputs import cost_file_warnings, measured_line, other_device_line
 from evenload.cost.coefficients import OverlapCost, read_coefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
 from evenload.cost.measured_on import Disturbance, MeasuredOn

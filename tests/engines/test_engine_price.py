@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.cost.coefficients import OverlapCost
 from evenload.engines.catalog import ENGINES
 from evenload.engines.pass_transfers import beside_seconds
@@ -14,7 +15,6 @@ from evenload.engines.price import engine_costs, engine_price
 from evenload.engines.profile import EngineProfile, EngineTiming
 from evenload.engines.projection import StepShape
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
+from evenload.config.layouts import layouts_of
+from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer

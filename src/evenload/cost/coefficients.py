@@ -27,7 +27,6 @@ A pack on a stage takes the longer of the two. Where both were measured (`calibr
 host's seconds; data sheets have none and put launches into `pack_s`, on top of the device's, which is never less.
 """
 
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -60,8 +59,6 @@ class PassCoefficients(Frozen):
         pack_s: constant of every pack: kernel launches and the n/(n+n_half) loss of matrix products.
         host_slice_s, host_pack_s: until the host has queued a slice's, and a pack's, part of this layer on the device;
             0 where the device is the host, and where it was not measured apart.
-        context_part_s: constant of every part but the first in which keys and values of a shared pack travel: its
-            launches, and what attention of fewer heads loses; None = not known, and they travel in one part.
     """
 
     linear_s_per_token: float
@@ -71,7 +68,6 @@ class PassCoefficients(Frozen):
     pack_s: float = 0.0
     host_slice_s: float = 0.0
     host_pack_s: float = 0.0
-    context_part_s: float | None = None
 
 
 class OverlapCost(Frozen):
@@ -103,67 +99,6 @@ class OverlapCost(Frozen):
         return self.communication_slowdown * self.compute_slowdown < 1
 
 
-class BesideCompute(Frozen):
-    """Sums of gradients, gathers of weights, or of keys and values, that run while packs are computed: what each costs
-    the other.
-
-    Args:
-        stretch: seconds of a transfer beside compute over its seconds alone.
-        slowdown: seconds that compute loses in each of them, 0..1. Where cores that compute move the bytes it is near
-            1, and nothing is gained; the default is for devices that copy beside their kernels, and not measured.
-    """
-
-    stretch: float = 1.0
-    slowdown: float = 0.2
-
-    def __post_init__(self) -> None:
-        if not self.stretch > 0:
-            raise ConfigError(f"stretch of transfers beside compute is {self.stretch}, must be above 0")
-        if not 0 <= self.slowdown <= 1:
-            raise ConfigError(f"slowdown by transfers beside compute is {self.slowdown}, must be in 0..1")
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """All of what was measured, in the order of the fields."""
-        return msgspec.structs.astuple(self)
-
-    @property
-    def pays(self) -> bool:
-        """A transfer keeps less from computing than it takes alone; else it had better not run beside it."""
-        return self.stretch * self.slowdown < 1
-
-    @property
-    def gained_share(self) -> float:
-        """Of the seconds of a sum alone, what a step saves by running it beside compute; below 0 where it loses."""
-        return 1 - self.stretch * self.slowdown
-
-    @property
-    def computed_share(self) -> float:
-        """Seconds of compute that go on beside a sum, over its seconds alone; at least the smallest float above 0."""
-        return max(self.stretch * (1 - self.slowdown), sys.float_info.min)
-
-
-class BesideHalves(BesideCompute):
-    """Tensor-parallel transfers of one half of a pack while the other half is computed: what each costs the other.
-
-    Args:
-        turns_s: what a layer and direction get longer by, because the halves hand the turn to each other some twelve
-            times; on devices of their own nothing, because only hosts hand it over.
-        host_turns_s: what the host takes for that while its device computes what was queued before: it counts with
-            what else the host queues (`PassCoefficients.host_pack_s`). 0 where the device is the host. The default is
-            for threads that wake each other.
-    """
-
-    turns_s: float = 0.0
-    host_turns_s: float = 1.5e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("turns_s", "host_turns_s"):
-            if not getattr(self, field) >= 0:
-                raise ConfigError(f"tensor_beside.{field} is {getattr(self, field)}, must be >= 0 seconds")
-
-
 class CostCoefficients(Frozen):
     """What computing and communicating costs.
 
@@ -192,18 +127,13 @@ class CostCoefficients(Frozen):
             taken, which it is by count of products (`cost.split_backward`).
         context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
             V of others hide; below 1 because both slow each other down.
-        context_beside: K and V of shared documents travel in parts while attention of the parts before is computed
-            (`cost.context_waiting`), and what that costs both; None = in one part (`train.overlap_context`).
         copy_s_per_byte: read one byte and write it elsewhere on the device.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
-        overlap: how much gradients that are reduced, and weights that are gathered, unit by unit while packs are
-        computed
-            and these slow each other; None = not measured, and neither runs beside compute.
+        overlap: how much packs slow, and are slowed by, gradients that are reduced and weights that are gathered
+            meanwhile, unit by unit; None = not measured, and neither runs beside compute.
         overlap_reduction: gradients are reduced while later ones are computed (`train.overlap_reduction`), else after
             the last backward; overlap_gather: updated weights are gathered while the next step begins
             (`train.overlap_gather`), else before it.
-        tensor_beside: packs may be computed in halves that take turns, so that tensor-parallel transfers of one run
-            beside the other, and what that costs both; None = never (`train.overlap_tensor`).
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
@@ -242,8 +172,6 @@ class CostCoefficients(Frozen):
     overlap: OverlapCost | None = None
     overlap_reduction: bool = True
     overlap_gather: bool = True
-    context_beside: BesideCompute | None = None
-    tensor_beside: BesideHalves | None = None
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None
@@ -285,11 +213,6 @@ class CostCoefficients(Frozen):
         if self.profile is None:
             return None
         return Disturbance(waited_share=self.profile.waited_share, spread=self.profile.spread)
-
-    @property
-    def prices_context_parts(self) -> bool:
-        """What one part more of shared keys and values costs is known."""
-        return None not in (self.forward.context_part_s, self.backward.context_part_s)
 
     @property
     def is_changed(self) -> bool:

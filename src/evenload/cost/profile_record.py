@@ -140,8 +140,6 @@ def digest_of(coefficients: msgspec.Struct) -> str:
         "context_exchange",
         "overlap_reduction",
         "overlap_gather",
-        "context_beside",
-        "tensor_beside",
         "copies",
     ):
         tree.pop(of_run, None)
