@@ -21,7 +21,7 @@ strategies are trustworthy, absolute seconds need calibration.
 import msgspec
 
 from evenload.cost.activation import kv_gradient_bytes_per_token
-from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, backward_linear_ratio
 from evenload.cost.group_comm import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ring_seconds
 from evenload.cost.support import require_supported_layout
@@ -108,8 +108,7 @@ def analytic_coefficients(
         p2p_latency_s=p2p.latency_s,
         reduce_bandwidth_bytes_per_s=reduce.bandwidth_bytes_per_s,
         reduce_latency_s=reduce.latency_s,
-        reduction_beside=BesideCompute(),
-        gather_beside=BesideCompute(),
+        overlap=OverlapCost(),
         intra_node=cluster.intra_node,
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,
