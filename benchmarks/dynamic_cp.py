@@ -24,7 +24,7 @@ import numpy as np
 from dynamic_cp_peer import default_dynamic_cp, dp_balanced
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.unit_transfers import unit_transfers
+from evenload.cost.units import unit_transfers
 from evenload.engines.context_groups import (
     RankDocuments,
     group_prices,

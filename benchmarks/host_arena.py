@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from evenload.cost.activation import activation_bytes_per_token, local_kv_heads
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.layer_counts import activation_bytes_per_token, local_kv_heads
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
 from evenload.plan.planner import StepPlanner

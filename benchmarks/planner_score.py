@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import POLICIES
 from evenload.cost.host_memory import HostMemory
+from evenload.cost.layer_counts import POLICIES
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.deferral.delay import DelayedChoice

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
-from evenload.cost.coverage import completed_from_cluster
+from evenload.cost.validity import completed_from_cluster
 from evenload.data.lengths import read_lengths
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule, SampledBatch

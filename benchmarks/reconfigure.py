@@ -34,7 +34,7 @@ from context_parallel import COSTS
 from evenload.config.layouts import layouts_of
 from evenload.config.planner import run_planner
 from evenload.config.train_config import load_train_config
-from evenload.cost.coverage import completed_between_layouts
+from evenload.cost.validity import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.runtime.comm.mesh import create_meshes

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import rank_seconds
+from evenload.cost.pack_split import rank_seconds
 from evenload.data.lengths import read_lengths
 from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions

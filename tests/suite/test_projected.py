@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import write_coefficients
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.types.cluster_catalog import cluster_from

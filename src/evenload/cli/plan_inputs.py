@@ -22,12 +22,12 @@ from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
-from evenload.cost.coverage import (
+from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
+from evenload.cost.validity import (
     completed_from_cluster,
     in_measured_precision,
     require_measured_on,
 )
-from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
@@ -411,7 +411,7 @@ _PRECISIONS = {2: "bfloat16", 4: "float32", 8: "float64"}
 def measured_line(costs: CostCoefficients) -> str:
     """Of costs that say what they were measured on."""
     measured, profile = costs.measured_on, costs.profile
-    assert measured is not None, "read by `cost.coverage.require_measured_on`"
+    assert measured is not None, "read by `cost.validity.require_measured_on`"
     sizes = ",".join(f"{axis}={getattr(measured, axis)}" for axis in ("dp", "cp", "pp", "tp"))
     precision = _PRECISIONS[measured.model.bytes_per_element]
     what = f"measured on {costs.device}, model {measured.model.name} in {precision}, layout {sizes}"

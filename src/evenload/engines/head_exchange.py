@@ -15,8 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.pack_cost import PackCosts
-from evenload.cost.slice_features import weighted
+from evenload.cost.pack_cost import PackCosts, weighted
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks

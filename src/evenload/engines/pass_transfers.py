@@ -21,10 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.first_forward import forward_units
-from evenload.cost.last_backward import pack_features, stage_units, unit_seconds
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.unit_transfers import unit_transfers
+from evenload.cost.units import forward_units, pack_features, stage_units, unit_seconds, unit_transfers
 from evenload.engines.profile import EngineTiming
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction

@@ -11,7 +11,7 @@ from typing import Any
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
-from evenload.cost.coverage import completed_from_cluster, in_measured_precision
+from evenload.cost.validity import completed_from_cluster, in_measured_precision
 from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape

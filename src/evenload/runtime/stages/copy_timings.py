@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from evenload.cost.copy_spec import CopySpec
+from evenload.cost.coefficients import CopySpec
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.stages.live_pieces import LivePiece

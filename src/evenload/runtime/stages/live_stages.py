@@ -27,9 +27,8 @@ from torch import Tensor
 
 from evenload.config.optimizer import OptimizerConfig
 from evenload.config.train_config import TrainConfig
-from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.copy_spec import CopySpec, most_layers
-from evenload.cost.coverage import completed_between_layouts
+from evenload.cost.coefficients import CopySpec, CostCoefficients, most_layers
+from evenload.cost.validity import completed_between_layouts
 from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
 from evenload.plan.reconfiguration.switch_pieces import SwitchPieces

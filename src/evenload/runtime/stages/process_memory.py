@@ -2,7 +2,7 @@
 
 import torch
 
-from evenload.cost.process_memory import process_bytes
+from evenload.cost.host_memory import process_bytes
 from evenload.runtime.device import forget_peak_process_bytes, resident_bytes
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan

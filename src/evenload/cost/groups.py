@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import kv_bytes_per_token, kv_gradient_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.layer_counts import kv_bytes_per_token, kv_gradient_bytes_per_token
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 

@@ -3,18 +3,47 @@ by itself, copies of rows.
 
 Each function makes what it needs once and returns work to be timed again and again, by name, so that repeats of
 everything can be interleaved.
+
+What W of a split backward takes: the weight gradients of a pack's linears, put off and then added.
+
+By count of products W is half of the linears' backward. By the clock it is less: the elementwise work of a layer is in
+the same seconds a token, and stays in I. So a pack of short documents goes forward and backward with its weight
+gradients put off, as `PipelineStage` does it in a pipeline, and what adding them takes is timed.
+
+Price: four forwards and backwards of 1,024 tokens.
+
+What `train.deterministic` costs on this device: attention's backward in one order of summation against any order.
+
+The other kernels that change (sums of gradients of embeddings) take a small part of a step. Price: two dozen backwards
+of one document of 4,096 tokens.
+
+Bytes that layers really leave for their backward, by activation policy, and what an allocator takes on top.
 """
 
+import functools
+import statistics
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
-from evenload.calibrate.repeats import median_seconds
-from evenload.cost.flops import slice_pairs
+from evenload.calibrate.fit import median_seconds, timed
+from evenload.calibrate.rounds import PackClock, Packs, num_tokens_of, pack_tokens, time_round, whole
+from evenload.cost.layer_counts import (
+    POLICIES,
+    activation_bytes_per_token,
+    kv_bytes_per_token,
+    local_kv_heads,
+    slice_pairs,
+)
+from evenload.errors import EvenloadError
+from evenload.runtime.device import forget_peak_bytes, use_deterministic_kernels
 from evenload.runtime.replay.head import add_embedding_gradient, embed
+from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ActivationStore
 from evenload.types.model import ModelSpec
 from evenload.types.token_range import Range
 
@@ -162,3 +191,116 @@ def copy_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtyp
     # The two halves change places: every byte is read and written once.
     places = torch.arange(rows, device=device).roll(rows // 2)
     return lambda: gathered[places], rows * width * dtype.itemsize
+
+
+TOKENS = 1024
+_DOCUMENT_TOKENS = 128
+_REPEATS = 3
+
+
+def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
+    """Of a pack of `TOKENS` on one layer; the median of some repeats, after one that does not count. As
+    `time_weights`."""
+    found = [time_weights(stage, clock) for _ in range(1 + _REPEATS)][1:]
+    return statistics.median(found) / len(stage.model.layers)
+
+
+def time_weights(stage: PipelineStage, clock: PackClock) -> float:
+    """Once, seconds of all layers. Adds to gradients. Collective over ranks that share matrices."""
+    (ranges,) = packs = whole(*[_DOCUMENT_TOKENS] * (TOKENS // _DOCUMENT_TOKENS))
+    num_tokens = num_tokens_of(packs)
+    stage.begin_step(num_tokens)
+    store = ActivationStore(num_tokens, packs, shard=stage.row_shard)
+    pack, rows = pack_tokens(ranges, stage), stage.num_rows(ranges)
+    hidden, grad = torch.randn(2, rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
+    stage.forward_layers(pack, hidden, store)
+    stage.backward_layers(pack, grad, store, store.defer_weights(0))
+    return clock.time("weight gradients", functools.partial(store.add_deferred_weights, 0)).device_s
+
+
+_ROWS = 4096
+_PRICE_REPEATS = 11
+
+
+def deterministic_price(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
+    """Seconds in one order / in any order, medians of interleaved repeats. Leaves deterministic kernels switched on."""
+    heads, kv_heads = model.num_heads // tp, local_kv_heads(model, tp)
+    work = AttentionWork(stage.backend, rows, 0, heads, kv_heads, model.head_dim, stage.device, stage.dtype)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for repeat in range(_PRICE_REPEATS + 1):
+        for wanted in seconds:
+            use_deterministic_kernels(wanted)
+            took_s = timed(work.backward, stage.device)
+            if repeat:  # the first one warms up
+                seconds[wanted].append(took_s)
+    return statistics.median(seconds[True]) / statistics.median(seconds[False])
+
+
+_TOKENS = 256
+
+
+def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[str, int]:
+    """Bytes that one token leaves on one layer of the device under each policy, without keys and values.
+
+    Args:
+        model: whose memory is predicted; layers of the stage are its.
+
+    Raises:
+        EvenloadError: the cost model says something else, or something else of keys and values.
+    """
+    counted: dict[str, int] = {}
+    rows = _TOKENS * len(stage.model.layers)
+    for policy in POLICIES:
+        ranges = (Range(0, 0, _TOKENS),)
+        store = ActivationStore({0: _TOKENS}, (ranges,), policies={0: policy}, shard=stage.row_shard)
+        stage.begin_step({0: _TOKENS})
+        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
+        held = store.held.held_by_kind
+        of_keys = held["keys_and_values"]
+        # Of offloaded tensors nothing stays on the device; what is there for a moment counts as buffers.
+        kept = sum(held[kind] for kind in STORE_KINDS if kind == f"activations_{policy}")
+        for what, found, said in (
+            (f"activations under policy {policy}", kept, activation_bytes_per_token(model, policy, tp)),
+            ("keys and values", of_keys, kv_bytes_per_token(model, tp)),
+        ):
+            if found != said * rows:
+                raise EvenloadError(
+                    f"a token of model {model.name} leaves {found / rows:,.1f} bytes of {what} on a layer, and the "
+                    f"cost model says {said:,}; predicted memory would be wrong: please report it"
+                )
+        counted[policy] = kept // rows
+    return counted
+
+
+def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> tuple[int, int]:
+    """Memory held at the peak of one round, and what its tensors needed: of a GPU reserved and allocated; of a CPU what
+    the process grew by (0 where the system does not say) and what is counted, without temporary tensors of a layer.
+
+    Args:
+        before_bytes: `resident_bytes` before the model was made.
+        static_bytes: of weights and gradients.
+    """
+    forget_peak_bytes(stage.device)
+    if stage.device.type == "cuda":
+        for _ in time_round(stage, packs, PackClock(stage.device)):
+            pass
+        return torch.cuda.max_memory_reserved(stage.device), torch.cuda.max_memory_allocated(stage.device)
+    store = ActivationStore(num_tokens_of(packs), packs, shard=stage.row_shard)
+    stage.begin_step(num_tokens_of(packs))
+    for ranges in packs:
+        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype)
+        stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
+    grown_bytes = resident_bytes() - before_bytes if before_bytes else 0
+    return max(0, grown_bytes), static_bytes + store.held.held_bytes
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return 0
+    for line in status.read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0

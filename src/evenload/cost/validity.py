@@ -18,8 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.layout import ParallelLayout
