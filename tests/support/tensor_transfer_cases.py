@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dist_cases import RankUnderTest
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.runtime.step_source import prepare_step
 from evenload.types.layout import even_layout
 from evenload.types.micropack import ActivationPolicy
 from evenload.types.plan import decode_plan

@@ -28,7 +28,7 @@ from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_ring import require_no_window
-from evenload.runtime.stages.sampler import require_whole_model
+from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.types.layout import ParallelLayout
 
 

@@ -2,8 +2,7 @@
 
 from evenload.report.units import format_seconds
 from evenload.runtime.comm.mesh import Meshes
-from evenload.runtime.stages.live_stages import Switch
-from evenload.runtime.stages.opened_twins import Twins
+from evenload.runtime.stages.live_stages import Switch, Twins
 from evenload.types.counted import counted
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.scaled_units import format_bytes

@@ -250,7 +250,7 @@ class WeightGathers:
         self._units: list[int] = []
         self._last: dict[int, int] = {}  # by unit that nobody has waited for, the number of its last gather
         self._waits: list[Span] = []
-        self._is_told = False
+        self._is_taken = False
 
     def put(self, buffer: FlatBuffer) -> None:
         """This rank's shard of a buffer's values is final."""
@@ -279,13 +279,13 @@ class WeightGathers:
                 self._queue.wait()
             self._last.clear()
 
-    def untold(self, mesh: Mesh) -> list[GatherTrace]:
+    def take_traces(self, mesh: Mesh) -> list[GatherTrace]:
         """What has not been told yet, nothing in another layout than that of the update; finishes all. Waits for a
         GPU."""
         self.finish()
-        if self._is_told or mesh is not self._mesh:
+        if self._is_taken or mesh is not self._mesh:
             return []
-        self._is_told = True
+        self._is_taken = True
         spans, clock = self._queue.wait(), self._queue.clock
         spans_s, waits_s = (
             np.array([clock.seconds(span) for span in marks], np.float64).reshape(-1, 2)
