@@ -1,5 +1,4 @@
-"""Global batches trained by turns under several variants, in one set of CPU processes: what three benchmarks of overlap
-do (`reduction.py`, `context_overlap.py`, `tensor_halves.py`)."""
+"""Global batches trained by turns under several variants, in one set of CPU processes: what `reduction.py` does."""
 
 import os
 import socket

@@ -32,7 +32,6 @@ struct PassTable {
     ContextTraffic whole, cut;     // of documents that are never cut, and of others
     double home_token_bytes = 0.0;  // ring: gradients' last hop, back to the rank that has the rows
     double home_hops = 0.0;
-    double context_part_s = 0.0;  // of every part but the first in which keys and values travel
     double meeting_s = 0.0;       // of every layer in which ranks meet for them
 };
 
@@ -46,10 +45,6 @@ struct CostTable {
     int64_t shared_tile = 1;       // slices of shared packs with fewer tokens a chunk stay whole on one rank
     double context_hidden_share = 0.0, copy_s_per_byte = 0.0;
     bool context_ring = false;  // a slice's whole prefix travels with it
-    // Transfers of keys and values beside attention (cost/context_waiting.py): in how many parts at most, of their
-    // seconds alone what running them so saves, and what attention computes meanwhile.
-    int64_t context_most_parts = 1;
-    double context_gained_share = 0.0, context_computed_share = 1.0;
     Link intra_node, inter_node, host;
     std::vector<double> layers;                                      // [stages]
     std::vector<double> linear_again_token_s, linear_again_pack_s;   // [stages], what recomputing pays again

@@ -20,7 +20,12 @@ README = ROOT / "README.md"
 API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "python": (
         "Planning and training as functions, and callbacks",
-        ("evenload/__init__.py", "evenload/api/*.py", "evenload/integrations/callback.py"),
+        (
+            "evenload/__init__.py",
+            "evenload/cli/plan_call.py",
+            "evenload/cli/train_call.py",
+            "evenload/integrations/callback.py",
+        ),
     ),
     "loader": (
         "The loader, and other people's loops",

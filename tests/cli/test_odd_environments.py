@@ -21,7 +21,7 @@ from evenload import plan
 from evenload.cli import worker_setup
 from evenload.cli.environment import prepare_environment, replace_unknown_characters, with_home
 from evenload.cli.main import main
-from evenload.cli.output_file import require_writable, require_writable_directory
+from evenload.cli.options import require_writable, require_writable_directory
 from evenload.cli.train_run import train_run
 from evenload.config.keys import settings_of
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-import evenload.cli.step_file as step_file
+import evenload.cli.run_files as step_file
 from cost_samples import sample_coefficients, sample_model
-from evenload.cli.step_file import StepFile, read_steps
+from evenload.cli.run_files import StepFile, read_steps
 from evenload.errors import DataError
 from evenload.plan.planner import StepPlanner
 from evenload.report.run_files import drop_torn_line

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from evenload.cli import this_machine
+from evenload.cli import plan_inputs as this_machine
 from evenload.config.planner import machine_memory_bytes
 from evenload.config.train_config import load_train_config
 from evenload.cost.analytic import analytic_coefficients

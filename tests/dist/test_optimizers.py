@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from evenload.cli.start_checks import require_runnable
+from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError
 from evenload.runtime.optim.optimizer import orthogonalised

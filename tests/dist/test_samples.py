@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM
 
-from evenload.cli.start_checks import require_runnable
+from evenload.cli.worker_setup import require_runnable
 from evenload.config.sections import SamplesConfig
 from evenload.config.train_config import load_train_config
 from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer

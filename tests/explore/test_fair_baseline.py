@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cli.plan_lines import headline_line
+from evenload.cli.plan_found import headline_line
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule, planned_steps
 from evenload.explore.evaluate import evaluate_strategies, headline, judged_window, with_window

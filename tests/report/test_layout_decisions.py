@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from evenload.cli.layout_line import layout_line
+from evenload.cli.run_lines import layout_line
 from evenload.errors import DataError
 from evenload.report.figures import layout_figure
 from evenload.report.html import render_report

@@ -12,7 +12,7 @@ from evenload.calibrate.link_timings import TransferKind, median_link
 from evenload.calibrate.meeting_timings import SharedSample
 from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
 from evenload.calibrate.weight_timings import TOKENS
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
 from evenload.cost.group_comm import context_seconds, weight_gather_seconds
 from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
 from evenload.cost.slice_features import MISSING_COLUMN, missing_share
@@ -40,11 +40,8 @@ class RankMeasurement:
         optimizer_s: of one parameter.
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
-        beside: sums of gradients beside compute; gather_beside: gathers of weights; context_beside: keys and values of
-            shared documents; halves: transfers of one half of a pack; None = not measured.
+        beside: sums of gradients beside compute; gather_beside: gathers of weights; None = not measured.
         weight_s: of `weight_timings.TOKENS` tokens' weight gradients on one layer.
-        part_s: forward and backward, of every part but the first in which keys and values travel, on one
-            layer; None where nobody shares documents.
     """
 
     disturbance: Disturbance
@@ -59,9 +56,6 @@ class RankMeasurement:
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
-    context_beside: BesideCompute | None = None
-    part_s: tuple[float, float] | None = None
-    halves: BesideHalves | None = None
 
 
 def most_disturbed(ranks: Sequence[RankMeasurement]) -> Disturbance:
@@ -113,8 +107,6 @@ def coefficients_of(
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
         reduction_beside=_median_beside([rank.beside for rank in ranks]),
         gather_beside=_median_beside([rank.gather_beside for rank in ranks]),
-        context_beside=_median_beside([rank.context_beside for rank in ranks]),
-        tensor_beside=_halves(ranks),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
@@ -187,17 +179,6 @@ def _median_beside(ranks: Sequence[BesideCompute | None]) -> BesideCompute | Non
     return BesideCompute(stretch=stretch, slowdown=slowdown)
 
 
-def _halves(ranks: Sequence[RankMeasurement]) -> BesideHalves | None:
-    """Medians over ranks that know."""
-    known = [rank.halves for rank in ranks if rank.halves is not None]
-    if not known:
-        return None
-    stretch, slowdown, turns_s = (
-        float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown", "turns_s")
-    )
-    return BesideHalves(stretch=stretch, slowdown=slowdown, turns_s=turns_s, host_turns_s=0.0)  # measured on CPUs
-
-
 def pass_timings(
     ranks: Sequence[RankMeasurement], direction: Direction, tile: int, small_pack_tokens: int | None = None
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
@@ -255,15 +236,9 @@ def _pass(
         slice_s=slices,
         pack_s=packs,
         small_pack_s=missing * tp,
-        context_part_s=_part_seconds(ranks, direction),
         host_slice_s=host_slice_s,
         host_pack_s=host_pack_s,
     )
-
-
-def _part_seconds(ranks: Sequence[RankMeasurement], direction: Direction) -> float | None:
-    found = [rank.part_s[direction == "backward"] for rank in ranks if rank.part_s is not None]
-    return float(np.median(found)) if found else None
 
 
 def _host_seconds(samples: Sequence[Sample]) -> tuple[float, float]:

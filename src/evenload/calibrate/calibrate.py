@@ -32,12 +32,10 @@ from evenload.calibrate.assemble import RankMeasurement, coefficients_of, most_d
 from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits, spread_of_repeats
 from evenload.calibrate.grid_choice import kept_bytes
-from evenload.calibrate.halves_timings import beside_halves
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
 from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.meeting_timings import SharedSample, mean_shared, shared_packs, sharing_group, time_shared
 from evenload.calibrate.pack_clock import PackClock, pack_clock
-from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.repeats import median_seconds
 from evenload.calibrate.rounds import (
     NEEDED_ROUNDS,
@@ -153,9 +151,6 @@ def _measured(
         links=quick_links(mesh),
         beside=beside_compute(mesh, "sums"),
         gather_beside=beside_compute(mesh, "gathers"),
-        context_beside=beside_compute(mesh, "context"),
-        part_s=part_seconds(first) if mesh.context else None,
-        halves=beside_halves(mesh),
         # Last, because it is compared with what a process takes that has done all of this.
         yardstick=reference(wanted[0].stage, [one.packs for one in wanted], clock, mesh),
     )

@@ -9,7 +9,7 @@ import typer
 
 from evenload.bench.ledger import append_result, require_ledger
 from evenload.bench.runs import BenchResult
-from evenload.cli.output_file import calibration_cache, require_writable, write_output
+from evenload.cli.options import calibration_cache, require_writable, write_output
 from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
@@ -55,7 +55,7 @@ def bench_command(
     """
     from evenload.cli.child_process import call_in_child, start_fork_server
     from evenload.cli.launch import require_own_launch, run_local
-    from evenload.cli.plan_strategies import asked_strategies
+    from evenload.cli.plan_arguments import asked_strategies
     from evenload.config.train_config import load_train_config
 
     require_train_extra("evenload bench")

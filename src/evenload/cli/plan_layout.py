@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from evenload.cli.options import progress_bar
 from evenload.cli.plan_inputs import PlanInputs
-from evenload.cli.progress_bar import progress_bar
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import StrategyPlanners

@@ -15,7 +15,7 @@ from evenload.attention.backends import select_backend
 from evenload.calibrate.memory_counts import resident_bytes
 from evenload.calibrate.partial_file import partial_path
 from evenload.calibrate.profile import ProfileTask, profile
-from evenload.cli.option_values import parse_layout
+from evenload.cli.options import parse_layout
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
 from evenload.config.sections import RunConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenload.cli.environment import prepare_environment
-from evenload.cli.output_file import calibration_cache, require_writable_directory
+from evenload.cli.options import calibration_cache, require_writable_directory
 from evenload.config.sections import require_trackers
 from evenload.errors import ConfigError
 from evenload.types.counted import counted
@@ -78,7 +78,7 @@ def _run_in_processes(
     from evenload.cli.launch import run_local
 
     # Everything a user can get wrong is checked here, once, before ranks start.
-    start_fork_server("evenload.cli.train_worker", "evenload.cli.start_checks")
+    start_fork_server("evenload.cli.train_worker", "evenload.cli.worker_setup")
     with needs_train_extra("evenload train"):
         import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
 
@@ -143,7 +143,7 @@ def _product(settings: "TrainConfig") -> int:
 
 
 def _checked_layout(settings: "TrainConfig") -> "ParallelLayout":
-    from evenload.cli.start_checks import require_runnable
+    from evenload.cli.worker_setup import require_runnable
     from evenload.runtime.device import require_device
 
     layout = require_runnable(settings)

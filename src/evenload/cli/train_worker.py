@@ -11,27 +11,29 @@ from rich.console import Console
 from evenload.calibrate.deterministic_price import deterministic_price
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.cli.callback_calls import CallbackCalls
-from evenload.cli.layout_line import layout_line, other_layouts_lines
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
 from evenload.cli.run_lines import (
+    StepLines,
     context_line,
     data_line,
     data_sheet_line,
     first_plan_line,
     gather_line,
-    halves_line,
+    groups_line,
     interval_line,
+    layout_line,
+    other_layouts_lines,
     prediction_line,
     reduction_line,
     resumed_line,
     strategy_line,
+    switch_line,
+    twins_line,
+    validation_lines,
 )
-from evenload.cli.step_lines import StepLines
 from evenload.cli.step_profile import StepProfile
 from evenload.cli.stop_request import StopLine, StopRequest
-from evenload.cli.switch_line import groups_line, switch_line, twins_line
-from evenload.cli.validation_lines import validation_lines
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.config.layouts import fitted_config, layouts_of
 from evenload.config.train_config import TrainConfig, layout_of
@@ -290,11 +292,8 @@ def _show_start(
         console.print(summed, soft_wrap=True)
         console.print(gather_line(copies, costs.gather_beside), soft_wrap=True)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
-    exchange, is_priced = config.parallel.cp_exchange, costs.prices_context_parts
-    if travelling := context_line(largest_group, exchange, costs.context_beside, is_priced=is_priced):
+    if travelling := context_line(largest_group, config.parallel.cp_exchange):
         console.print(travelling, soft_wrap=True)
-    if halves := halves_line(layout.tp, costs.tensor_beside):
-        console.print(halves, soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):

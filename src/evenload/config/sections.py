@@ -72,13 +72,6 @@ class RunConfig(Frozen):
         overlap_gather: begin the next step while updated weights are still gathered: a forward waits for those of its
             own layers. What is trained is the same to the bit. False = all of them before the step ends, as where a run
             measures at its start that gathers keep packs longer than they take alone.
-        overlap_context: keys and values of documents that ranks share travel in parts of some key heads, and attention
-            of one part is computed while the next ones are under way, forward and backward; in how many, a plan says
-            for every pack, by price. What is trained is the same. False = in one part, as where a run measures at its
-            start that it does not pay; `parallel.cp_exchange = "ring"` hides transfers in its own way.
-        overlap_tensor: compute a pack in two halves where the cost model expects that to be shorter: while one's
-            tensor-parallel transfers run the other is computed. Weight gradients are then summed in another order.
-            False = never, as where a run measures at its start that transfers keep packs longer than they take alone.
         timeout_s: how long a rank waits for another before it gives up.
     """
 
@@ -106,8 +99,6 @@ class RunConfig(Frozen):
     ema_decay: float | None = None
     overlap_reduction: bool = True
     overlap_gather: bool = True
-    overlap_context: bool = True
-    overlap_tensor: bool = True
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:

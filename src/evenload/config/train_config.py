@@ -160,11 +160,6 @@ class TrainConfig(Frozen):
     validation: ValidationConfig | None = None
     samples: SamplesConfig | None = None
 
-    @property
-    def parts_beside_attention(self) -> bool:
-        """Keys and values of shared documents may travel in parts while attention is computed."""
-        return self.train.overlap_context and self.parallel.cp_exchange == "all_gather"
-
     def __post_init__(self) -> None:
         if self.plan.twin_bytes and self.train.device != "cpu":
             raise ConfigError(

@@ -50,7 +50,7 @@ _SECONDS = (
     "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
 
-BESIDE = ("reduction_beside", "gather_beside", "context_beside", "tensor_beside")
+BESIDE = ("reduction_beside", "gather_beside")
 """Fields with what transfers and compute cost each other."""
 _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 """Where the link inside a node is not known."""
@@ -69,8 +69,6 @@ class PassCoefficients(Frozen):
             `CostCoefficients.small_pack_tokens` on.
         host_slice_s, host_pack_s: until the host has queued a slice's, and a pack's, part of this layer on the device;
             0 where the device is the host, and where it was not measured apart.
-        context_part_s: constant of every part but the first in which keys and values of a shared pack travel: its
-            launches, and what attention of fewer heads loses; None = not known, and they travel in one part.
         meeting_s: constant of a layer in which ranks that share a pack meet, beyond their rows and transfers: they wait
             for each other (`cost.group_comm`); None = not known, and nothing is counted.
     """
@@ -83,13 +81,12 @@ class PassCoefficients(Frozen):
     small_pack_s: float = 0.0
     host_slice_s: float = 0.0
     host_pack_s: float = 0.0
-    context_part_s: float | None = None
     meeting_s: float | None = None
 
 
 class BesideCompute(Frozen):
-    """Sums of gradients, gathers of weights, or of keys and values, that run while packs are computed: what each costs
-    the other.
+    """Reduce-scatters of gradients or all-gathers of weights that run while packs are computed: what each costs the
+    other.
 
     Args:
         stretch: seconds of a transfer beside compute over its seconds alone.
@@ -127,27 +124,6 @@ class BesideCompute(Frozen):
         return max(self.stretch * (1 - self.slowdown), sys.float_info.min)
 
 
-class BesideHalves(BesideCompute):
-    """Tensor-parallel transfers of one half of a pack while the other half is computed: what each costs the other.
-
-    Args:
-        turns_s: what a layer and direction get longer by, because the halves hand the turn to each other some twelve
-            times; on devices of their own nothing, because only hosts hand it over.
-        host_turns_s: what the host takes for that while its device computes what was queued before: it counts with
-            what else the host queues (`PassCoefficients.host_pack_s`). 0 where the device is the host. The default is
-            for threads that wake each other.
-    """
-
-    turns_s: float = 0.0
-    host_turns_s: float = 1.5e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("turns_s", "host_turns_s"):
-            if not getattr(self, field) >= 0:
-                raise ConfigError(f"tensor_beside.{field} is {getattr(self, field)}, must be >= 0 seconds")
-
-
 class CostCoefficients(Frozen):
     """What computing and communicating costs.
 
@@ -178,16 +154,12 @@ class CostCoefficients(Frozen):
             taken, which it is by count of products (`cost.split_backward`).
         context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
             V of others hide; below 1 because both slow each other down.
-        context_beside: K and V of shared documents travel in parts while attention of the parts before is computed
-            (`cost.context_waiting`), and what that costs both; None = in one part (`train.overlap_context`).
         copy_s_per_byte: read one byte and write it elsewhere on the device.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
         reduction_beside: gradients are summed unit by unit while later ones are computed, and what that costs both;
             None = after the last backward (`train.overlap_reduction`).
         gather_beside: updated weights are gathered unit by unit while the next step begins, and what that costs both;
             None = before it begins (`train.overlap_gather`).
-        tensor_beside: packs may be computed in halves that take turns, so that tensor-parallel transfers of one run
-            beside the other, and what that costs both; None = never (`train.overlap_tensor`).
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
@@ -226,8 +198,6 @@ class CostCoefficients(Frozen):
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
     reduction_beside: BesideCompute | None = None
     gather_beside: BesideCompute | None = None
-    context_beside: BesideCompute | None = None
-    tensor_beside: BesideHalves | None = None
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None
@@ -273,11 +243,6 @@ class CostCoefficients(Frozen):
         if self.profile is None:
             return None
         return Disturbance(waited_share=self.profile.waited_share, spread=self.profile.spread)
-
-    @property
-    def prices_context_parts(self) -> bool:
-        """What one part more of shared keys and values costs is known."""
-        return None not in (self.forward.context_part_s, self.backward.context_part_s)
 
     @property
     def is_changed(self) -> bool:

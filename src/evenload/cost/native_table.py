@@ -11,7 +11,6 @@ from evenload import _native
 from evenload.cost.activation import activation_bytes_per_token
 from evenload.cost.attention_workspace import KEY_GRADIENT_BYTES
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.context_waiting import most_parts
 from evenload.cost.group_comm import ContextTraffic, context_traffic, ring_home, weight_gather_seconds
 from evenload.cost.memory import HEAD_ROWS, byte_rates
 from evenload.cost.split_backward import weight_elements_per_token, weight_share
@@ -54,9 +53,6 @@ def native_table(
     table.context_hidden_share = coefficients.context_hidden_share
     table.copy_s_per_byte = coefficients.copy_s_per_byte
     table.context_ring = coefficients.context_exchange == "ring"
-    table.context_most_parts = most_parts(model, coefficients, layout.tp)
-    if (beside := coefficients.context_beside) is not None:
-        table.context_gained_share, table.context_computed_share = beside.gained_share, beside.computed_share
     # In the core only groups at stride tp choose between the two, and what they get between nodes does not depend on
     # how many they are: the link of one that leaves its node is that of all.
     between = coefficients.group_link_or_none(coefficients.devices_per_node + 1, layout.tp)
@@ -111,7 +107,6 @@ def _pass_table(
         _traffic(context_traffic(model, coefficients, tp, direction, is_cut=False)),
         _traffic(context_traffic(model, coefficients, tp, direction, is_cut=True)),
         *map(float, ring_home(model, coefficients, tp, direction)),
-        context_part_s=of_pass.context_part_s or 0.0,
         meeting_s=of_pass.meeting_s or 0.0,
     )
 

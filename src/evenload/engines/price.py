@@ -125,7 +125,7 @@ def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[Simu
 def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
     """The cost model with what the engine hides of transfers, and how far it has to sum."""
     found = costs.coefficients
-    changes: dict[str, object] = {"tensor_beside": None}
+    changes: dict[str, object] = {}
     if not profile.timing.sums_beside:
         changes["reduction_beside"] = None
     if profile.weights_in(costs.layout) != "pass":

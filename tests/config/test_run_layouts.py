@@ -3,7 +3,7 @@
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cli.option_values import parse_layout
+from evenload.cli.options import parse_layout
 from evenload.config.layouts import layouts_of
 from evenload.config.planner import run_flex_planner, run_planner
 from evenload.config.train_config import TrainConfig, load_train_config

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import evenload
-from evenload.api.plan_settings import PlanSettings
 from evenload.cli.plan_arguments import PlanArguments
+from evenload.cli.plan_call import PlanSettings
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.stepplan.validate import validate_plan
 from plan_calls import run_plan, write_lengths

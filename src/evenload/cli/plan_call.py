@@ -1,19 +1,25 @@
-"""`Comparison`: what `evenload.plan` found, as an object."""
+"""`evenload.plan`: what `evenload plan` computes, as a function, with its keyword arguments (`PlanSettings`) and its
+result (`Comparison`). Needs no torch."""
 
 import io
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
-from evenload.cli.output_file import write_output
-from evenload.cli.plan_files import plan_json, write_plan_trace
-from evenload.cli.plan_found import FoundPlans
-from evenload.cli.plan_report import plan_report
-from evenload.cli.plan_show import show_plans
+from evenload.cli.options import write_output
+from evenload.cli.plan import plan_json, plan_report, show_plans, write_plan_trace
+from evenload.cli.plan_arguments import LengthSource, PlanArguments
+from evenload.cli.plan_found import FoundPlans, find_plans
+from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
+from evenload.data.lengths import LengthTable, checked_lengths
 from evenload.engines.evaluate import EngineEvaluation
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, DataError
 from evenload.explore.evaluate import StrategyResult
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
@@ -24,6 +30,35 @@ from evenload.report.table import is_feasible, shown_columns
 from evenload.types.counted import counted
 from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
+
+
+class PlanSettings(TypedDict, total=False):
+    """What is left out has the default of `evenload plan --help`, or that of the run whose config.toml is named.
+
+    Of documents that are counted: `tokenizer`, `record`, `include`, `on_corrupt`. Of batches: `overlong`, `seed`. Of
+    planning: `policy`, `dp_merge`, `window`, `max_delay_steps`, `known_steps`, and `set_options`, as `--set` takes
+    them: `["wlb.release=queues"]`. Beside the comparison: `engine`, `worst`, `search_layout` and, for the most time
+    that it takes, `search_seconds`. `cost` is a measured cost file.
+    """
+
+    overlong: Overlong | None
+    tokenizer: str | None
+    record: RecordKind | None
+    include: Sequence[str] | None
+    on_corrupt: OnCorrupt | None
+    engine: str | None
+    dp_merge: bool | None
+    policy: Literal["choose", "replay", "recompute", "offload"] | None
+    window: int | None
+    max_delay_steps: int | None
+    set_options: Sequence[str] | None
+    known_steps: int | None
+    seed: int
+    worst: int | None
+    cost: str | Path | None
+    search_layout: bool
+    search_seconds: float | None
+
 
 SHOWN_WIDTH = 140
 """Columns of `str(comparison)`."""
@@ -173,3 +208,82 @@ class Comparison:
         if self.best is not None:
             lines.append(f"<p>{escape(self.interval.describe())}</p>")
         return "\n".join(lines)
+
+
+GIVEN = "lengths of the caller"
+"""Names lengths that were given as numbers."""
+
+
+def plan(
+    lengths: str | os.PathLike[str] | Sequence[int] | NDArray[np.integer],
+    *,
+    cluster: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | None = None,
+    layout: str | None = None,
+    documents: int | None = None,
+    tokens: int | str | None = None,
+    context: int | str | None = None,
+    strategy: str | Sequence[str] = "all",
+    steps: int = 1,
+    **further: Unpack[PlanSettings],
+) -> Comparison:
+    """Compare strategies on document lengths, without a GPU: `evenload plan`, with its defaults.
+
+        found = evenload.plan("lengths.npy", model="llama3-8b", cluster="h100x32", context="16k", overlong="truncate")
+        print(found.best, found.factor)
+        print(found)
+
+    Args:
+        lengths: numbers of tokens, or what `evenload plan` takes: a file of lengths, documents that are counted, or the
+            config.toml of a run.
+        cluster: a built-in name such as "h100x32", or a TOML file. Not needed with a config.toml: this machine.
+        model: a built-in name, or a Hugging Face config.json or its folder; not needed with a config.toml.
+        layout: such as "dp=4,pp=8". Default: the shallowest that fits, or that of the run.
+        documents, tokens: of a global batch, one of both; "128k" is 131,072.
+        context: longest document trained whole, and the most tokens of a pack.
+        strategy: "all", or names.
+        steps: global batches to plan.
+        further: other options of the command, see `PlanSettings`.
+
+    Raises:
+        ConfigError: settings that cannot work, with the reason. DataError: lengths that are none, or documents that
+            cannot be read. InfeasiblePlanError: no layout holds the model. Where strategies do not fit memory their
+            rows say so; `Comparison.require_feasible` raises where none does.
+    """
+    given: dict[str, Any] = {**further}
+    if unknown := sorted(set(given) - set(PlanSettings.__annotations__)):
+        raise ConfigError(
+            f"evenload.plan knows no setting {', '.join(unknown)}; it takes {', '.join(PlanSettings.__annotations__)}"
+        )
+    for name in ("include", "set_options"):
+        if given.get(name) is not None:
+            given[name] = list(given[name])
+    if given.get("cost") is not None:
+        given["cost"] = Path(given["cost"]).expanduser()
+    is_named = isinstance(lengths, str | os.PathLike)
+    asked = PlanArguments(
+        lengths=os.path.expanduser(lengths) if isinstance(lengths, str | os.PathLike) else GIVEN,
+        cluster=None if cluster is None else os.path.expanduser(cluster),
+        model=None if model is None else os.path.expanduser(model),
+        layout=layout,
+        documents=documents,
+        tokens=None if tokens is None else str(tokens),
+        context=None if context is None else str(context),
+        strategy=strategy if isinstance(strategy, str) else ",".join(strategy),
+        steps=steps,
+        **given,
+    )
+    source = None if is_named else _given_lengths(lengths)
+    return Comparison(find_plans(asked, Console(quiet=True), source))
+
+
+def _given_lengths(lengths: Sequence[int] | NDArray[np.integer]) -> LengthSource:
+    numbers = np.asarray(lengths)
+    if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
+        raise DataError(
+            f"lengths are {numbers.dtype} of shape {numbers.shape}; give one whole number a document, or the name of "
+            "a file"
+        )
+    table = LengthTable(lengths=checked_lengths(numbers.astype(np.int64), GIVEN), unit="tokens", tokenizer=None)
+    data = DataConfig(sources=(GIVEN,), batch_documents=1, max_document_tokens=1)
+    return LengthSource(name=GIVEN, data=data, table=table)

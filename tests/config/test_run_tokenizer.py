@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evenload.cli.start_checks import require_runnable
+from evenload.cli.worker_setup import require_runnable
 from evenload.config.tokenizer import require_tokenizer, tokenizer_fact
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
