@@ -18,9 +18,8 @@ from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.pack_clock import pack_clock
 from evenload.calibrate.rounds import time_round, whole
 from evenload.calibrate.weight_timings import weight_seconds
-from evenload.runtime.comm.collectives import all_gather_single
+from evenload.runtime.comm.collectives import ThreadQueue, all_gather_single
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.comm.side_queue import ThreadQueue
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from evenload.calibrate.beside_trial import ELEMENTS, beside_rates, medians_over_ranks
 from evenload.cost.coefficients import BesideCompute
-from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
+from evenload.runtime.comm.collectives import ThreadQueue, all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.comm.side_queue import ThreadQueue
 
 Transferred = Literal["sums", "gathers"]
 _MET_ELEMENTS = 1 << 16

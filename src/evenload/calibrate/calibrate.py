@@ -55,8 +55,7 @@ from evenload.calibrate.weight_timings import weight_seconds
 from evenload.calibrate.yardstick import reference
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.measured_on import Disturbance
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.model import ModelSpec
 

@@ -40,8 +40,7 @@ from evenload.calibrate.rounds import GRID
 from evenload.calibrate.yardstick import reference
 from evenload.cost.coefficients import BESIDE, CostCoefficients
 from evenload.cost.profile_record import Profile, TimedPack, digest_of
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from evenload.calibrate.pack_clock import PackClock, pack_clock
 from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Packs, Sample, Timed, median_sample, time_round, timed_part
 from evenload.cost.coefficients import CostCoefficients
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.layout import ParallelLayout
 from evenload.types.token_range import Range

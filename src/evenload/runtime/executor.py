@@ -27,9 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.channels import Channels
+from evenload.runtime.comm.channels import Carried, Channels
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.transfers import Carried
 from evenload.runtime.device import HostClock, step_clock, to_device
 from evenload.runtime.replay.forward_store import ForwardStore
 from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind

@@ -1,19 +1,25 @@
 """`TensorGroup`: the ranks that hold parts of the same matrices, and how rows of packs lie on them.
 
 Inside attention and feed-forward blocks every rank has all rows of a pack and some columns; between blocks it has
-whole rows of some tokens (sequence parallelism, Korthikanti et al. 2022), those of `row_shard`.
+whole rows of some tokens (sequence parallelism, Korthikanti et al. 2022).
 
     gather       rows of all ranks -> all rows, in pack order; one all-gather, padded to the fullest rank
     sum_scatter  all rows of every rank -> own rows, summed; one all-to-all, summed here in at least fp32 and in rank
                  order: the bytes of a reduce-scatter, but one rounding in bf16 instead of tp - 1, no padding, and the
                  same bits whatever the transport does
 
-Shapes come from the plan, so nothing is negotiated and no rank waits for its device. Price: a copy of the rows beside
-the transfer, as rows of different ranks stand by turns.
+Token p of document d belongs to rank (d + p) mod tp (`RowShard`). That must not depend on the pack, because a backward
+pack needs other ranges than were recorded. So any slice is divided to within one row, short documents do not all fall
+to the same rank, and no recorded row ever moves. Korthikanti et al. cut a batch into contiguous parts, which only works
+when backward has the forward's rows.
+
+Shapes come from the plan, so nothing is negotiated and no rank waits for its device. Price: a copy of the rows with
+the transfer, as rows of different ranks alternate.
 """
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,10 +29,30 @@ from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.comm.collectives import all_gather_single
-from evenload.runtime.comm.row_shard import RowShard, row_owners
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
 from evenload.types.token_range import Range
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """Which rows a rank of a tensor-parallel group has between blocks."""
+
+    rank: int
+    size: int
+
+    def num_rows(self, ranges: Iterable[Range]) -> int:
+        return sum(self.rows_before(doc_id, stop) - self.rows_before(doc_id, start) for doc_id, start, stop in ranges)
+
+    def rows_before(self, doc_id: int, position: int) -> int:
+        """Own rows among a document's tokens `[0, position)`."""
+        return (position - (self.rank - doc_id) % self.size + self.size - 1) // self.size
+
+
+def row_owners(ranges: Iterable[Range], size: int) -> NDArray[np.int64]:
+    """The rank that has each row of token ranges; int64[T]."""
+    owners = [np.arange(start, stop, dtype=np.int64) + doc_id for doc_id, start, stop in ranges]
+    return np.concatenate([*owners, np.zeros(0, np.int64)]) % size
 
 
 class TensorGroup:

@@ -43,8 +43,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, checkpoints_of, saved_passes, with_pass
-from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.replay.forward_store import ForwardStore
 from evenload.runtime.replay.pack_tokens import PackTokens
