@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evenload.runtime.comm import collectives as module
-from evenload.runtime.comm.collectives import InlineQueue, StreamQueue, ThreadQueue
+from evenload.runtime.comm.collectives import InlineQueue, StreamQueue, ThreadQueue, collective_queue
 from evenload.runtime.device import HostClock
 from fake_streams import Device
 
