@@ -16,8 +16,7 @@ from evenload.config.planner import run_planner
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.cost.coefficients import CostCoefficients
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.runtime.prepare import prepare_step
-from evenload.runtime.step_source import PreparedStep
+from evenload.runtime.step_source import PreparedStep, prepare_step
 from evenload.runtime.trainer import Trainer
 
 

@@ -155,7 +155,7 @@ class _RemoteStream(io.RawIOBase):
             self._stream = self._file.filesystem.open(self._file.path, "rb", **settings)
         if self._stream.tell() != self._position:
             self._stream.seek(self._position)
-        data = self._stream.read(count if left is None else min(count, left))
+        data: bytes = self._stream.read(count if left is None else min(count, left))
         if not data and left:
             raise EOFError(f"it ends there, {left} bytes too early")
         return data
