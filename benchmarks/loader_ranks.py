@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.hub import model_from
+from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.collate import collate_pack
 from evenload.feed.step_maker import StepMaker
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.torch_peers import TorchPeers

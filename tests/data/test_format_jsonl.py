@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from evenload.data.formats import jsonl
-from evenload.data.formats.record import FILE_END, FilePart
+from evenload.data import json_records
+from evenload.data.records import FILE_END, FilePart
 from format_files import open_source, read_all, tokens_source, values_of
 
 
@@ -85,7 +85,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_text(tmp_path):
 
 
 def test_a_line_without_end_is_a_problem_and_not_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(json_records, "MAX_LINE_BYTES", 64)
     source = write(tmp_path, b'{"text": "a"}\n' + b"x" * 1000 + b'\n{"text": "b"}\n{"text": "' + b"y" * 100 + b'"}')
     for count in (1, 2, 7):
         records = read_all(*open_source(source), count)

@@ -8,12 +8,12 @@ from datasets import Dataset
 
 from chat_cases import CHATML
 from corpus_files import data_config
-from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
-from evenload.data.encoding.document_encoder import RecordProblem
-from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.formats.columns import NeighbourProblem, record_columns
-from evenload.data.reading.part_files import open_part
+from evenload.data.encoders import RecordProblem
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.open_encoder import open_encoder
+from evenload.data.part_files import open_part
+from evenload.data.records import NeighbourProblem, record_columns
 from evenload.errors import DataError
 from format_files import write_rows
 

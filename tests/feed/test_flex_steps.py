@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from corpus_files import data_config, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.batches import decode_state, encode_state
+from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import StepMaker
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.reconfiguration.planner_state import PlannerState

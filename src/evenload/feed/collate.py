@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
-from evenload.data.encoding.token_table import table_of
+from evenload.data.blocks import table_of
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import InvalidPlanError
 from evenload.types.micropack import MicroPack, PackPlan
 

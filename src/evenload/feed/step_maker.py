@@ -1,4 +1,14 @@
-"""`StepMaker`: global batch → plan → tokens on the ranks that train them → account; one step after the other.
+"""Tokens of a global batch to the ranks that train them.
+
+Every rank has read some of the documents, and a plan says which documents each rank trains: one all-to-all brings them
+there. Who sends what follows from plan and batch alone, so nothing is negotiated and no sizes travel. A document that
+several ranks need (pipeline stages of one replica; replicas that share it) goes to each of them.
+
+Price: 4 bytes a token and rank that needs it (8 where labels travel too), one message per pair of ranks.
+
+
+=====
+`StepMaker`: global batch → plan → tokens on the ranks that train them → account; one step after the other.
 
     next_batch, lengths of coming ones ─► plan (rank 0) ─► broadcast ─► validate ─► note_step ─► exchange ─► PlannedStep
 
@@ -15,14 +25,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from evenload import errors
-from evenload.data.batch.global_batch import GlobalBatch
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import LoaderState
-from evenload.data.encoding.token_table import TokenTable
+from evenload.data.batches import GlobalBatch, LoaderState, Peers
+from evenload.data.blocks import TokenTable, all_labels, join_tables
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import EvenloadError
-from evenload.feed.exchange import documents_by_replica, exchange_tokens
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import StepPlanner
@@ -34,6 +43,40 @@ from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
+
+
+def documents_by_replica(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    """The documents with a slice in each replica's packs, ascending."""
+    return tuple(
+        tuple(sorted({piece.doc_id for pack in (*packs.forward, *packs.backward) for piece in pack.slices}))
+        for packs in plan.pack_plans
+    )
+
+
+def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: Peers) -> TokenTable:
+    """This rank's documents, where `wanted` are the doc_ids of every rank of `peers`, each once. Collective."""
+    if peers.size == 1:
+        everything = len(wanted[0]) == len(batch.tokens)
+        return batch.tokens if everything else batch.tokens.select(wanted[0])
+    lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
+    rank = peers.rank
+    tables = [batch.tokens.select([doc_id for doc_id in documents if doc_id in batch.tokens]) for documents in wanted]
+    owners = batch.owners(wanted[rank]).tolist()
+    incoming: list[list[int]] = [[] for _ in range(peers.size)]
+    for doc_id, owner in zip(wanted[rank], owners, strict=True):
+        incoming[owner].append(doc_id)
+    copies = 2 if batch.has_labels else 1  # all tokens, then all labels
+    sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
+    outgoing = [table.tokens for table in tables]
+    if batch.has_labels:
+        outgoing = [np.concatenate([table.tokens, all_labels(table)]) for table in tables]
+    received = peers.exchange(outgoing, sizes)
+    arrived: list[TokenTable] = []
+    for documents, content in zip(incoming, received, strict=True):
+        tokens, labels = (content, None) if copies == 1 else np.split(content, 2)
+        edges = np.cumsum([0, *(lengths[doc_id] for doc_id in documents)], dtype=np.int64)
+        arrived.append(TokenTable(np.array(documents, np.int64), edges, tokens, labels))
+    return join_tables(arrived)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Unpack
 
 import msgspec
 
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import LoaderState, decode_state, encode_state, state_at_epoch
-from evenload.data.encoding.open_encoder import stop_warnings
-from evenload.data.encoding.tokenize import FileTokenizer
+from evenload.data.batches import LoaderState, decode_state, encode_state, state_at_epoch
 from evenload.data.ledger import untaught_warning
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.open_encoder import stop_warnings
+from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import StepMaker

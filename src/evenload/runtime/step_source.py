@@ -8,7 +8,7 @@ checkpoint holds what was trained, not what was made ahead.
 import functools
 from dataclasses import dataclass
 
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.layout_track import LayoutTrack

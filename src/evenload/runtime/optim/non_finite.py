@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evenload.data.batch.state import LoaderState
+from evenload.data.batches import LoaderState
 from evenload.data.ledger import Tally, masked_and_untaught, tally_of, with_skipped
 from evenload.errors import NonFiniteStepError
 from evenload.feed.step_maker import PlannedStep

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from evenload.config.sections import validation_digest
 from evenload.config.train_config import TrainConfig
 from evenload.data.config import mixture_configs
-from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
+from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.checkpoint.best_checkpoints import BestPass, saved_passes, with_pass

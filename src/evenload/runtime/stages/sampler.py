@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from evenload.config.sections import SamplesConfig
 from evenload.config.train_config import TrainConfig
-from evenload.data.encoding.text_encoder import with_opening
-from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
+from evenload.data.encoders import with_opening
+from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 from evenload.runtime.replay.forward_store import ForwardStore
 from evenload.runtime.replay.pack_tokens import PackTokens

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from evenload.config.sections import validation_data
 from evenload.config.train_config import TrainConfig
-from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
-from evenload.data.encoding.tokenize import DocumentTokenizer
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.tokenize import DocumentTokenizer
 from evenload.errors import DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import StepPlanner
