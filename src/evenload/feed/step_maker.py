@@ -1,14 +1,4 @@
-"""Tokens of a global batch to the ranks that train them.
-
-Every rank has read some of the documents, and a plan says which documents each rank trains: one all-to-all brings them
-there. Who sends what follows from plan and batch alone, so nothing is negotiated and no sizes travel. A document that
-several ranks need (pipeline stages of one replica; replicas that share it) goes to each of them.
-
-Price: 4 bytes a token and rank that needs it (8 where labels travel too), one message per pair of ranks.
-
-
-=====
-`StepMaker`: global batch → plan → tokens on the ranks that train them → account; one step after the other.
+"""`StepMaker`: global batch → plan → tokens on the ranks that train them → account; one step after the other.
 
     next_batch, lengths of coming ones ─► plan (rank 0) ─► broadcast ─► validate ─► note_step ─► exchange ─► PlannedStep
 
@@ -16,6 +6,11 @@ Every call is collective. Rank 0 plans because a plan may depend on the machine 
 its bytes and check them against their digest. An error on rank 0 is raised on every rank. What decides the steps after
 a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind. Batches
 that are read ahead because a planner wants their lengths stay in the loader and are in no state.
+
+Every rank has read some of the documents, and a plan names the documents that each rank trains: one all-to-all brings
+them there. Who sends what follows from plan and batch alone, so nothing is negotiated and no sizes travel. A document
+that several ranks need (pipeline stages of one replica; replicas that share it) goes to each of them. Price: 4 bytes a
+token and rank that needs it (8 where labels travel too), one message per pair of ranks.
 """
 
 import functools
@@ -23,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,17 +28,188 @@ from evenload.data.batches import GlobalBatch, LoaderState, Peers
 from evenload.data.blocks import TokenTable, all_labels, join_tables
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import EvenloadError
-from evenload.plan.deferral.delay import DelayState
-from evenload.plan.feedback.measured_layouts import MeasuredLayouts
-from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.stepplan.validate import validate_plan
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
+
+State = TypeVar("State", bound=msgspec.Struct)
+
+
+class Planner(Protocol[State]):
+    """Plans one step after the other, on rank 0 of the loader's peers."""
+
+    @property
+    def known_steps(self) -> int:
+        """Steps whose lengths it wants to know, the coming one included."""
+        ...
+
+    @property
+    def state_type(self) -> type[State]:
+        """What it carries from step to step; made without arguments before the first step."""
+        ...
+
+    def plan_step(
+        self,
+        step: int,
+        documents: tuple[Document, ...],
+        state: State,
+        *,
+        coming: Sequence[tuple[Document, ...]],
+        is_last: bool,
+    ) -> tuple[StepPlan, State, LayoutDecision | None]:
+        """Plan a step.
+
+        Args:
+            documents: those that plans of earlier steps deferred, then the new ones.
+            state: after the step before.
+            coming: documents of the batches that follow, as many as are known.
+            is_last: the data has ended, so nothing may be deferred.
+
+        Returns:
+            The plan, the state after it, and how its layout was decided (None where the layout cannot change).
+
+        Raises:
+            ConfigError, DataError, InfeasiblePlanError: there is no such plan.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedStep(Generic[State]):
+    """One step, its tokens at hand.
+
+    Args:
+        epoch: of its new documents; a last step of documents that waited belongs to the last epoch.
+        tokens: of the documents of this rank's replica.
+        loader_state, planner_state: to go on after this step.
+        ledger_lines: the account after this step.
+        origin: says where a document of the step was read; part_of: of which part of the mixture it is, by number.
+        plan_time_s: seconds rank 0 spent planning.
+        decision: about the layout; None where it cannot change.
+    """
+
+    epoch: int
+    plan: StepPlan
+    tokens: TokenTable
+    loader_state: LoaderState
+    planner_state: State
+    ledger_lines: tuple[str, ...]
+    plan_time_s: float
+    origin: Callable[[int], str]
+    part_of: Callable[[int], int]
+    decision: LayoutDecision | None = None
+
+
+class _Answer(Frozen):
+    """What rank 0 broadcasts: a plan and the encoded state after it, or an error of `evenload.errors` by name."""
+
+    plan: bytes = b""
+    state: bytes = b""
+    decision: LayoutDecision | None = None
+    plan_time_s: float = 0.0
+    error: str = ""
+    text: str = ""
+
+
+class StepMaker(Generic[State]):
+    """Makes steps of one run.
+
+    Args:
+        replicas: of every rank of the loader's peers, the replica whose documents it wants in a plan's layout; None =
+            none.
+        max_pack_tokens: limit that every plan is checked against.
+        waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
+    """
+
+    def __init__(
+        self,
+        loader: GlobalBatchLoader,
+        planner: Planner[State],
+        *,
+        replicas: Callable[[ParallelLayout], Sequence[int | None]],
+        max_pack_tokens: int,
+        waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
+    ) -> None:
+        self.loader, self.planner = loader, planner
+        self.planner_state = planner.state_type()
+        """After the last step made; to be set where a run goes on."""
+        self._waiting, self._replicas, self._max_pack_tokens = waiting, replicas, max_pack_tokens
+
+    def next(self, steps_left: int | None = None) -> PlannedStep[State] | None:
+        """The next step; None when the data has ended. Collective.
+
+        Args:
+            steps_left: of the run, this one included; later batches decide nothing. None = all.
+
+        Raises:
+            DataError, ConfigError, InfeasiblePlanError: from reading or planning; on every rank.
+            InvalidPlanError: the plan breaks an invariant; on every rank.
+        """
+        with self._waiting("the documents of a coming step"):
+            batch = self.loader.next_batch()
+        if batch is None:
+            return None
+        coming: tuple[tuple[Document, ...], ...] = ()
+        if (num_coming := min(self.planner.known_steps, steps_left or self.planner.known_steps) - 1) > 0:
+            with self._waiting("the lengths of coming steps"):
+                coming = self.loader.coming(num_coming)
+        with self._waiting(f"the plan of step {batch.step}"):
+            answer = self._shared_answer(batch, coming)
+        plan = decode_plan(answer.plan)
+        validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
+        # Also checks that the plan is of this batch: who sends what to whom follows from both.
+        self.loader.note_step(batch, plan)
+        by_replica = documents_by_replica(plan)
+        wanted = [() if replica is None else by_replica[replica] for replica in self._replicas(plan.layout)]
+        with self._waiting(f"the tokens of step {batch.step}"):
+            tokens = exchange_tokens(batch, wanted, self.loader.peers)
+        self.loader.check_ledger()
+        self.planner_state = msgspec.msgpack.decode(answer.state, type=self.planner.state_type)
+        return PlannedStep(
+            epoch=batch.epoch - 1 if batch.is_last else batch.epoch,
+            plan=plan,
+            tokens=tokens,
+            loader_state=self.loader.state(),
+            planner_state=self.planner_state,
+            ledger_lines=tuple(self.loader.summary()),
+            plan_time_s=answer.plan_time_s,
+            origin=functools.partial(self.loader.origin, batch.place),
+            part_of=lambda doc_id: batch.place(doc_id).part,
+            decision=answer.decision,
+        )
+
+    def _shared_answer(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
+        peers, answer, bug = self.loader.peers, _Answer(), None
+        if peers.rank == 0:
+            try:
+                answer = self._planned(batch, coming)
+            except EvenloadError as error:
+                answer = _Answer(error=type(error).__name__, text=str(error))
+            except Exception as error:
+                # The others wait for an answer; without one they would wait for their time limit.
+                text = f"planning step {batch.step} failed on rank 0: {error!r}; please report this as a bug"
+                answer, bug = _Answer(error="EvenloadError", text=text), error
+        answer = msgspec.msgpack.decode(peers.broadcast(msgspec.msgpack.encode(answer)), type=_Answer)
+        if bug is not None:
+            raise bug
+        if answer.error:
+            raise getattr(errors, answer.error)(answer.text)
+        return answer
+
+    def _planned(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
+        start_s = time.perf_counter()
+        plan, state, decision = self.planner.plan_step(
+            batch.step, batch.carried + batch.documents, self.planner_state, coming=coming, is_last=batch.is_last
+        )
+        return _Answer(
+            plan=encode_plan(plan),
+            state=msgspec.msgpack.encode(state),
+            decision=decision,
+            plan_time_s=time.perf_counter() - start_s,
+        )
 
 
 def documents_by_replica(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
@@ -77,162 +244,3 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
         edges = np.cumsum([0, *(lengths[doc_id] for doc_id in documents)], dtype=np.int64)
         arrived.append(TokenTable(np.array(documents, np.int64), edges, tokens, labels))
     return join_tables(arrived)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PlannedStep:
-    """One step, its tokens at hand.
-
-    Args:
-        epoch: of its new documents; a last step of documents that waited belongs to the last epoch.
-        tokens: of the documents of this rank's replica.
-        loader_state, planner_state: to go on after this step.
-        ledger_lines: the account after this step.
-        origin: says where a document of the step was read; part_of: of which part of the mixture it is, by number.
-        plan_time_s: seconds rank 0 spent planning.
-        decision: about the layout; None where it cannot change.
-    """
-
-    epoch: int
-    plan: StepPlan
-    tokens: TokenTable
-    loader_state: LoaderState
-    planner_state: PlannerState
-    ledger_lines: tuple[str, ...]
-    plan_time_s: float
-    origin: Callable[[int], str]
-    part_of: Callable[[int], int]
-    decision: LayoutDecision | None = None
-
-
-class _Answer(Frozen):
-    """What rank 0 tells: a plan, or an error of `evenload.errors` by name."""
-
-    plan: bytes = b""
-    state: PlannerState = PlannerState()
-    decision: LayoutDecision | None = None
-    plan_time_s: float = 0.0
-    error: str = ""
-    text: str = ""
-
-
-class StepMaker:
-    """Makes steps of one run.
-
-    Args:
-        planner: of the run's layout, or one that may change it.
-        strategy: that plans every step; a planner that changes the layout brings its own.
-        replicas: of every rank of the loader's peers, the replica whose documents it wants in a plan's layout; None =
-            none.
-        max_pack_tokens: limit that every plan is checked against.
-        may_delay: strategies that defer documents may do so; else every step trains its whole batch.
-        measured_of: what trained steps say of layouts when a step is planned; asked once a step, on rank 0.
-        waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
-    """
-
-    def __init__(
-        self,
-        loader: GlobalBatchLoader,
-        planner: StepPlanner | FlexPlanner,
-        strategy: str,
-        *,
-        replicas: Callable[[ParallelLayout], Sequence[int | None]],
-        max_pack_tokens: int,
-        may_delay: bool = True,
-        measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts(),
-        waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
-    ) -> None:
-        self.loader = loader
-        self.planner = planner
-        self.planner_state = PlannerState()
-        """After the last step made; to be set where a run goes on."""
-        self._strategy, self._may_delay = strategy, may_delay
-        self._measured_of, self._waiting = measured_of, waiting
-        self._replicas, self._max_pack_tokens = replicas, max_pack_tokens
-
-    def next(self, steps_left: int | None = None) -> PlannedStep | None:
-        """The next step; None when the data has ended. Collective.
-
-        Args:
-            steps_left: of the run, this one included; later batches decide nothing. None = all.
-
-        Raises:
-            DataError, ConfigError, InfeasiblePlanError: from reading or planning; on every rank.
-            InvalidPlanError: the plan breaks an invariant; on every rank.
-        """
-        with self._waiting("the documents of a coming step"):
-            batch = self.loader.next_batch()
-        if batch is None:
-            return None
-        coming: tuple[tuple[Document, ...], ...] = ()
-        if isinstance(self.planner, FlexPlanner):
-            known_steps = self.planner.known_steps
-            with self._waiting("the lengths of coming steps"):
-                coming = self.loader.coming(min(known_steps, steps_left or known_steps) - 1)
-        with self._waiting(f"the plan of step {batch.step}"):
-            answer = self._shared_answer(batch, coming)
-        plan = decode_plan(answer.plan)
-        validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
-        # Also checks that the plan is of this batch: who sends what to whom follows from both.
-        self.loader.note_step(batch, plan)
-        by_replica = documents_by_replica(plan)
-        wanted = [() if replica is None else by_replica[replica] for replica in self._replicas(plan.layout)]
-        with self._waiting(f"the tokens of step {batch.step}"):
-            tokens = exchange_tokens(batch, wanted, self.loader.peers)
-        self.loader.check_ledger()
-        self.planner_state = answer.state
-        return PlannedStep(
-            epoch=batch.epoch - 1 if batch.is_last else batch.epoch,
-            plan=plan,
-            tokens=tokens,
-            loader_state=self.loader.state(),
-            planner_state=answer.state,
-            ledger_lines=tuple(self.loader.summary()),
-            plan_time_s=answer.plan_time_s,
-            origin=functools.partial(self.loader.origin, batch.place),
-            part_of=lambda doc_id: batch.place(doc_id).part,
-            decision=answer.decision,
-        )
-
-    def _shared_answer(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
-        peers, answer, bug = self.loader.peers, _Answer(), None
-        if peers.rank == 0:
-            try:
-                answer = self._planned(batch, coming)
-            except EvenloadError as error:
-                answer = _Answer(error=type(error).__name__, text=str(error))
-            except Exception as error:
-                # The others wait for an answer; without one they would wait for their time limit.
-                text = f"planning step {batch.step} failed on rank 0: {error!r}; please report this as a bug"
-                answer, bug = _Answer(error="EvenloadError", text=text), error
-        answer = msgspec.msgpack.decode(peers.broadcast(msgspec.msgpack.encode(answer)), type=_Answer)
-        if bug is not None:
-            raise bug
-        if answer.error:
-            raise getattr(errors, answer.error)(answer.text)
-        return answer
-
-    def _planned(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
-        start_s = time.perf_counter()
-        state, decision = self.planner_state, None
-        documents, delay = batch.carried + batch.documents, state.delay if self._may_delay else None
-        if isinstance(self.planner, FlexPlanner):
-            found = self.planner.propose(
-                batch.step,
-                documents,
-                state=state.flex,
-                coming=coming,
-                delay=delay,
-                is_last=batch.is_last,
-                measured=self._measured_of(batch.step),
-            )
-            proposal, flex, decision = found.proposal, found.state, found.told
-        else:
-            proposal = self.planner.propose(batch.step, documents, self._strategy, state=delay, is_last=batch.is_last)
-            flex = state.flex
-        return _Answer(
-            plan=encode_plan(proposal.require_feasible()),
-            state=PlannerState(delay=proposal.state or DelayState(), flex=flex),
-            decision=decision,
-            plan_time_s=time.perf_counter() - start_s,
-        )

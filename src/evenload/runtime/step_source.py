@@ -15,7 +15,7 @@ from evenload.plan.feedback.layout_track import LayoutTrack
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.planner_state import PlannerState
+from evenload.plan.reconfiguration.planner_state import FlexRunPlanner, PlannerState
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.prepare import prepare_step
@@ -99,11 +99,11 @@ class StepSource:
         watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
         maker = StepMaker(
             loader,
-            planner,
-            strategy,
+            FlexRunPlanner(
+                planner, strategy, (lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step
+            ),
             replicas=lambda layout: layout.replicas(num_ranks),
             max_pack_tokens=options.max_pack_tokens,
-            measured_of=(lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step,
             waiting=watch.waiting,
         )
         maker.planner_state = planner_state

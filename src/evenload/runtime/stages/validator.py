@@ -28,7 +28,7 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.data.tokenize import DocumentTokenizer
 from evenload.errors import DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.planner import StepPlanner
+from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.scalars import most_of_ranks
@@ -142,15 +142,14 @@ class Validator:
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
         options = msgspec.structs.replace(planner.options, policy="replay")
         assert options.max_pack_tokens is not None, "`run_planner` decides it"
+        planner = StepPlanner(
+            planner.costs.model, planner.costs.coefficients, planner.layout, None, options, host=planner.host
+        )
         return StepMaker(
             self._loader,
-            StepPlanner(
-                planner.costs.model, planner.costs.coefficients, planner.layout, None, options, host=planner.host
-            ),
-            self._config.plan.strategy,
+            RunPlanner(planner, self._config.plan.strategy, may_delay=False),
             replicas=lambda layout: layout.replicas(mesh.num_ranks),
             max_pack_tokens=options.max_pack_tokens,
-            may_delay=False,
             waiting=mesh.watch.waiting,
         )
 
