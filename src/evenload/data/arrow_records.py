@@ -1,4 +1,4 @@
-"""Columns of Arrow batches to record values; shared by parquet, arrow and data set readers.
+"""Arrow tables as records: files and streams of Arrow IPC (`datasets` caches, Feather) and parquet files.
 
 A batch of a column is converted at once and then cut: token ids stay one array per batch, and a record's ids are a
 slice of it (0.2 µs) without a copy where the column holds int32. Values of a wrong type are found per record; a column
@@ -8,29 +8,18 @@ Arrow gives every struct all keys of all structs, so a key that is null, at any 
 read what only other rows have. Values of the extension type `arrow.json`, at any depth, are the values that the JSON
 spells, with their nulls. Any other extension type is refused, since what it means is not known.
 
+Arrow IPC: an offset is a record batch and a row in it. A file has an index of its batches, so a part is a share of
+them, and none before it is touched. A stream has none: its batches are passed from the beginning, bodies untouched, and
+one belongs to the part in whose range of bytes it begins. Local files are mapped into memory, and only the wanted
+columns are loaded. Buffers are checked before they are used, so damaged offsets cannot lead outside them. Price: some
+10 µs per batch of a stream before the place where reading begins, decompressed where it is compressed; a remote file is
+one part. One batch in memory where it is compressed or remote, its pages otherwise.
 
-=====
-Arrow IPC: one record per row; the file format and the stream format, as `datasets` caches and Feather files are.
-
-An offset is a record batch and a row in it. A file has an index of its batches, so a part is a share of them, and
-none before it is touched. A stream has none: its batches are passed from the beginning, bodies untouched, and one
-belongs to the part in whose range of bytes it begins. Local files are mapped into memory, and only the wanted columns
-are loaded. Buffers are checked before they are used, so damaged offsets cannot lead outside them.
-
-Price: some 10 µs per batch of a stream before the place where reading begins, decompressed where it is compressed; a
-remote file is one part. One batch in memory where it is compressed or remote, its pages otherwise.
-
-
-=====
-Parquet: one record per row, streamed by row groups through pyarrow.
-
-Offsets are rows of the file. Part i of n holds consecutive row groups, their number shared fairly; parts beyond the
-number of row groups are empty. Only the wanted columns are read, pages one after the other (never a whole column
-chunk), decoded in batches of about 4 MB. A file whose footer is damaged is one problem of its first part, a damaged
-row group one of the part it lies in; in both cases the part ends there.
-
-Price: one batch, and a page of every wanted column, in memory. To begin inside a row group costs decoding it up to
-there, to begin at all costs reading the footer.
+Parquet: offsets are rows of the file. Part i of n holds consecutive row groups, their number shared fairly; parts
+beyond the number of row groups are empty. Only the wanted columns are read, pages one after the other (never a whole
+column chunk). A file whose footer is damaged is one problem of its first part, a damaged row group one of the part it
+lies in; in both cases the part ends there. Price: one batch, and a page of every wanted column, in memory. To begin
+inside a row group costs decoding it up to there, to begin at all costs reading the footer.
 """
 
 import mmap
@@ -52,8 +41,8 @@ from evenload.data.records import (
     KIND_WORDS,
     Column,
     ColumnKind,
-    FileFacts,
     FilePart,
+    FileSummary,
     Record,
     RecordReader,
     ValueProblem,
@@ -61,7 +50,7 @@ from evenload.data.records import (
     convert_named,
     make_records,
     narrow_ids,
-    neighbour_values,
+    other_values,
 )
 from evenload.data.sources import SourceFile, is_storage_failure, unreadable
 from evenload.errors import DataError
@@ -90,7 +79,7 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> tup
     present = []
     for column in columns:
         if column.name not in schema.names:
-            if not column.is_needed:
+            if not column.is_required:
                 continue
             raise DataError(
                 f"{name} has no column '{column.name}', only {', '.join(schema.names)}; set {column.setting}"
@@ -100,7 +89,7 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> tup
         field = schema.field(column.name)
         held = _held_by(field.type)
         fits = held in (column.kind, "any") or (column.kind == "text_or_messages" and held in ("text", "messages"))
-        if column.is_needed and not (fits or (column.kind == "mask" and held == "tokens")):
+        if column.is_required and not (fits or (column.kind == "mask" and held == "tokens")):
             raise DataError(
                 f"{name}: column '{column.name}' is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}"
             )
@@ -155,26 +144,26 @@ def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], fir
         return iter(())
     problems: dict[int, str] = {}
     needed, none = [], [None] * num_rows
-    neighbours = [column for column in columns if not column.is_needed]
+    others = [column for column in columns if not column.is_required]
     for column in columns:
-        if column.is_needed:
+        if column.is_required:
             found, wrong = _values(arrays[column.name], column)
             needed.append(found)
             problems = wrong | problems
     values = list(zip(*needed, strict=True))
-    if any(column.name in arrays for column in neighbours):
-        beside = []
+    if any(column.name in arrays for column in others):
+        further = []
         is_ids = columns[0].kind == "tokens"
         lengths = np.array([0 if each is None else len(each) for each in needed[0]]) if is_ids else None
-        for column in neighbours:
+        for column in others:
             found, wrong = none, {}
             if column.name in arrays and not (column.kind == "ones" and _holds_ones(arrays[column.name], lengths)):
                 found, wrong = _plain_values(arrays[column.name], column)
-            beside.append(found)
+            further.append(found)
             problems = wrong | problems
-        for row, found in enumerate(zip(*beside, strict=True)):
+        for row, found in enumerate(zip(*further, strict=True)):
             try:
-                values[row] += neighbour_values(neighbours, found, None if lengths is None else int(lengths[row]))
+                values[row] += other_values(others, found, None if lengths is None else int(lengths[row]))
             except ValueProblem as problem:
                 problems.setdefault(row, str(problem))
     return make_records(range(first_row, first_row + num_rows + 1), values, problems)
@@ -343,17 +332,17 @@ class ArrowReader(RecordReader):
     def can_share(self, file: SourceFile) -> bool:
         return file.is_local
 
-    def look(self, file: SourceFile) -> FileFacts:
+    def summary(self, file: SourceFile) -> FileSummary:
         names: tuple[str, ...] = ()
         with _open_source(file) as (source, _):
             try:
                 names = tuple(_open_reader(source).schema.names)
                 if not file.is_local:  # whose bodies would be read
-                    return FileFacts(names)
+                    return FileSummary(names)
                 batches = _Batches(source, _open_reader(source, [0]))
-                return FileFacts(names, sum(len(batch) for _, batch in batches.of_part(FilePart(), 0)))
+                return FileSummary(names, sum(len(batch) for _, batch in batches.of_part(FilePart(), 0)))
             except _DAMAGE:
-                return FileFacts(names)  # its reader reports the damage
+                return FileSummary(names)  # its reader reports the damage
 
     def origin(self, file: SourceFile, offset: int) -> str:
         """File and 1-based row. Reads the file up to there."""
@@ -476,12 +465,12 @@ class ParquetReader(RecordReader):
 
     columns: tuple[Column, ...]
 
-    def look(self, file: SourceFile) -> FileFacts:
+    def summary(self, file: SourceFile) -> FileSummary:
         try:
             with nullcontext(file.path) if file.is_local else file.open() as place, pq.ParquetFile(place) as parquet:
-                return FileFacts(tuple(parquet.schema_arrow.names), parquet.metadata.num_rows)
+                return FileSummary(tuple(parquet.schema_arrow.names), parquet.metadata.num_rows)
         except pa.ArrowException:
-            return FileFacts()  # its reader tells the damage
+            return FileSummary()  # its reader reports the damage
 
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
         row, opened = offset or 0, False

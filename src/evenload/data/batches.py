@@ -1,21 +1,11 @@
-"""`Peers`: how the loaders of all ranks talk to each other; and the one rank that has nobody to talk to.
+"""`GlobalBatch`: the documents of one optimizer step, of which this rank has read some; `LoaderState`; `Peers`.
 
-All calls are collective: every rank makes them in the same order. `evenload.runtime.comm.torch_peers` runs them over
-`torch.distributed`; this package knows nothing of torch.
+Documents are sampled as columns that point into open blocks (`SampledDocuments`), in the order in which they come.
 
-
-=====
-`LoaderState`: where a loader stands, without any text or tokens; small, global, independent of the layout.
-
-Restoring reads again only the open block of each stream and the blocks of deferred documents, so it takes the same time
-at step 10 and at step 10 million. It is exact to the bit if the sources and the data settings are the same, which the
-fingerprint checks (`epochs` may be changed to train on, and how many processes read).
-
-
-=====
-`GlobalBatch`: the documents of one optimizer step, of which this rank has read some.
-
-They are sampled as columns that point into open blocks (`SampledDocuments`), in the order in which they come.
+A loader's state is small, global, independent of the layout, and holds no text or tokens. Restoring reads again only
+the open block of each stream and the blocks of deferred documents, so it takes the same time at step 10 and at step 10
+million. It is exact to the bit if the sources and the data settings are the same, which the fingerprint checks
+(`epochs` may be changed to train on, and how many processes read).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,41 +1,23 @@
-"""`TokenTable`: tokens and labels of many documents in two flat arrays.
-
-Blocks, batches and what ranks send each other are all runs of such arrays, so documents are cut out of them only where
-a pack needs them. As a mapping it gives each document's tokens by its id.
-
-
-=====
-`DocumentBlock`: a run of consecutive documents of one stream, shuffled inside; and its cursor.
-
-A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: whoever needs it, on
-whichever rank, in whichever process, before or after a resume, reads the same documents in the same order. So the
-whole state of a stream is its open block's cursor and how many documents of it were taken.
-
-
-=====
-`HoldOut`: which documents of the data are held out for validation, and which of both a reader takes.
-
-A record is held out where a hash of its file's key (source and path below it) and its offset falls below the share. So
-the choice is of the data alone: order, seed, epochs, ranks, workers and resumes play no part, a data set that moves
-keeps it, and a larger share holds out all that a smaller one does. Documents that one record is split into stay
-together. Texts that stand twice in the data are two records: one may be trained while the other validates.
-
-Who trains encodes what is held out, too, and counts it in the ledger. Who validates passes over the rest unencoded, and
-does not open files of one document that is none of its own. Price: a hash a record, about 1 µs; of a share of large
-files a whole reading.
-
-
-=====
-`BlockReader`: reads blocks of streams: records → documents within the length limit → shuffled block.
+"""`BlockReader`: reads blocks of streams: records → documents within the length limit → shuffled block.
 
     segment's records ─► encode ─► over-long rule ─► block of documents ─► permuted
 
-A block ends after its number of documents or tokens. The first blocks of a stream are small and double in size, so that
-the first batch needs few documents however large the window is. What is dropped on the way is counted in the block.
+A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: whoever needs it, on
+whichever rank, in whichever process, before or after a resume, reads the same documents in the same order. So the whole
+state of a stream is its open block's cursor and how many documents of it were taken.
 
-Asked for the block that follows the last one it read, a reader goes on where it stands; asked for any other, it opens
-the source anew at the cursor. Price: every record is read and encoded once; a resume reads the open block of each
-stream again. Memory: one block and one chunk of records a stream.
+A block ends after its number of documents or tokens. The first blocks of a stream are small and double in size, so that
+the first batch needs few documents however large the window is. What is dropped on the way is counted in the block. A
+reader that gets a request for the block after the last one it read goes on where it stands; for any other, it opens the
+source anew at the cursor. Price: every record is read and encoded once; a resume reads the open block of each stream
+again. Memory: one block and one chunk of records a stream.
+
+A record is held out for validation where a hash of its file's key (source and path below it) and its offset falls below
+the share. So the choice is of the data alone: order, seed, epochs, ranks, workers and resumes play no part, a data set
+that moves keeps it, and a larger share holds out all that a smaller one does. Documents that one record is split into
+stay together. Texts that stand twice in the data are two records: one may be trained while the other validates. A
+reader that trains encodes what is held out, too, and counts it in the ledger. One that validates passes over the rest
+unencoded, and does not open files of one document that is none of its own. Price: a hash a record, about 1 µs.
 """
 
 import zlib
@@ -52,7 +34,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.ledger import Tally
 from evenload.data.part_files import BLOCKS, PartFiles, Segment, assign_segments, permutation
-from evenload.data.records import NeighbourProblem, Record
+from evenload.data.records import Record, naming
 from evenload.errors import DataError
 from evenload.types.base import Frozen
 
@@ -403,10 +385,8 @@ class BlockReader:
             # The first chunk is small: who asks for four documents need not wait for sixty-four.
             size = _FIRST_BLOCK_DOCUMENTS
             while chunk := list(islice(records, size)):
-                try:
+                with naming(file):
                     outcomes = self._outcomes(chunk, file.key)
-                except NeighbourProblem as problem:
-                    raise DataError(f"{file.name}: {problem}") from problem
                 for record, outcome in zip(chunk, outcomes, strict=True):
                     # Nearly all records; through a second generator they would cost twice as much.
                     if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:

@@ -2,34 +2,24 @@
 
 The environment is the one that such templates are written for: no white space from block tags, `tojson`,
 `raise_exception`, `break` and `continue`, `bos_token` and its like. `{% generation %}` ... `{% endgeneration %}` marks
-what the assistant says: a rendering that asks for the spans puts a private character on both sides of such a block and
-takes them out again, counting characters. transformers counts the pieces rendered so far instead, which is
-the same except in blocks inside of macros and captured text; there our marks could be trimmed or moved, so such
-templates are refused.
+what the assistant says: a rendering with spans puts a private character on both sides of such a block and takes them
+out again, counting characters. transformers counts the pieces rendered so far instead, which is the same except in
+blocks inside of macros and captured text; there our marks could be trimmed or moved, so such templates are refused.
 
 `strftime_now` gives `TEMPLATE_DAY`, always: a text that changes with the day of the run could not be resumed exactly.
-It is the day that Llama 3's template falls back to.
+It is the day that Llama 3's template falls back to. Price: jinja's, 20 to 100 µs a chat. Trust: the sandbox keeps a
+template from files and processes, not from running for ever.
 
-Price: jinja's, 20 to 100 µs a chat. Trust: the sandbox keeps a template from files and processes, not from running
-for ever.
+The template is the file `data.chat_template`; else `chat_template.jinja` in the tokeniser's directory; else
+`chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken: the order of
+transformers; special tokens come from where it takes them. A template that uses a special token that no file defines is
+refused: it would be left out silently.
 
-
-=====
-`open_chat_template`: which chat template a run uses, and which special tokens it sees.
-
-The template is the file `data.chat_template`; else `chat_template.jinja` beside the tokeniser; else `chat_template` in
-its `tokenizer_config.json`, text or a list of named ones of which "default" is taken. This is the order of
-transformers; special tokens come from where it takes them (`tokenizer_settings`). A template that asks for a
-special token that no file says anything about is refused: it would be left out without a word.
-
-
-=====
-`TemplateForms`: in which form a chat template wants what data sets write in several.
-
-Content is text or a list of parts of text; arguments of a tool call are an object or JSON text (OpenAI's form). A
-template that expects the other form writes it wrong without an error: parts as a Python repr, JSON text encoded once
-more, text that it walks through as parts as nothing. So a short conversation is rendered in both forms, once a template
-and role. Where one comes out right and the other does not, messages are given in that one; else they stay as they are.
+Data sets write some things in several forms (`TemplateForms`): content is text or a list of parts of text; arguments of
+a tool call are an object or JSON text (OpenAI's form). A template that expects the other form writes it wrong without
+an error: parts as a Python repr, JSON text encoded once more, text that it walks through as parts as nothing. So a
+short conversation is rendered in both forms, once a template and role. Where one comes out right and the other does
+not, messages are given in that one; else they stay as they are.
 """
 
 import copy
@@ -51,7 +41,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from evenload.data.config import DataConfig
 from evenload.data.encoders import CharSpan, RecordProblem
-from evenload.data.records import NeighbourProblem
+from evenload.data.records import OtherColumnError
 from evenload.data.tokenize import (
     BYTES,
     NAMED_TOKENS,
@@ -175,7 +165,7 @@ class ChatTemplate:
         except ValueError as err:
             raise RecordProblem(f"'tools' holds text that is not JSON: {err}") from err
         if tools and "tools" not in self.wanted_variables:
-            raise NeighbourProblem(
+            raise OtherColumnError(
                 f"the record has tools, which chat template '{self.origin}' does not write; {_IGNORE}"
             )
         are_tools = tools is None or all(isinstance(tool, dict) for tool in tools)

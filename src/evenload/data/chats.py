@@ -1,4 +1,4 @@
-"""Record kind "messages": a conversation through a chat template, loss on what the assistant says.
+"""Conversations as text: record kinds "messages" and "prompt_completion", loss on what the assistant says.
 
 Where the template has `{% generation %}` blocks, these are what the assistant says. Where it has none, the text of the
 assistant's message i is found by rendering parts of the conversation:
@@ -8,29 +8,22 @@ assistant's message i is found by rendering parts of the conversation:
     all messages                      <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|> ...
                                                                     ─────────── loss
 
-This holds only if each rendering begins the next one, which is checked for every message. Templates that write
-earlier turns differently once later ones follow (dropping thoughts, say) fail the check, and the record is refused.
-A template without a generation prompt has the assistant's header in the loss.
+This holds only if each rendering begins the next one, which is checked for every message. Templates that write earlier
+turns differently once later ones follow (dropping thoughts, say) fail the check, and the record is refused. A template
+without a generation prompt has the assistant's header in the loss.
 
 Keys of messages without a value are left out, because Arrow gives every message all keys of all messages and templates
-ask whether a key is there. Thoughts that data sets put under other names are also given under the names that templates
-read. Both is what transformers' `apply_chat_template` does, so that training sees what inference will. Parts of text,
-and arguments of tool calls, are given in the form that the template writes as they are meant (`template_forms`).
+test whether a key is there. Thoughts that data sets put under other names are also given under the names that templates
+read. Both is what transformers' `apply_chat_template` does, so that training sees what inference will. Price: 2
+renderings for each of the assistant's messages, so it grows with the square of the turns; 1 rendering with `{%
+generation %}` blocks or loss on all tokens.
 
-Price: 2 renderings for each of the assistant's messages, so it grows with the square of the turns; 1 rendering with
-`{% generation %}` blocks or loss on all tokens.
-
-
-=====
-Record kind "prompt_completion": two strings, or two lists of messages; loss on the completion.
-
-Strings are joined as they are and tokenised together, so the tokens are those of the joined text. The border between
-them is exact in characters; a token that begins in the prompt counts as prompt (`text_encoder`). The end-of-document
-token follows, unless the completion ends with it already, as TRL has it.
-
-Lists of messages are one conversation through the chat template, which writes its own end, and labels are those that
-record kind "messages" gives the completion's messages: what the assistant says. TRL trains all of the completion, so
-also what tools answer and users ask in it, and two kinds of records of one conversation would teach different things.
+A prompt and a completion are two strings or two lists of messages. Strings are joined as they are and tokenised
+together, so the tokens are those of the joined text. The border between them is exact in characters; a token that
+begins in the prompt counts as prompt. The end-of-document token follows, unless the completion ends with it already, as
+TRL has it. Lists of messages are one conversation through the chat template, which writes its own end, and labels are
+those that record kind "messages" gives the completion's messages. TRL trains all of the completion, so also what tools
+answer and users ask in it, and two kinds of records of one conversation would teach different things.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,7 +31,7 @@ from typing import Any
 
 from evenload.data.chat_template import ChatTemplate, Message, TemplateForms
 from evenload.data.encoders import CharSpan, RecordProblem, RenderedText, check_text
-from evenload.data.records import NeighbourProblem
+from evenload.data.records import OtherColumnError
 
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
 _IGNORE = "change it, or pass over the key by data.ignore_columns"
@@ -92,10 +85,10 @@ def render_chat(
         for key in (*_PARTS, *(call for call in _CALLS if call not in template.source)):
             if message.get(key) and key not in ignored:
                 what = "is not read" if key in _PARTS else f"chat template '{template.origin}' does not write"
-                raise NeighbourProblem(f"message {index} has {key}, which {what}; {_IGNORE}")
+                raise OtherColumnError(f"message {index} has {key}, which {what}; {_IGNORE}")
     if first is None:
         if untrained:
-            raise NeighbourProblem(
+            raise OtherColumnError(
                 f'message {untrained[0]} has no loss by its weight, and data.loss_on is "all"; {_IGNORE}'
             )
         return RenderedText(template.render(messages))
@@ -123,9 +116,9 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
         if key in ignored or (weight := message.get(key)) is None:
             continue
         if weight not in (0, 1):
-            raise NeighbourProblem(f"message {index} has {key} {weight!r}, must be 0 or 1; {_IGNORE}")
+            raise OtherColumnError(f"message {index} has {key} {weight!r}, must be 0 or 1; {_IGNORE}")
         if weight and message["role"] != "assistant":
-            raise NeighbourProblem(
+            raise OtherColumnError(
                 f"message {index} of role '{message['role']}' has {key} {weight!r}, and only what the assistant says "
                 f"is trained; {_IGNORE}"
             )

@@ -1,13 +1,9 @@
-"""What an encoder of records promises: column values in, tokens and labels out.
+"""`DocumentEncoder`: the values of a record → tokens and labels; of texts (`TextEncoder`) and of ids (`TokenIds`).
 
-An encoder is made once a run by `open_encoder`, goes to worker processes by pickling, and has no state: the same
-values give the same document in any process, at any time.
+An encoder is made once a run by `open_encoder`, goes to worker processes by pickling, and has no state: the same values
+give the same document in any process, at any time.
 
-
-=====
-`TextEncoder`: records that become text first, then tokens: texts, prompts with completions, chats.
-
-What differs between these kinds is a `Renderer`: values → text, and which of its characters are to be predicted. Each
+What differs between kinds of text is a `Renderer`: values → text, and which of its characters are to be predicted. Each
 text is tokenised in one go, never in pieces, because pieces give other tokens at their borders than generation and
 other trainers see; the characters are mapped to tokens through the tokeniser's offsets. A token may hold characters
 from both sides of a border; whether it is a label then depends on who drew the border:
@@ -18,14 +14,8 @@ from both sides of a border; whether it is a label then depends on who drew the 
   masks agree. (transformers leaves out all but the first of several tokens that make up the last character.)
 
 Price: the tokeniser. A block of records is given to it at once, because its threads then share the work: 2.1 times as
-fast on 2 cores at any length of text, 1.2 times on one. A mask needs offsets, which makes a document of 150 tokens cost
-94 µs instead of 52; so they are asked for only where there is a mask. A mask costs a binary search per token.
-
-
-=====
-Record kind "tokens": ids, and perhaps labels, made by someone else's tokeniser. Taken as they are, without a copy.
-
-Readers give them as int32 arrays (`formats.columns`). Price: 0.5 µs a document, 3 more with labels.
+fast on 2 cores at any length of text, 1.2 times on one. Offsets make a document of 150 tokens cost 94 µs instead of 52,
+so they are computed only where there is a mask. A mask costs a binary search per token.
 """
 
 import re
@@ -36,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.records import NeighbourProblem, Record
+from evenload.data.records import OtherColumnError, Record
 from evenload.data.tokenize import DocumentTokenizer, TokensWithOffsets
 from evenload.errors import DataError
 
@@ -307,12 +297,12 @@ class TokenIds(DocumentEncoder):
         others = trained != tokens[has_label]
         if others.any():
             if has_label.all() and trained.max() <= 1:
-                raise NeighbourProblem(
+                raise OtherColumnError(
                     f"column '{column}' holds nothing but 0 and 1, as a mask does, which would be trained as ids; set "
                     "data.mask_column instead of data.labels_column"
                 )
             if len(tokens) > 2 and _are_shifted(given, tokens):
-                raise NeighbourProblem(
+                raise OtherColumnError(
                     f"column '{column}' holds the next token at every place, and labels are not shifted here: each is "
                     "predicted at its own place; store the token itself, or -100"
                 )

@@ -2,8 +2,8 @@
 
 A `Dataset` is read in Arrow batches, in the order that its `select` or `shuffle` gave it; offsets are rows. One with a
 transform of its own (`set_transform`) is read through that, row by row. An `IterableDataset` is read shard by shard;
-offsets are shard and example, and to begin inside a shard its examples are generated and passed over up to there.
-Both go to other processes by pickling, so a generator has to be a function that can be imported.
+offsets are shard and example, and to begin inside a shard its examples are generated and passed over up to there. Both
+go to other processes by pickling, so a generator has to be a function that can be imported.
 
 Price: one batch in memory. A `Dataset` that was shuffled gathers its rows one by one (some µs each).
 """
@@ -18,13 +18,13 @@ import pyarrow as pa
 from evenload.data.arrow_records import arrow_records, batch_rows, check_schema, is_list
 from evenload.data.records import (
     Column,
-    FileFacts,
     FilePart,
+    FileSummary,
     Record,
     RecordReader,
     ValueProblem,
     convert_named,
-    neighbour_values,
+    other_values,
 )
 from evenload.data.sources import SourceFile
 from evenload.errors import ConfigError, DataError, EvenloadError
@@ -75,10 +75,10 @@ class DatasetReader(RecordReader):
         records = self._transformed if is_transformed else self._batches
         return _guarded(records(file.name, rows), file.name)
 
-    def look(self, file: SourceFile) -> FileFacts:
+    def summary(self, file: SourceFile) -> FileSummary:
         # A transform may give other columns.
         names = () if self.dataset.format["type"] == "custom" else tuple(self.dataset.column_names)
-        return FileFacts(names, len(self.dataset))
+        return FileSummary(names, len(self.dataset))
 
     def _batches(self, name: str, rows: range) -> Iterator[Record]:
         names = [each.name for each in check_schema(self.dataset.features.arrow_schema, self.columns, name)]
@@ -118,8 +118,8 @@ class IterableDatasetReader(RecordReader):
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
         return _guarded(self._examples(file.name, part, offset), file.name)
 
-    def look(self, file: SourceFile) -> FileFacts:
-        return FileFacts(tuple(self.dataset.column_names or ()))
+    def summary(self, file: SourceFile) -> FileSummary:
+        return FileSummary(tuple(self.dataset.column_names or ()))
 
     def origin(self, file: SourceFile, offset: int) -> str:
         shard, example = _place(offset)
@@ -149,17 +149,17 @@ def _make_record(
     """The record of an example; `kinds` = types of its columns where they are known."""
     found = []
     for column in columns:
-        if column.is_needed and column.name not in example:
+        if column.is_required and column.name not in example:
             raise DataError(f"{name} has no column '{column.name}', only {', '.join(example)}; set {column.setting}")
         found.append(_without_nulls(example.get(column.name), kinds.get(column.name)))
-    needed = sum(column.is_needed for column in columns)
+    needed = sum(column.is_required for column in columns)
     try:
         values = [convert_named(column, value) for column, value in zip(columns[:needed], found, strict=False)]
         num_tokens = len(values[0]) if columns[0].kind == "tokens" else None
-        beside = neighbour_values(columns[needed:], found[needed:], num_tokens)
+        further = other_values(columns[needed:], found[needed:], num_tokens)
     except ValueProblem as problem:
         return Record(offset, offset + 1, None, str(problem))
-    return Record(offset, offset + 1, (*values, *beside))
+    return Record(offset, offset + 1, (*values, *further))
 
 
 def _without_nulls(value: Any, kind: pa.DataType | None) -> Any:

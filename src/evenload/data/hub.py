@@ -1,14 +1,10 @@
-"""`local_path`: files of a model by its name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B" or with "@revision".
+"""Files of a model by its name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B@revision", and the shape of a model.
 
-What lies here comes first: a path that exists is that path, and files that are in the Hub's local cache are taken from
-there without asking the network: of a tokeniser, both of its files. Only then they are downloaded, into that cache. A
-name of which the first part is a folder here is a path that somebody mistyped, and nobody is asked about it.
-
-Settings are small files: config.json, the tokeniser, chat templates. Weights come with them where they are wanted.
-
-
-=====
-`model_from`: the shape of a model by a built-in name, or read from its `config.json`, here or on the Hub."""
+Local files come first: a path that exists is that path, and files in the Hub's local cache are taken from there without
+the network: of a tokeniser, both of its files. Only then they are downloaded, into that cache. A name of which the
+first part is a folder here is a path that somebody mistyped, and is never sent to the Hub. Settings are small files:
+config.json, the tokeniser, chat templates. Weights come with them where they are wanted.
+"""
 
 import json
 import logging

@@ -1,9 +1,9 @@
 """JSON lines: one object per line, the wanted keys decoded and checked, the others passed over.
 
-Offsets are bytes. A part is a range of bytes; a line belongs to the part in which its first byte lies, so a part
-begins with the first line after its first byte and may end inside the next one's range. A compressed file, or one of
-unknown size, is one part. Lines of nothing but white space are no records. Strict JSON: `NaN`, lone surrogates
-and bytes that are not UTF-8 make a line corrupt, as does a line without the wanted keys.
+Offsets are bytes. A part is a range of bytes; a line belongs to the part in which its first byte lies, so a part begins
+with the first line after its first byte and may end inside the next one's range. A compressed file, or one of unknown
+size, is one part. Lines of nothing but white space are no records. Strict JSON: `NaN`, lone surrogates and bytes that
+are not UTF-8 make a line corrupt, as does a line without the wanted keys.
 
 Price: one line in memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compressed file, everything before it is
 read).
@@ -24,13 +24,13 @@ from evenload.data.records import (
     KIND_WORDS,
     Column,
     ColumnKind,
-    FileFacts,
     FilePart,
+    FileSummary,
     Record,
     RecordReader,
     ValueProblem,
     convert_named,
-    neighbour_values,
+    other_values,
 )
 from evenload.data.sources import SourceFile, damaged_compression
 from evenload.errors import DataError
@@ -39,7 +39,8 @@ MAX_LINE_BYTES = 1 << 28
 """A longer line is a corrupt record: what has no line ends is no JSON lines file, and would fill memory."""
 
 _COUNT_BYTES = 1 << 20
-_LOOKED_AT = 100  # records whose keys are told
+_ROWS_WITH_KEYS = 100  # whose keys are reported
+_MOST_TRIES = 64
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TYPES: dict[ColumnKind, Any] = {
     "text": str,
@@ -85,7 +86,7 @@ class JsonlReader(RecordReader):
         except Exception as err:  # decompressors raise classes of their own
             yield Record(position, FILE_END, None, damaged_compression(file, err))
 
-    def look(self, file: SourceFile) -> FileFacts:
+    def summary(self, file: SourceFile) -> FileSummary:
         """Of its first `_COUNT_BYTES`."""
         try:
             with file.open() as stream:
@@ -93,14 +94,20 @@ class JsonlReader(RecordReader):
                 is_whole = not stream.read(1)
         except DataError:
             raise
-        except Exception:  # decompressors raise classes of their own; its reader tells the damage
-            return FileFacts()
-        lines = [line for line in begin.removeprefix(_BYTE_ORDER_MARK).split(b"\n") if line.strip()]
-        keys = _keys(lines[:_LOOKED_AT])
+        except Exception:  # decompressors raise classes of their own; its reader reports the damage
+            return FileSummary()
+        rows = self._rows(begin.removeprefix(_BYTE_ORDER_MARK), is_whole)
+        if rows is None:
+            return FileSummary()
+        keys = _keys(rows[:_ROWS_WITH_KEYS])
         if is_whole:
-            return FileFacts(keys, len(lines))
-        is_estimated = file.compression is None and file.size_bytes is not None and len(lines) > 1
-        return FileFacts(keys, len(lines) * (file.size_bytes or 0) // len(begin) if is_estimated else None, False)
+            return FileSummary(keys, len(rows))
+        is_estimated = file.compression is None and file.size_bytes is not None and len(rows) > 1
+        return FileSummary(keys, len(rows) * (file.size_bytes or 0) // len(begin) if is_estimated else None, False)
+
+    def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
+        """The records in the beginning of a file, or in the whole of it; None where they are damaged."""
+        return [line for line in begin.split(b"\n") if line.strip()]
 
     def origin(self, file: SourceFile, offset: int) -> str:
         """File and 1-based line. Reads the file up to there."""
@@ -110,7 +117,7 @@ class JsonlReader(RecordReader):
                 while left > 0 and (content := stream.read(min(left, _COUNT_BYTES))):
                     lines += content.count(b"\n")
                     left -= len(content)
-        except Exception:  # another error is being told, and that the file cannot be read up to here is not it
+        except Exception:  # another error is being reported, and that the file cannot be read up to here is not it
             return f"{file.name}, byte {offset}"
         return f"{file.name}:{lines}"
 
@@ -132,11 +139,18 @@ class JsonReader(JsonlReader):
             for index in range(offset or 0, len(items)):
                 yield decode(index, index + 1, bytes(items[index]))
 
-    def look(self, file: SourceFile) -> FileFacts:
-        items = _list_items(file)
-        if items is None:
-            return super().look(file)
-        return FileFacts() if isinstance(items, str) else FileFacts(_keys(items[:_LOOKED_AT]), len(items))
+    def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
+        if not begin.lstrip().startswith(b"["):
+            is_object = begin.lstrip().startswith(b"{") and not _is_json(begin.lstrip().split(b"\n", 1)[0])
+            return None if is_object else super()._rows(begin, is_whole)
+        # Of a longer list the items up to the last "}" that ends one: it is parsed whole once only, to train it.
+        stop, tries = len(begin), 1 if is_whole else _MOST_TRIES
+        for _ in range(tries):
+            try:
+                return msgspec.json.decode(begin[:stop] + (b"" if is_whole else b"]"), type=list[msgspec.Raw])
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                stop = begin.rfind(b"}", 0, stop - 1) + 1
+        return None
 
     def origin(self, file: SourceFile, offset: int) -> str:
         is_list = isinstance(_list_items(file), list)
@@ -157,7 +171,7 @@ def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
             content = stream.read().removeprefix(_BYTE_ORDER_MARK)
         found = msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as err:
-        # Lines of which the first is broken are told line by line.
+        # Lines of which the first is broken are reported line by line.
         return f"the JSON list is damaged: {err}" if kind == list[msgspec.Raw] else None
     except Exception as err:  # decompressors raise classes of their own
         return damaged_compression(file, err)
@@ -197,15 +211,15 @@ def _pass_line(stream: IO[bytes]) -> int:
 
 
 def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Record]:
-    """Makes a record of a line and its place."""
+    """A function that makes a record of a line and its place."""
     # Keys may be no Python names, so fields are numbered.
     keys = {f"value_{index}": column.name for index, column in enumerate(columns)}
     fields: list[Any] = [
-        (field, _TYPES[column.kind]) if column.is_needed else (field, Any, None)
+        (field, _TYPES[column.kind]) if column.is_required else (field, Any, None)
         for field, column in zip(keys, columns, strict=True)
     ]
     decoder = msgspec.json.Decoder(msgspec.defstruct("JsonlRow", fields, rename=keys))
-    needed = [column for column in columns if column.is_needed]
+    needed = [column for column in columns if column.is_required]
     others = columns[len(needed) :]
     nothing = (None,) * len(others)
     has_numbers = any(column.kind in ("tokens", "mask") for column in needed)
@@ -224,8 +238,8 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
                     np.array(value, dtype=np.int32) if column.kind == "tokens" else convert_named(column, value)
                     for value, column in zip(values, needed, strict=True)
                 )
-            if (beside := row[len(needed) :]) != nothing:
-                values += neighbour_values(others, beside, len(values[0]) if needed[0].kind == "tokens" else None)
+            if (further := row[len(needed) :]) != nothing:
+                values += other_values(others, further, len(values[0]) if needed[0].kind == "tokens" else None)
             return Record(position, after, values)
         except UnicodeDecodeError as err:
             problem = f"a text under {names} is not UTF-8: {err}"

@@ -3,9 +3,9 @@
     read = trained + dropped (by reason) + deferred + waiting
     trained = with a loss + masked
 
-where waiting = held by the loader (shuffle window, pending document) + in flight (in a global batch
-whose plan was not noted yet). The loader counts what it holds for itself, so `check` compares two
-independent counts. A record that could not be read counts as a document of 0 tokens.
+where waiting = held by the loader (shuffle window, pending document) + in flight (in a global batch whose plan was not
+noted yet). The loader counts what it holds for itself, so `check` compares two independent counts. A record that could
+not be read counts as a document of 0 tokens.
 """
 
 from collections.abc import Callable, Collection

@@ -1,14 +1,11 @@
-"""Document lengths for planning: from a file of numbers, or counted in any text source.
+"""Document lengths for planning: from a file of numbers, or counted in any text source; and their profile.
 
-Counting tokenises every document once, in file order, before anything is split, cut or dropped
-(`evenload plan --overlong` decides about those). Price: one pass over the source; 8 bytes per document.
+Counting tokenises every document once, in file order, before anything is split, cut or dropped (`evenload plan
+--overlong` decides about those). Price: one pass over the source; 8 bytes per document.
 
-
-=====
-`profile_lengths`: quantiles, length classes and window cuts of document lengths, exactly.
-
-Sums of squares leave int64 soon (ten documents of a billion tokens), so everything is summed over the different
-lengths in Python's integers. Price: O(n log n) to sort, then a few operations for each different length.
+A profile is quantiles, length classes and window cuts, exactly. Sums of squares leave int64 soon (ten documents of a
+billion tokens), so everything is summed over the different lengths in Python's integers. Price: O(n log n) to sort,
+then a few operations for each different length.
 """
 
 import itertools
@@ -26,7 +23,7 @@ from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
 from evenload.data.number_files import holds_numbers, read_numbers
 from evenload.data.open_encoder import open_encoder
 from evenload.data.part_files import open_part
-from evenload.data.records import NeighbourProblem
+from evenload.data.records import naming
 from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.types.length_profile import HeaviestHalf, LengthClass, LengthProfile, LengthShare, WindowCut
@@ -132,10 +129,8 @@ def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
         if hold_out is not None:
             records = (one for one in records if hold_out.is_held_out(file.key, one.offset) == hold_out.takes)
         while chunk := list(islice(records, _CHUNK_RECORDS)):
-            try:
+            with naming(file):
                 outcomes = encoder.encode_records(chunk)
-            except NeighbourProblem as problem:
-                raise DataError(f"{file.name}: {problem}") from problem
             for record, outcome in zip(chunk, outcomes, strict=True):
                 if not isinstance(outcome, str):
                     if len(outcome.tokens):

@@ -1,29 +1,16 @@
-"""`open_reader`: the reader of a file by its format; `dataset_file`: a data set handed over, as a file.
-
-=====
-Seeded permutations that need no state: counter-based (Philox), keyed by seed and epoch.
-
-A permutation depends on what it is for and on nothing that happened before, so any of them can be made again after a
-resume, on any rank. numpy keeps the raw Philox stream stable over versions, its distributions not.
-
-
-=====
-`PartFiles`: what one part of the mixture is read from: files, their readers, and segments that streams share.
+"""`PartFiles`: what one part of the mixture is read from: files, their readers, and segments that streams share.
 
 Segments are shares of files, assigned to streams anew in every epoch. Files are cut by size alone, before anything is
 opened, so that a data set of any size is ready in the time of one listing, and one large file feeds all streams.
 Neither the number of ranks nor of workers plays a part: what a stream reads, and in which order, depends on files, seed
-and epoch only.
+and epoch only. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
 
-Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
+Permutations need no state: they are counter-based (Philox), keyed by seed and epoch, so any of them can be made again
+after a resume, on any rank. numpy keeps the raw Philox stream stable over versions, its distributions not.
 
-
-=====
-`source_lines`, `label_warnings`: what is read of every source and what is not, for the start of a run.
-
-Whatever a reader does not use is told here, so that nothing is passed over without a word: formats, numbers of files
-and records, columns or keys that are used and those that are not, files that are left out. Price: a short look at
-`_LOOKED_AT` files a source, spread over it; the number of records is an estimate where that is not all of them.
+`source_lines` reports at the start what is read of every source and what is not, so that nothing is passed over
+silently. Price: a short look at `_INSPECTED_FILES` files a source, spread over it; the number of records is an estimate
+where that is not all of them.
 """
 
 from collections import Counter
@@ -40,7 +27,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
 from evenload.data.json_records import JsonlReader, JsonReader
-from evenload.data.records import FileFacts, FilePart, RecordReader, TextReader, record_columns, value_names
+from evenload.data.records import FilePart, FileSummary, RecordReader, TextReader, record_columns, value_names
 from evenload.data.sources import SourceFile, SourceListing, list_sources
 from evenload.data.token_files import MegatronReader, NpyReader
 from evenload.errors import ConfigError
@@ -200,7 +187,7 @@ def assign_segments(
     return tuple(tuple(assigned[stream::num_streams]) for stream in range(num_streams))
 
 
-_LOOKED_AT = 16
+_INSPECTED_FILES = 16
 _NAMED = 8
 _SAMPLED = 64
 
@@ -212,9 +199,9 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
         DataError: a file that cannot be opened.
     """
     for listing, readers in _by_source(part):
-        step = -(-len(readers) // _LOOKED_AT)
-        looked_at = list(zip(listing.files, readers, strict=True))[::step]
-        yield _source_line(config, listing, [reader.look(file) for file, reader in looked_at], step)
+        step = -(-len(readers) // _INSPECTED_FILES)
+        inspected = list(zip(listing.files, readers, strict=True))[::step]
+        yield _source_line(config, listing, [reader.summary(file) for file, reader in inspected], step)
 
 
 def _by_source(part: PartFiles) -> Iterator[tuple[SourceListing, tuple[RecordReader, ...]]]:
@@ -224,7 +211,7 @@ def _by_source(part: PartFiles) -> Iterator[tuple[SourceListing, tuple[RecordRea
         start += len(listing.files)
 
 
-def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileFacts], step: int) -> str:
+def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileSummary], step: int) -> str:
     files, formats = listing.files, Counter(file.format for file in listing.files)
     counts = [fact.num_records for fact in facts if fact.num_records is not None]
     records = ""

@@ -1,24 +1,18 @@
-"""`Column`: what the values of a column have to be, how Python values become that, and which columns matter.
+"""Records: which columns of a source a run reads, how values become what they have to be, and the interface of readers.
 
-What a reader does not use is either known to be harmless, or said at the start, or refused until a setting says
-"ignore". A *neighbour* is a column beside the needed ones whose name says, in the field's libraries, that it decides
+What a reader does not use is either known to be harmless, or reported at the start, or refused until a setting says
+"ignore". An *other column* is one that no setting names, but whose name says, in the field's libraries, that it decides
 what is trained: it is used (labels, masks, tools), or checked record by record to change nothing (an attention mask of
 ones), and a record in which it would change something is refused. `data.ignore_columns` passes over it.
 
-
-=====
-`Record` and `RecordReader`: how a format is streamed, from any place in a file.
-
 A file is read in *parts*: part i of n holds a fixed share of its records, found without reading the others, so that
-several readers share one large file. Inside a part an *offset* in the format's own terms (bytes, rows, documents)
-says where to go on. Nothing else is needed to resume, and nothing of the records themselves is ever saved.
-
-
-=====
-Text files: one UTF-8 document per file. Price: the file in memory."""
+several readers share one large file. Inside a part an *offset* in the format's own terms (bytes, rows, documents) marks
+where to go on. Nothing else is needed to resume, and nothing of the records themselves is ever saved.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
@@ -55,7 +49,7 @@ _CHAT: tuple[tuple[str, ColumnKind, str], ...] = (
     ("system system_prompt", "empty", "is no message of the conversation; make it the first one"),
     _MEDIA,
 )
-_NEIGHBOURS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
+_OTHER_COLUMNS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
     "text": (),
     "messages": _CHAT,
     "prompt_completion": _CHAT,
@@ -71,7 +65,7 @@ _NEIGHBOURS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
         _MEDIA,
     ),
 }
-"""Neighbours by kind of record: names, what they have to hold, and what is wrong where they do not."""
+"""Other columns by kind of record: names, what they have to hold, and what is wrong where they do not."""
 
 
 class Column(NamedTuple):
@@ -81,19 +75,19 @@ class Column(NamedTuple):
         name: key (jsonl) or column.
         kind: "text" values are str; "messages" list[dict]; "tokens" int32[num_tokens]; "mask" bool[num_tokens].
         setting: name of the `DataConfig` field that holds `name`, or that passes over it.
-        is_needed: every record must have it; else a neighbour, of which a record may have none.
-        problem: of a neighbour that is only checked: what is wrong where it does not hold its kind.
+        is_required: every record must have it; else an other column, which a record may lack.
+        problem: of one that is only checked: what is wrong where it does not hold its kind.
     """
 
     name: str
     kind: ColumnKind
     setting: str
-    is_needed: bool = True
+    is_required: bool = True
     problem: str = ""
 
 
 def record_columns(config: DataConfig) -> tuple[Column, ...]:
-    """The columns of a record of `config.record`: those needed, then neighbours."""
+    """The columns of a record of `config.record`: those required, then other ones."""
     fields: dict[str, ColumnKind]
     match config.record:
         case "text":
@@ -108,15 +102,14 @@ def record_columns(config: DataConfig) -> tuple[Column, ...]:
                 fields["labels_column"] = "tokens"
             if config.mask_column:
                 fields["mask_column"] = "mask"
-    needed = tuple(Column(getattr(config, field), kind, f"data.{field}") for field, kind in fields.items())
-    passed_over = {column.name for column in needed} | set(config.ignore_columns)
-    neighbours = [
-        _neighbour(config, name, kind, problem)
-        for names, kind, problem in _NEIGHBOURS[config.record]
+    required = tuple(Column(getattr(config, field), kind, f"data.{field}") for field, kind in fields.items())
+    passed_over = {column.name for column in required} | set(config.ignore_columns)
+    return required + tuple(
+        _other_column(config, name, kind, problem)
+        for names, kind, problem in _OTHER_COLUMNS[config.record]
         for name in names.split()
         if name not in passed_over
-    ]
-    return needed + tuple(neighbours)
+    )
 
 
 def value_names(columns: Sequence[Column]) -> tuple[str, ...]:
@@ -124,25 +117,24 @@ def value_names(columns: Sequence[Column]) -> tuple[str, ...]:
     return tuple(column.name for column in columns if column.kind not in _CHECKED)
 
 
-def _neighbour(config: DataConfig, name: str, kind: ColumnKind, problem: str) -> Column:
-    told_by = {"labels": config.labels_column} | dict.fromkeys(_MASKS, config.mask_column)
-    if config.record == "tokens" and name in told_by and (told_by[name] or config.loss_on == "all"):
-        told = f'"{told_by[name]}" was named instead' if told_by[name] else 'data.loss_on is "all"'
-        kind, problem = "empty", f"says where the loss is, and {told}"
+def _other_column(config: DataConfig, name: str, kind: ColumnKind, problem: str) -> Column:
+    named = {"labels": config.labels_column} | dict.fromkeys(_MASKS, config.mask_column)
+    if config.record == "tokens" and name in named and (named[name] or config.loss_on == "all"):
+        instead = f'"{named[name]}" was named instead' if named[name] else 'data.loss_on is "all"'
+        kind, problem = "empty", f"says where the loss is, and {instead}"
     return Column(name, kind, "data.ignore_columns", False, problem)
 
 
-def neighbour_values(
-    columns: Sequence[Column], values: Sequence[Any], num_tokens: int | None = None
-) -> tuple[Any, ...]:
-    """The values of neighbours that are read, in the order of `value_names`, without `None` at the end.
+def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: int | None = None) -> tuple[Any, ...]:
+    """The values of other columns that are read, in the order of `value_names`, without `None` at the end.
 
     Args:
         values: one a column; None where a record has none.
         num_tokens: ids of the record, where it holds ids.
 
     Raises:
-        NeighbourProblem: one that is only checked would change what is trained.
+        OtherColumnError: one that is only checked would change what is trained. No damage of one record, so it always
+            stops the run.
         ValueProblem: another value that is not what its column has to hold.
     """
     if all(value is None for value in values):
@@ -152,7 +144,7 @@ def neighbour_values(
         if column.kind not in _CHECKED:
             found.append(None if value is None else convert_named(column, value))
         elif value is not None and not _holds(column.kind, value, num_tokens):
-            raise NeighbourProblem(
+            raise OtherColumnError(
                 f"'{column.name}' {column.problem}, or set data.ignore_columns = [\"{column.name}\"] to train as if it "
                 "were not there"
             )
@@ -170,7 +162,7 @@ def convert_named(column: Column, value: Any) -> Any:
 
 
 def _holds(kind: ColumnKind, value: Any, num_tokens: int | None) -> bool:
-    """Whether a value of a neighbour is one that changes nothing."""
+    """Whether a value of a column that is only checked changes nothing."""
     if kind == "empty":
         return value in ("", [], {}) if isinstance(value, str | list | dict) else False
     try:
@@ -198,8 +190,17 @@ class ValueProblem(ValueError):
     """A value that is not what its column has to hold."""
 
 
-class NeighbourProblem(DataError):
-    """A column decides what is trained, and that is not done. No damage of one record, so it always stops the run."""
+class OtherColumnError(DataError):
+    """A column would decide what is trained, and that is not done."""
+
+
+@contextmanager
+def naming(file: SourceFile) -> Iterator[None]:
+    """Put the file's name before an `OtherColumnError`, which whoever raises it does not know."""
+    try:
+        yield
+    except OtherColumnError as problem:
+        raise DataError(f"{file.name}: {problem}") from problem
 
 
 def convert_value(kind: ColumnKind, value: Any) -> Any:
@@ -316,16 +317,16 @@ def make_records(
     if not problems:
         return map(Record._make, zip(offsets, offsets[1:], values, repeat(""), strict=False))
     readable = [None if index in problems else row for index, row in enumerate(values)]
-    said = [problems.get(index, "") for index in range(len(values))]
-    return map(Record._make, zip(offsets, offsets[1:], readable, said, strict=False))
+    reasons = [problems.get(index, "") for index in range(len(values))]
+    return map(Record._make, zip(offsets, offsets[1:], readable, reasons, strict=False))
 
 
-class FileFacts(NamedTuple):
-    """What a look at a file tells.
+class FileSummary(NamedTuple):
+    """What a file holds.
 
     Args:
         columns: names of its columns, or keys of its first records; none where records have no names.
-        num_records: how many it holds; None = reading it would tell.
+        num_records: how many it holds; None = known only by reading it.
         is_exact: whether they were counted, not estimated.
     """
 
@@ -354,19 +355,17 @@ class RecordReader(ABC):
         """The part's records from an offset on; None = from the part's beginning. Bounded memory.
 
         Raises:
-            DataError: the file or its index cannot be read, it has no such column or one of another type, a neighbour
-                of the columns would change what is trained, or nothing tells where its documents end.
+            DataError: the file or its index cannot be read, it has no such column or one of another type, an other
+                column would change what is trained, or nothing marks where its documents end.
         """
         if offset == FILE_END or (part.index > 0 and not self.can_share(file)):
             return
-        try:
+        with naming(file):
             yield from self.read(file, part if self.can_share(file) else FilePart(), offset)
-        except NeighbourProblem as problem:
-            raise DataError(f"{file.name}: {problem}") from problem
 
     @abstractmethod
-    def look(self, file: SourceFile) -> FileFacts:
-        """What a short look at the file tells; raises as `records`."""
+    def summary(self, file: SourceFile) -> FileSummary:
+        """What the file holds, as far as a short inspection shows; raises as `records`."""
 
     @abstractmethod
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
@@ -405,8 +404,8 @@ class TextReader(RecordReader):
         except Exception as err:  # decompressors raise classes of their own
             yield Record(0, FILE_END, None, damaged_compression(file, err))
 
-    def look(self, file: SourceFile) -> FileFacts:
-        return FileFacts(num_records=1)
+    def summary(self, file: SourceFile) -> FileSummary:
+        return FileSummary(num_records=1)
 
     def origin(self, file: SourceFile, offset: int) -> str:
         return file.name

@@ -1,18 +1,14 @@
-"""`SourceFile`: one file of a source, its format, and its bytes.
+"""`list_sources`: sources (files, directories, globs, fsspec URLs) as sorted lists of files; `SourceFile`: one of them.
+
+The list does not depend on the order in which a file system answers: files are sorted by their path below the source,
+sources keep the order in which they were given. Links are followed; a directory that contains itself through a link is
+entered once. Nothing is passed over silently: what only describes data files next to it (`README.md`,
+`dataset_info.json`) is left out and reported; any other file whose name is not that of a data file is refused there,
+since it would be trained as a text. Names that begin with "." are hidden, as everywhere. Price: one listing per source.
 
 A file is known by its path below the source and its size, not by where the source stands, so a data set may move
 between save and resume. What reading it may raise means damaged content (a problem of a record) or failing storage (an
 error).
-
-
-=====
-`list_sources`: expands sources (files, directories, globs, fsspec URLs) into sorted lists of files.
-
-The list does not depend on the order in which a file system answers: files are sorted by their path below the source,
-sources keep the order in which they were given. Links are followed; a directory that contains itself through a link is
-entered once. Nothing is passed over without a word: what stands beside data files and only describes them (`README.md`,
-`dataset_info.json`) is left out and told; any other file whose name is not that of a data file is refused there, since
-it would be trained as a text. Names that begin with "." are hidden, as everywhere. Price: one listing per source.
 """
 
 import hashlib

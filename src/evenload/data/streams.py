@@ -1,22 +1,17 @@
-"""`StreamSampler`: documents of all streams sampled one after the other, the same on every rank.
+"""`StreamSampler` and `DrawnBatches`: documents of all streams one after the other, the same on every rank, in batches.
 
-Which document comes next is decided here, from block headers alone (lengths and counts, which every rank knows), so no
-rank has to ask. Parts of the mixture take turns so that their *tokens* keep to the weights: next is the part that
-is furthest behind its share. Inside a part the streams take turns. A rank that owns a stream also has its blocks'
-tokens, and asks for the next block when it starts to take from one.
+Which document comes next is decided from block headers alone (lengths and counts, which every rank knows), so no rank
+needs another one for it. Parts of the mixture take turns so that their *tokens* keep to the weights: next is the part
+that is furthest behind its share. Inside a part the streams take turns. A rank that owns a stream also has its blocks'
+tokens, and requests the next block when it starts to take from one. Headers travel when needed: one gather brings the
+next header of every stream that has none. Documents are sampled in rounds of all streams at once, as columns. Price:
+about 0.2 µs a document (some 20 µs where parts take turns document by document); one small gather per (streams x
+documents of a block) documents.
 
-Headers travel when needed: one gather brings the next header of every stream that has none. Documents are sampled
-in rounds of all streams at once, as columns. Price: about 0.2 µs a document (some 20 µs where parts take turns document
-by document); one small gather per (streams x documents of a block) documents.
-
-
-=====
-`DrawnBatches`: global batches sampled in order, before they are handed out.
-
-A planner may want to know the lengths of the batches that follow (`FlexPlanner`: a switch of layout pays over several
-steps). So batches are drawn ahead, and wait here; a loader's state is that after the batch handed out last, as if none
-had been drawn since: every drawn batch brings what reading it added to the account, and where the streams stood after
-it. Drawing is collective; its price is that of sampling, only earlier, and the open blocks of what waits.
+A planner may want to know the lengths of the batches that follow (`feed.step_maker.Planner.known_steps`). `ahead` draws
+them before their turn and keeps them. Nothing of the loader's state moves with that: every batch carries the place
+behind it and its part of the account, and both count only when the batch is handed out. So a state is the same however
+many batches were drawn ahead, and going on from it draws them again.
 """
 
 from collections import deque

@@ -1,21 +1,21 @@
 """Token files, format "memmap": documents that lie one after the other in an array of token ids.
 
-Offsets are documents and parts hold as many documents, but for a `.npy` without edges. Ids are read and become int32
-in runs of about 4 MB, and documents are slices of a run. Price: one run in memory.
+Offsets are documents and parts hold as many documents, but for a `.npy` without edges. Ids are read and become int32 in
+runs of about 4 MB, and documents are slices of a run. Price: one run in memory.
 
 Megatron's indexed data sets have ids in `<name>.bin`, and where they begin and end in `<name>.idx`: 9 bytes of magic,
 version (u64, 1), code of the ids' type (u8), number of sequences S and of document edges D + 1 (both u64); then the
-sequences' lengths (i32[S]), their first bytes in the `.bin` (i64[S]), and the documents' edges in sequences
-(i64[D + 1]). A document is its sequences put together; they lie one after the other in the `.bin`. What may follow
-(modes of multimodal sequences) is not read. The index has to fit itself and the `.bin`: sizes, the last byte, and of
-every run of documents the lengths against the first bytes. A misfit ends the part with a problem. Price: 20 bytes of
-index per sequence, read run by run. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py` (file format).
+sequences' lengths (i32[S]), their first bytes in the `.bin` (i64[S]), and the documents' edges in sequences (i64[D +
+1]). A document is its sequences put together; they lie one after the other in the `.bin`. What may follow (modes of
+multimodal sequences) is not read. The index has to fit itself and the `.bin`: sizes, the last byte, and of every run of
+documents the lengths against the first bytes. A misfit ends the part with a problem. Price: 20 bytes of index per
+sequence, read run by run. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py` (file format).
 
 A `.npy` is a one-dimensional array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole
 numbers [D + 1], from 0 to the number of tokens, ascending). Or `DataConfig.document_end_id` is the id that ends a
 document and belongs to it; then offsets are tokens, and a document belongs to the part in whose range of tokens it
-begins, so a part or an offset is found without reading what lies before it. Where both are given, the edges count.
-Ids after the last end are a document too. Price: with an end id, every id is compared with it once (1 ns); a run of
+begins, so a part or an offset is found without reading what lies before it. Where both are given, the edges count. Ids
+after the last end are a document too. Price: with an end id, every id is compared with it once (1 ns); a run of
 `_SCAN_TOKENS` in memory, or a document where it is longer, up to `MAX_DOCUMENT_TOKENS`. Source of the file format:
 NumPy enhancement proposal 1.
 """
@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from evenload.data.records import (
     FILE_END,
-    FileFacts,
     FilePart,
+    FileSummary,
     Record,
     RecordReader,
     beyond_int32,
@@ -164,12 +164,12 @@ class MegatronReader(RecordReader):
                 if opened or part.index == 0:
                     yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")
 
-    def look(self, file: SourceFile) -> FileFacts:
+    def summary(self, file: SourceFile) -> FileSummary:
         with _opened(_index_file(file)) as source:
             try:
-                return FileFacts(num_records=max(0, _open_index(source, file.size_bytes).documents.size - 1))
+                return FileSummary(num_records=max(0, _open_index(source, file.size_bytes).documents.size - 1))
             except DamagedError:
-                return FileFacts()  # its reader tells the damage
+                return FileSummary()  # its reader reports the damage
 
     def origin(self, file: SourceFile, offset: int) -> str:
         return f"{file.name}:document {offset + 1}"
@@ -277,14 +277,14 @@ class NpyReader(RecordReader):
                 if opened or part.index == 0:
                     yield Record(at, FILE_END, None, f"the token file is damaged: {err}")
 
-    def look(self, file: SourceFile) -> FileFacts:
+    def summary(self, file: SourceFile) -> FileSummary:
         if (edges_file := file.beside(".npy", ".idx.npy")) is None:
-            return FileFacts()
+            return FileSummary()
         with _opened(edges_file) as source:
             try:
-                return FileFacts(num_records=max(0, _find_array(source, edges_file.name).size - 1))
+                return FileSummary(num_records=max(0, _find_array(source, edges_file.name).size - 1))
             except DamagedError:
-                return FileFacts()  # its reader tells the damage
+                return FileSummary()  # its reader reports the damage
 
     def origin(self, file: SourceFile, offset: int) -> str:
         """File and 1-based document. May read the file up to there."""

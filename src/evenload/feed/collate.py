@@ -1,9 +1,9 @@
 """Pack plan + tokens → the arrays that a stage runs: ids, targets, positions and cumulative lengths.
 
-Slices of a pack stand one after the other. Queries of slice i are `[cu_seqlens_q[i], cu_seqlens_q[i+1])`;
-its keys are tokens `[0, stop)` of its document, so `cu_seqlens_k` adds up the stops. The target of a
-token is the next token of its document, also where a cut lies between them; -100 at a document's last
-token and at padding. So the first label of a document is never trained, and no target crosses documents.
+Slices of a pack stand one after the other. Queries of slice i are `[cu_seqlens_q[i], cu_seqlens_q[i+1])`; its keys are
+tokens `[0, stop)` of its document, so `cu_seqlens_k` adds up the stops. The target of a token is the next token of its
+document, also where a cut lies between them; -100 at a document's last token and at padding. So the first label of a
+document is never trained, and no target crosses documents.
 
 Example, document 7 = [5 6 7 8 9] cut at 3, and document 8 = [1 2] in the second pack:
 

@@ -13,7 +13,7 @@ from evenload.data.encoders import RecordProblem
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.open_encoder import open_encoder
 from evenload.data.part_files import open_part
-from evenload.data.records import NeighbourProblem, record_columns
+from evenload.data.records import OtherColumnError, record_columns
 from evenload.errors import DataError
 from format_files import write_rows
 
@@ -135,11 +135,11 @@ def test_masks_and_shifted_ids_are_no_labels():
     """Their ids would be trained: 0 and 1, or of every token the one after it."""
     config = data_config("x", record="tokens", labels_column="labels")
     encoder, ids = open_encoder(config), np.array(IDS, np.int32)
-    with pytest.raises(NeighbourProblem, match=r"nothing but 0 and 1, as a mask does.*set data.mask_column"):
+    with pytest.raises(OtherColumnError, match=r"nothing but 0 and 1, as a mask does.*set data.mask_column"):
         encoder.encode((ids, np.array([0, 0, 1, 1], np.int32)))
-    with pytest.raises(NeighbourProblem, match="holds the next token at every place"):
+    with pytest.raises(OtherColumnError, match="holds the next token at every place"):
         encoder.encode((ids, np.array([6, 7, 8, -100], np.int32)))
-    with pytest.raises(NeighbourProblem, match="holds the next token at every place"):
+    with pytest.raises(OtherColumnError, match="holds the next token at every place"):
         encoder.encode((ids, np.array([-100, 7, 8, 9], np.int32)))
     assert encoder.encode((ids, np.array([-100, 9, 7, 8], np.int32))).labels.tolist() == [-100, 9, 7, 8]
 
@@ -255,7 +255,7 @@ def test_messages_with_weight_0_have_no_loss(tmp_path, template, key, split):
 )
 def test_weights_that_cannot_be_kept_are_refused(tmp_path, message, settings, why):
     encoder = chat_encoder(tmp_path, CHATML.plain, **settings)
-    with pytest.raises(NeighbourProblem, match=why):
+    with pytest.raises(OtherColumnError, match=why):
         encoder.encode(([TALK[0], message],))
     keys = ("weight", "train", "tool_calls", "train_detail")
     ignoring = chat_encoder(tmp_path, CHATML.plain, ignore_columns=keys, **settings)
@@ -282,7 +282,7 @@ def test_tools_and_variables_of_a_record_reach_its_template(tmp_path, way, as_te
 
 def test_tools_that_no_template_writes_are_refused(tmp_path):
     encoder = chat_encoder(tmp_path, CHATML.plain)
-    with pytest.raises(NeighbourProblem, match=r"has tools, which chat template .* does not write; .*ignore_columns"):
+    with pytest.raises(OtherColumnError, match=r"has tools, which chat template .* does not write; .*ignore_columns"):
         encoder.encode((TALK, TOOLS))
     assert len(encoder.encode((TALK, [])).tokens)
     texts = chat_encoder(tmp_path, CHATML.plain, record="prompt_completion")
