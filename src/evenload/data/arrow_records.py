@@ -170,7 +170,7 @@ def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], fir
 
 
 def _held_by(kind: pa.DataType) -> ColumnKind | None:
-    """The kind of column that an Arrow type can hold; "any" = only its values tell."""
+    """The kind of column that an Arrow type can hold; "any" = known only by its values."""
     if pa.types.is_dictionary(kind):
         return "text" if _held_by(kind.value_type) == "text" else None
     if isinstance(kind, pa.BaseExtensionType):

@@ -44,7 +44,7 @@ class Peers(Protocol):
         ...
 
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's bytes on every rank; what the others give is not looked at."""
+        """Rank 0's bytes on every rank; what the others give is ignored."""
         ...
 
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
@@ -110,7 +110,7 @@ class PartState(Frozen, array_like=True):
 
     Args:
         epoch: pass over this part (the run's epoch, unless parts repeat).
-        turn: stream that is asked next.
+        turn: stream that gives the next document.
         documents: sampled in this pass.
         tokens: sampled since the weights began to count.
     """
@@ -192,7 +192,7 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
 
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
-    """The beginning of another epoch: all streams at their beginning, steps and account going on.
+    """The beginning of another epoch: all streams at their beginning, steps and account continue.
 
     Args:
         state: between two epochs; inside one, the account would miss what was read and not sampled.

@@ -265,7 +265,7 @@ BLOCK_TOKENS = 1 << 18
 _FIRST_BLOCK_DOCUMENTS = 4
 # Without shuffling the order does not depend on the size of blocks.
 _UNSHUFFLED_DOCUMENTS = 256
-# A source may drop everything for a long time; a block that only counts lets others see that it goes on.
+# A source may drop everything for a long time; a block that only counts shows others that it continues.
 _BLOCK_RECORDS = 1 << 16
 # Records encoded at once: enough for the tokeniser's threads, few where documents are long.
 _CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
@@ -299,7 +299,7 @@ class BlockReader:
 
     Args:
         part: number of the part.
-        on_open: told the name of every file that is opened.
+        on_open: called with the name of every file that is opened.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class BlockReader:
             start = cursor.offset if resumed else None
             records = reader.records(file, segment.part, start)
             skip = cursor.part if resumed else 0
-            # The first chunk is small: who asks for four documents need not wait for sixty-four.
+            # The first chunk is small: a request for four documents need not wait for sixty-four.
             size = _FIRST_BLOCK_DOCUMENTS
             while chunk := list(islice(records, size)):
                 with naming(file):

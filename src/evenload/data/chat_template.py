@@ -94,7 +94,7 @@ class ChatTemplate:
         origin: how messages name it.
 
     Raises:
-        ConfigError: not a template, or a `{% generation %}` block where its place cannot be told.
+        ConfigError: not a template, or a `{% generation %}` block whose place is not known.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
@@ -120,7 +120,7 @@ class ChatTemplate:
         return ChatTemplate, (self.source, self.variables, self.origin)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The messages as text, or a `RecordProblem`; and what opens an assistant's message where that is asked for."""
+        """The messages as text, or a `RecordProblem`; with a generation prompt, what opens an answer, too."""
         return self._render(messages, add_generation_prompt, None)
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, tuple[CharSpan, ...]]:
@@ -148,7 +148,7 @@ class ChatTemplate:
         return "".join(texts), tuple(spans)
 
     def for_record(self, tools: Any = None, chat_template_kwargs: Any = None) -> "ChatTemplate":
-        """The template with what a record gives it beside its messages, as to transformers' `apply_chat_template`.
+        """The template with what a record gives it besides its messages, as to transformers' `apply_chat_template`.
 
         Args:
             tools: a list of JSON schemas, or JSON text of one; None = none.
@@ -172,7 +172,7 @@ class ChatTemplate:
         if not are_tools or not isinstance(chat_template_kwargs, dict | None):
             raise RecordProblem(f"'tools' must be a list of objects and 'chat_template_kwargs' an object; {_IGNORE}")
         if taken := _GIVEN & set(chat_template_kwargs or ()):
-            raise RecordProblem(f"'chat_template_kwargs' sets {', '.join(sorted(taken))}, which the record itself says")
+            raise RecordProblem(f"'chat_template_kwargs' sets {', '.join(sorted(taken))}, which the record itself sets")
         bound = copy.copy(self)
         bound._inputs = {"tools": tools, **(chat_template_kwargs or {})}
         return bound
@@ -224,7 +224,7 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
     """The chat template of the settings.
 
     Raises:
-        ConfigError: there is none, it is none, or it asks for a special token that is not known.
+        ConfigError: there is none, it is none, or it uses a special token that is not known.
     """
     directory = None
     if config.tokenizer not in (None, BYTES):
@@ -248,8 +248,8 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
         )
     if missing:
         raise ConfigError(
-            f"chat template '{origin}' writes {', '.join(missing)}, but no file beside tokenizer '{config.tokenizer}' "
-            "says what that is; set it in tokenizer_config.json (null = nothing)"
+            f"chat template '{origin}' writes {', '.join(missing)}, but no file next to tokenizer '{config.tokenizer}' "
+            "defines that; set it in tokenizer_config.json (null = nothing)"
         )
     return template
 
@@ -278,7 +278,7 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
     if found is None:
         raise ConfigError(
             f"the records hold messages, and there is no chat template in '{origin}' and no chat_template.jinja "
-            "beside it; set data.chat_template to a file with one"
+            "next to it; set data.chat_template to a file with one"
         )
     if not isinstance(found, str):
         raise ConfigError(f"chat_template in '{origin}' is of type {type(found).__name__}, must be text")

@@ -47,7 +47,7 @@ class Chats:
     Args:
         columns: of the messages, then those of `ChatTemplate.for_record`.
         has_spans: loss on the assistant's messages only; else on every token after the first.
-        ignored: keys of messages that are passed over although they say which messages have a loss.
+        ignored: keys of messages that are passed over although they mark which messages have a loss.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ def render_chat(
 ) -> RenderedText:
     """A conversation with loss on what the assistant says in `messages[first:]`; None = on every token after the first.
 
-    Messages of the assistant that say so by a weight of 0 have none.
+    Messages of the assistant with a weight of 0 have none.
 
     Args:
-        ignored: keys of messages that say nothing.
+        ignored: keys of messages that are passed over.
 
     Raises:
         RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
@@ -173,7 +173,7 @@ def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> s
     if not whole.startswith(prompt):
         raise RecordProblem(
             f"with chat template '{template.origin}' the prompt for message {index} is not how the whole "
-            f"conversation begins, so what the assistant says cannot be told from the prompt; {_FIX}"
+            f"conversation begins, so what the assistant says cannot be separated from the prompt; {_FIX}"
         )
     return prompt
 
@@ -205,7 +205,7 @@ class PromptCompletion:
     """`Renderer` of kind "prompt_completion".
 
     Args:
-        template: for lists of messages; a string says why there is none.
+        template: for lists of messages; a string is the reason why there is none.
         has_spans: loss on the completion only; else on every token after the first.
         columns, ignored: as of `Chats`, after the columns of prompt and completion.
     """
@@ -222,16 +222,16 @@ class PromptCompletion:
         self._forms = TemplateForms(template) if isinstance(template, ChatTemplate) else None
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        (prompt, completion), beside = values[:2], dict(zip(self.columns[2:], values[2:], strict=False))
+        (prompt, completion), inputs = values[:2], dict(zip(self.columns[2:], values[2:], strict=False))
         if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
-            return self._render_messages(prompt, completion, beside)
-        if beside.get("tools"):
+            return self._render_messages(prompt, completion, inputs)
+        if inputs.get("tools"):
             raise RecordProblem("the record has tools, and its prompt is a text, which no template puts them into")
         prompt = check_text(prompt, self.columns[0])
         whole = prompt + check_text(completion, self.columns[1])
         return RenderedText(whole, ((len(prompt), len(whole)),) if self._has_spans else None, is_bare=True)
 
-    def _render_messages(self, prompt: Any, completion: Any, beside: dict[str, Any]) -> RenderedText:
+    def _render_messages(self, prompt: Any, completion: Any, inputs: dict[str, Any]) -> RenderedText:
         if isinstance(self._template, str) or self._forms is None:
             raise RecordProblem(self._template)
         prompt_column, completion_column = self.columns[:2]
@@ -246,4 +246,4 @@ class PromptCompletion:
                 f"one of its; move it to '{completion_column}'"
             )
         first = len(before) if self._has_spans else None
-        return render_chat(self._template.for_record(**beside), [*before, *after], first, self._ignored)
+        return render_chat(self._template.for_record(**inputs), [*before, *after], first, self._ignored)

@@ -72,7 +72,7 @@ class DocumentEncoder(ABC):
         """What `encode` gives for each record, in less time, because the tokeniser shares them out to its threads.
 
         Raises:
-            RecordProblem: at least one record has one; `encode` tells which.
+            RecordProblem: at least one record has one; `encode` shows which.
         """
 
     def encode_records(self, records: Sequence[Record]) -> list[EncodedDocument | str]:

@@ -39,7 +39,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether it is to be looked for on the Hub: of that form, and nothing that lies here."""
+    """Whether it names a model on the Hub: of that form, and no path that exists here."""
     if not _NAME.fullmatch(path) or path.endswith(_FILE_ENDINGS) or Path(path).exists():
         return False
     return not Path(path).parent.is_dir()
@@ -59,14 +59,14 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
     named = _NAME.fullmatch(path)
     assert named is not None
     hub: Any = import_module("huggingface_hub")
-    asked = {
+    request = {
         "repo_id": named["repo"],
         "revision": named["revision"],
         "allow_patterns": [*_SETTINGS, *(_WEIGHTS if wanted == "weights" else ())],
     }
     cause = None
     try:
-        folder = _cached(hub, asked, wanted) or hub.snapshot_download(**asked)
+        folder = _cached(hub, request, wanted) or hub.snapshot_download(**request)
         # Without a network what was found is what is in the cache, whole or not.
         if _is_usable(Path(folder), wanted):
             _say_what_lacks(path, Path(folder), wanted)
@@ -80,22 +80,22 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
     raise ConfigError(
         f"{setting} '{path}' is no file or folder here; as a name on the Hugging Face Hub it is not in the local cache "
         f"({cache}) with its {wanted}, and cannot be downloaded ({why}). Where there is a network: hf download "
-        f"{named['repo']}{revision} (hf auth login first, if its owner asks for that); then copy the cache here and "
+        f"{named['repo']}{revision} (hf auth login first, if its owner requires that); then copy the cache here and "
         "set HF_HOME, or give the folder"
     ) from cause
 
 
-def _cached(hub: Any, asked: dict[str, Any], wanted: Wanted) -> str | None:
+def _cached(hub: Any, request: dict[str, Any], wanted: Wanted) -> str | None:
     """The folder in the local cache, where it has everything that a download would bring."""
     try:
-        folder = hub.snapshot_download(**asked, local_files_only=True)
+        folder = hub.snapshot_download(**request, local_files_only=True)
     except import_module("huggingface_hub.errors").LocalEntryNotFoundError:
         return None
     return folder if _is_usable(Path(folder), wanted) and not _lacking(Path(folder), wanted) else None
 
 
 def _lacking(folder: Path, wanted: Wanted) -> str | None:
-    """A file that most models have and some have not, so that the Hub is asked for it once."""
+    """A file that most models have and some have not, so that it is requested from the Hub once."""
     if wanted == "tokenizer" and not (folder / _TOKENIZER_SETTINGS).is_file():
         return _TOKENIZER_SETTINGS
     return None
@@ -104,7 +104,7 @@ def _lacking(folder: Path, wanted: Wanted) -> str | None:
 def _say_what_lacks(path: str, folder: Path, wanted: Wanted) -> None:
     if name := _lacking(folder, wanted):
         _log.warning(
-            "'%s' (revision %s) has no %s: the Hub has none, or cannot be asked from here. It names the token that "
+            "'%s' (revision %s) has no %s: the Hub has none, or cannot be reached from here. It names the token that "
             "ends a document, which is guessed from the usual names; set data.eos_token to be sure",
             path,
             folder.name,
@@ -113,7 +113,7 @@ def _say_what_lacks(path: str, folder: Path, wanted: Wanted) -> None:
 
 
 def _is_usable(folder: Path, wanted: Wanted) -> bool:
-    """Whether everything is there without which nothing can be done, as far as its files tell."""
+    """Whether everything is there without which nothing can be done, as far as its files show."""
     if wanted == "tokenizer":
         return (folder / "tokenizer.json").is_file()
     if not (folder / "config.json").is_file():

@@ -70,7 +70,7 @@ class JsonlReader(RecordReader):
         try:
             with file.open() as stream:
                 if offset is None and start:
-                    # The byte before tells whether a line begins here.
+                    # The byte before shows whether a line begins here.
                     stream.seek(start - 1)
                     position = start - 1 + _pass_line(stream)
                 elif position:

@@ -40,7 +40,7 @@ class LengthTable:
     Args:
         lengths: int64[num_documents], each at least 1.
         unit: "bytes" where documents were counted without a tokeniser, end of document included.
-        tokenizer: which, in words; None of a file of numbers, which does not say.
+        tokenizer: its description; None of a file of numbers.
     """
 
     lengths: NDArray[np.int64]

@@ -100,7 +100,7 @@ class GlobalBatchLoader:
         return [line for config, part, _ in self._job for line in source_lines(config, part)]
 
     def label_warnings(self) -> list[str]:
-        """What to say of labels that are other ids than their tokens; reads the first records of every source.
+        """Warnings about labels that are other ids than their tokens; reads the first records of every source.
 
         Raises:
             DataError: a file that cannot be read, or a column that would change what is trained.
@@ -128,7 +128,7 @@ class GlobalBatchLoader:
 
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
         """New documents of the next `count` batches, with the ids that they will have; fewer batches where the data
-        ends, or where one of them cannot be read, which the call that asks for it says. Collective.
+        ends, or where one of them cannot be read, which `next_batch` raises when its turn comes. Collective.
 
         Their records are read and kept. Nothing else changes: neither the state, nor the account, nor what
         `next_batch` gives.
@@ -192,7 +192,7 @@ class GlobalBatchLoader:
         return self.ledger.state.lines(self.held())
 
     def state(self) -> LoaderState:
-        """Where the loader stands: restored, it goes on with the batch after the last one handed out.
+        """Where the loader stands: restored, it continues with the batch after the last one handed out.
 
         The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger. What was read
         of later batches (`coming`; a record that failed in the middle of one) is not in it.
@@ -223,7 +223,7 @@ class GlobalBatchLoader:
         self._step, self._deferred, self._lost = state.step, {}, state.deferred
 
     def close(self) -> None:
-        """End the background readers. State and account remain; asked for another batch, it starts them again."""
+        """End the background readers. State and account remain; the next request for a batch starts them again."""
         self.background.close()
         self._drawn.forget_requests()
 
@@ -312,7 +312,7 @@ def _dataset_of(config: DataConfig, datasets: dict[str, Any]) -> Any:
     named = [source for source in config.sources if source in datasets]
     if named and len(config.sources) > 1:
         raise ConfigError(
-            f"data source '{named[0]}' is a data set object, and stands beside {len(config.sources) - 1} others; give "
+            f"data source '{named[0]}' is a data set object, next to {len(config.sources) - 1} others; give "
             "every object a part of data.mixture of its own"
         )
     return datasets[named[0]] if named else None

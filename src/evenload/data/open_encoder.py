@@ -1,4 +1,4 @@
-"""`open_encoder`: the encoder that the settings ask for, or why there cannot be one."""
+"""`open_encoder`: makes the encoder of the settings, or refuses settings that contradict each other."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def open_encoder(
 
     Args:
         tokenizer: used instead of the one that `config.tokenizer` names; the chat template and special tokens are
-            still looked up beside that.
+            still looked up next to that.
         vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
 
     Raises:
@@ -38,7 +38,7 @@ def open_encoder(
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
     columns = record_columns(config)
     if config.record == "tokens":
-        # Bytes are what the setting is by default, so they say nothing about ids that others made.
+        # Bytes are what the setting is by default, so they mean nothing for ids that others made.
         own = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
         limit = min((size for size in (own, vocab_size) if size is not None), default=None)
         masks = [column.name for column in columns if column.kind == "mask"]
@@ -63,7 +63,7 @@ def open_encoder(
 
 
 def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
-    """What to say of chat templates that do not teach the assistant to stop.
+    """Warnings about chat templates that do not teach the assistant to stop.
 
     Args:
         model_ends: ids with which the model's generation ends, besides the tokeniser's own: one, several, or none.
@@ -118,7 +118,7 @@ def _check(config: DataConfig) -> None:
         )
     if config.record == "tokens" and config.loss_on == "completion" and not named:
         raise ConfigError(
-            'data.loss_on is "completion" with data.record "tokens", which do not say what the completion is; set '
+            'data.loss_on is "completion" with data.record "tokens", which do not mark the completion; set '
             "data.labels_column or data.mask_column, or leave data.loss_on out"
         )
     if config.record == "tokens" and config.loss_on == "all" and named:

@@ -114,7 +114,7 @@ def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index
         index: which permutation of that user.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
-    # Philox counts up the first word; the others tell users apart.
+    # Philox counts up the first word; the others separate users.
     counter = np.array([0, index, purpose, user], dtype=np.uint64)
     numbers = np.atleast_1d(np.random.Philox(key=key, counter=counter).random_raw(size))
     return np.argsort(numbers, kind="stable").tolist()
@@ -138,7 +138,7 @@ class PartFiles:
     """Files of one part of the mixture in their fixed order, a reader of each, and their segments in file order.
 
     Args:
-        listings: the same files by source, and what beside them is not read.
+        listings: the same files by source, and what next to them is not read.
     """
 
     listings: tuple[SourceListing, ...]
@@ -235,7 +235,7 @@ def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileSum
 
 
 def label_warnings(config: DataConfig, part: PartFiles, encoder: DocumentEncoder) -> Iterator[str]:
-    """What to say of token records whose labels are other ids than their tokens, by the first records of every source.
+    """Warnings about token records whose labels are other ids than their tokens, by the first records of every source.
 
     Raises:
         DataError: a file that cannot be read, or a column that would change what is trained.

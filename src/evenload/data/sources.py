@@ -54,7 +54,7 @@ class SourceFile:
         name: how messages call it: the source as given, and the path below it.
         path: in the terms of `filesystem`; "" of a data set.
         key: source index and path below the source: what stays equal when the data set moves.
-        size_bytes: None where the file system does not say.
+        size_bytes: None where the file system does not know.
         compression: fsspec's name of it; None = plain.
     """
 
@@ -71,7 +71,7 @@ class SourceFile:
         """Whether `path` is one of this machine, so that the file can be mapped into memory."""
         return isinstance(self.filesystem, LocalFileSystem)
 
-    def beside(self, suffix: str, other_suffix: str) -> "SourceFile | None":
+    def sibling(self, suffix: str, other_suffix: str) -> "SourceFile | None":
         """The file of the same name with another suffix, such as a token file's index; None = there is none.
 
         Raises:
@@ -141,7 +141,7 @@ class _RemoteStream(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self._file.size_bytes is None:
-            raise DataError(f"{self._file.name}: its storage does not say how large it is; copy the file first")
+            raise DataError(f"{self._file.name}: its storage does not know how large it is; copy the file first")
         begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes or 0}[whence]
         self._position = begin + offset
         return self._position
@@ -257,7 +257,7 @@ _UNREAD_SUFFIXES = (
     ".csv", ".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".pkl", ".pickle", ".npz", ".h5", ".hdf5", ".msgpack",
     ".tfrecord", ".sqlite", ".db", ".tar", ".tgz", ".zip", ".7z", ".rar", ".pt", ".pth", ".safetensors", ".gguf",
 )  # fmt: skip
-# What lies beside data, in lower case: cards, licences, settings, checksums, what `datasets` and Spark write.
+# What lies next to data, in lower case: cards, licences, settings, checksums, what `datasets` and Spark write.
 _DESCRIBING = (
     "readme*", "license*", "licence*", "notice*", "citation*", "changelog*", "*.toml", "*.yaml", "*.yml", "*.lock",
     "*.md5", "*.sha256", "sha256sums*", "_success",
@@ -345,7 +345,7 @@ def file_format(path: str, format: Format) -> FileFormat:
 
 
 def _suffix(path: str) -> str:
-    """The end of a file's name that tells what it holds, in lower case."""
+    """The end of a file's name that decides what it holds, in lower case."""
     base, suffix = os.path.splitext(path.lower())
     return os.path.splitext(base)[1] if suffix in _COMPRESSION_SUFFIXES else suffix
 
@@ -436,7 +436,7 @@ def _data_files(
 ) -> tuple[list[_Entry], tuple[str, ...]]:
     """The entries that are read, and paths of those that only describe them or were made from them.
 
-    Which are chosen by a pattern of names were asked for, but for copies that `datasets` keeps beside its data.
+    Those chosen by a pattern of names are wanted, but for copies that `datasets` keeps next to its data.
     """
     if format == "auto":
         for entry in entries:
@@ -465,7 +465,7 @@ def _data_files(
         others = f"{', '.join(texts[:_NAMED])}{', ...' if len(texts) > _NAMED else ''}"
         wanted = next(os.path.splitext(entry.path)[1] for entry in data if entry.relative not in texts)
         raise ConfigError(
-            f"data source '{source}' has {counted(len(data) - len(texts), 'data file')}, and beside them {others}, "
+            f"data source '{source}' has {counted(len(data) - len(texts), 'data file')}, and next to them {others}, "
             f'which would be trained as one text a file; name what is meant by data.include (such as ["*{wanted}"]), '
             'or set data.format = "text" to train everything as texts'
         )

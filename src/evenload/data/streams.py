@@ -38,7 +38,7 @@ class _Stream:
     owner: int
     at: StreamState = field(default_factory=StreamState)
     opened: OpenBlock | None = None
-    asked: BlockRequest | None = None
+    requested: BlockRequest | None = None
 
     def move(self, at: StreamState) -> None:
         """Go to another block, or to another place in one that is opened anew."""
@@ -59,7 +59,7 @@ class _Part:
         return all(stream.at.cursor is None for stream in self.streams)
 
 
-class _Answer(Frozen):
+class _Headers(Frozen):
     """The headers a rank gives, or why it has none."""
 
     headers: tuple[tuple[StreamKey, BlockHeader], ...] = ()
@@ -72,7 +72,7 @@ class StreamSampler:
     Args:
         config: names the parts of the mixture, their weights and streams, and whether an ended part begins anew.
         service: reads the blocks of the streams that this rank owns.
-        ledger: told of every block that is opened.
+        ledger: counts every block that is opened.
     """
 
     def __init__(self, config: DataConfig, service: BlockService, peers: Peers, ledger: Ledger) -> None:
@@ -98,14 +98,14 @@ class StreamSampler:
     ) -> SampledDocuments | None:
         """The next documents: at most so many, of at most so many tokens. Collective.
 
-        As many as the open blocks give: asked again, it gives more. None of them where the next one alone has more
+        As many as the open blocks give: the next call gives more. None of them where the next one alone has more
         than `num_tokens`, unless there must be one.
 
         Returns:
             None at the end of the epoch.
 
         Raises:
-            DataError: what reading raised, on every rank; asked again, the same again.
+            DataError: what reading raised, on every rank; the next call raises the same again.
         """
         while (found := self._next_part()) is not None:
             part, is_only = found
@@ -133,10 +133,10 @@ class StreamSampler:
         return self._parts[part].streams[stream].owner
 
     def forget_requests(self) -> None:
-        """Blocks that were asked for will not come."""
+        """Requested blocks will not come."""
         for part in self._parts:
             for stream in part.streams:
-                stream.asked = None
+                stream.requested = None
 
     def restart(self, epoch: int) -> None:
         for part in self._parts:
@@ -244,19 +244,19 @@ class StreamSampler:
         problem: str | None = None
         mine = [stream for stream in waiting if stream.owner == self._peers.rank]
         for stream in mine:
-            self._ask(stream, stream.at.cursor)
+            self._request(stream, stream.at.cursor)
         for stream in mine:
             if problem is None:
-                assert stream.asked is not None
+                assert stream.requested is not None
                 try:
-                    own[stream.key] = self._service.take(stream.asked)
+                    own[stream.key] = self._service.take(stream.requested)
                 except EvenloadError as error:
                     # Names of files may hold bytes that are no UTF-8.
                     problem = str(error).encode(errors="backslashreplace").decode()
-                stream.asked = None
-        answer = _Answer(headers=tuple((key, block.header) for key, block in own.items()), problem=problem)
+                stream.requested = None
+        answer = _Headers(headers=tuple((key, block.header) for key, block in own.items()), problem=problem)
         gathered = self._peers.gather(msgspec.msgpack.encode(answer))
-        answers = [msgspec.msgpack.decode(data, type=_Answer) for data in gathered]
+        answers = [msgspec.msgpack.decode(data, type=_Headers) for data in gathered]
         problems = [answer.problem for answer in answers if answer.problem is not None]
         if problems:
             raise DataError(problems[0])
@@ -264,11 +264,11 @@ class StreamSampler:
         for stream in waiting:
             self._open(stream, by_stream[stream.key], own.get(stream.key))
 
-    def _ask(self, stream: _Stream, cursor: BlockCursor | None) -> None:
-        """Have a stream's block read, unless that was asked for already."""
-        if cursor is not None and stream.asked is None:
-            stream.asked = BlockRequest(stream.key, self._parts[stream.key.part].epoch, cursor)
-            self._service.request(stream.asked)
+    def _request(self, stream: _Stream, cursor: BlockCursor | None) -> None:
+        """Request a stream's block, unless that was done already."""
+        if cursor is not None and stream.requested is None:
+            stream.requested = BlockRequest(stream.key, self._parts[stream.key.part].epoch, cursor)
+            self._service.request(stream.requested)
 
     def _open(self, stream: _Stream, header: BlockHeader, block: DocumentBlock | None) -> None:
         if stream.at.taken and stream.at.checksum != header.checksum:
@@ -282,7 +282,7 @@ class StreamSampler:
         stream.opened = OpenBlock(stream.key, epoch, stream.owner, header, lengths, num_labels, block)
         if block is not None:
             # The next one is read while documents of this one are taken.
-            self._ask(stream, header.next_cursor)
+            self._request(stream, header.next_cursor)
 
 
 def _rounds(streams: Sequence[_Stream], rounds: int, most: int) -> SampledDocuments:
@@ -342,7 +342,7 @@ class DrawnBatches:
     Args:
         config: makes the batches: how many documents or tokens, how many epochs.
         service: reads the blocks of the streams that this rank owns.
-        at_epoch_end: told of the epoch that ends and of the documents drawn from it; raises a `DataError` where
+        at_epoch_end: called with the epoch that ends and how many documents it gave; raises a `DataError` where
             something is wrong with it.
     """
 
@@ -356,7 +356,7 @@ class DrawnBatches:
         self._members: list[SampledDocuments] = []
         self._waiting: deque[DrawnBatch] = deque()
         self._has_failed = False
-        """The batch behind those that wait could not be read; not tried again before it is asked for."""
+        """The batch behind those that wait could not be read; not tried again before its turn comes."""
 
     def go_on(self, position: DrawPosition) -> None:
         """Draw from there, before anything was drawn."""
@@ -379,7 +379,7 @@ class DrawnBatches:
         return self._streams.owner(part, stream)
 
     def forget_requests(self) -> None:
-        """Blocks that were asked for will not come."""
+        """Requested blocks will not come."""
         self._streams.forget_requests()
 
     def ahead(self, count: int) -> list[DrawnBatch]:
@@ -389,7 +389,7 @@ class DrawnBatches:
             while len(self._waiting) < count and not self._has_failed and not self._has_ended():
                 self._waiting.append(self._draw())
         except DataError:
-            self._has_failed = True  # on every rank; drawn again and raised where the batch is asked for
+            self._has_failed = True  # on every rank; drawn again and raised when its turn comes
         return [batch for batch in list(self._waiting)[:count] if batch.documents]
 
     def take(self) -> DrawnBatch:
@@ -397,7 +397,7 @@ class DrawnBatches:
 
         Raises:
             DataError: a record that is an error by the settings, an epoch without any document, or an account of an
-                epoch that does not balance; on every rank, and again when it is asked again.
+                epoch that does not balance; on every rank, and again by the next call.
         """
         if self._waiting:
             return self._waiting.popleft()
@@ -423,7 +423,7 @@ class DrawnBatches:
         return DrawnBatch(self._epoch, documents, sampled, noted, self.position())
 
     def _collect(self) -> None:
-        """Draw the members of the next batch; none at the end of an epoch. What a failure leaves is gone on with."""
+        """Draw the members of the next batch, after a failure its other ones; none at the end of an epoch."""
         if self._is_finished():
             return
         documents, tokens, members = self._config.batch_documents, self._config.batch_tokens, self._members

@@ -67,7 +67,7 @@ class DamagedError(Exception):
 
 
 class _OpenFile:
-    """The bytes of an open file; `size_bytes` is None where the storage does not say."""
+    """The bytes of an open file; `size_bytes` is None where the storage does not know."""
 
     def __init__(self, stream: IO[bytes], size_bytes: int | None) -> None:
         self.size_bytes, self._stream = size_bytes, stream
@@ -177,9 +177,9 @@ class MegatronReader(RecordReader):
 
 def _index_file(file: SourceFile) -> SourceFile:
     suffix = ".bin" if file.path.endswith(".bin") else ""
-    if (found := file.beside(suffix, ".idx")) is None:
+    if (found := file.sibling(suffix, ".idx")) is None:
         raise DataError(
-            f"{file.name} has no {file.name.removesuffix(suffix).rsplit('/', 1)[-1]}.idx beside it, which says where "
+            f"{file.name} has no {file.name.removesuffix(suffix).rsplit('/', 1)[-1]}.idx next to it, which holds where "
             "its documents are; put it there (a bare array of ids can be read as .npy)"
         )
     return found
@@ -253,11 +253,11 @@ class NpyReader(RecordReader):
     document_end_id: int | None
 
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        edges_file, end_id = file.beside(".npy", ".idx.npy"), self.document_end_id
+        edges_file, end_id = file.sibling(".npy", ".idx.npy"), self.document_end_id
         if edges_file is None and end_id is None:
             raise DataError(
-                f"{file.name}: nothing tells where its documents end; set data.document_end_id to the id that ends "
-                f"them, or put their edges beside it as {file.name.removesuffix('.npy').rsplit('/', 1)[-1]}.idx.npy"
+                f"{file.name}: nothing marks where its documents end; set data.document_end_id to the id that ends "
+                f"them, or put their edges next to it as {file.name.removesuffix('.npy').rsplit('/', 1)[-1]}.idx.npy"
             )
         at, opened = offset or 0, False
         with ExitStack() as stack:
@@ -278,7 +278,7 @@ class NpyReader(RecordReader):
                     yield Record(at, FILE_END, None, f"the token file is damaged: {err}")
 
     def summary(self, file: SourceFile) -> FileSummary:
-        if (edges_file := file.beside(".npy", ".idx.npy")) is None:
+        if (edges_file := file.sibling(".npy", ".idx.npy")) is None:
             return FileSummary()
         with _opened(edges_file) as source:
             try:
@@ -288,7 +288,7 @@ class NpyReader(RecordReader):
 
     def origin(self, file: SourceFile, offset: int) -> str:
         """File and 1-based document. May read the file up to there."""
-        if self.document_end_id is None or file.beside(".npy", ".idx.npy") is not None:
+        if self.document_end_id is None or file.sibling(".npy", ".idx.npy") is not None:
             return f"{file.name}:document {offset + 1}"
         number = 1
         try:
@@ -346,7 +346,7 @@ def _read_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: int |
     start, stop = span.start, span.stop
     at = offset
     if at is None:
-        # A document begins behind every end; the id before the part tells whether one does at its first.
+        # A document begins behind every end; the id before the part shows whether one does at its first.
         at = start if start in (0, array.size) else _next_begin(array, end_id, start - 1)
     window = _SCAN_TOKENS
     while at < stop:

@@ -38,7 +38,7 @@ _DECODER, _EXTRA, _OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """A JSON object beside a tokeniser; empty where there is no such file, a `ConfigError` where it is no object."""
+    """A JSON object next to a tokeniser; empty where there is no such file, a `ConfigError` where it is no object."""
     if not file.is_file():
         return {}
     try:
@@ -67,8 +67,8 @@ def special_token_text(value: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def add_tokens_beside(tokenizer: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> bool:
-    """Add to a tokeniser what transformers adds because of the files beside it, in its order; whether that changed it.
+def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> bool:
+    """Add to a tokeniser what transformers adds because of the files next to it, in its order; whether that changed it.
 
     Args:
         settings: `special_settings` of the directory.
@@ -101,7 +101,7 @@ def add_tokens_beside(tokenizer: tokenizers.Tokenizer, directory: Path, settings
 def _token(value: Any, directory: Path) -> AddedToken:
     if not special_token_text(value):
         raise ConfigError(
-            f"beside tokenizer '{directory}' is {value!r}, must be a token: text or an object with content; repair it"
+            f"next to tokenizer '{directory}' is {value!r}, must be a token: text or an object with content; repair it"
         )
     fields: dict[str, Any] = {"content": value, "special": True} if isinstance(value, str) else value
     return AddedToken(**{key: field for key, field in fields.items() if key != "__type"})
@@ -183,17 +183,17 @@ class FileTokenizer:
     """A `tokenizer.json`.
 
     `path` is the file and `kind` its algorithm, such as BPE; `opening_ids` are what it writes before a text itself
-    where special tokens are asked for, and `bos_id` is the token that begins a document, None where no file says.
-    `added_tokens` are those that are no part of the algorithm's vocabulary; `has_settings` says whether a
-    `tokenizer_config.json` lies beside it.
+    where special tokens are asked for, and `bos_id` is the token that begins a document, None where no file names it.
+    `added_tokens` are those that are no part of the algorithm's vocabulary; `has_settings` is whether a
+    `tokenizer_config.json` lies next to it.
 
     Args:
         path: the file, or a directory that holds `tokenizer.json`.
         eos_token: text of the end-of-document token. Default: `eos_token` in a `tokenizer_config.json`
-            beside the file, else the one usual name among the special tokens.
+            next to the file, else the one usual name among the special tokens.
 
     Raises:
-        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary; files beside it that are
+        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary; files next to it that are
             not what they should be.
     """
 
@@ -211,7 +211,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         settings = special_settings(file.parent)
         self.has_settings = (file.parent / TOKENIZER_CONFIG).is_file()
-        is_changed = add_tokens_beside(self._tokenizer, file.parent, settings)
+        is_changed = add_tokens_of_files(self._tokenizer, file.parent, settings)
         splits = self._tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
         self.opening_ids: tuple[int, ...] = written_around(self._tokenizer)[0]
         # It would cut white space out of offsets, and add special tokens, which are not the text's.
@@ -219,8 +219,8 @@ class FileTokenizer:
         self.added_tokens = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         # Ids may have gaps, so the largest one counts, not the number of entries.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        told = eos_token if eos_token is not None else special_token_text(settings.get("eos_token"))
-        self.eos_id: int | None = self._find_eos(file, told)
+        named = eos_token if eos_token is not None else special_token_text(settings.get("eos_token"))
+        self.eos_id: int | None = self._find_eos(file, named)
         self.bos_id: int | None = self._tokenizer.token_to_id(special_token_text(settings.get("bos_token")) or "")
         self.path = file
         self.kind: str = type(self._tokenizer.model).__name__
@@ -260,12 +260,12 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[index].content: index for index in sorted(added) if added[index].special}
 
-    def _find_eos(self, file: Path, told: str | None) -> int | None:
-        if told is not None:
-            index = self._tokenizer.token_to_id(told)
+    def _find_eos(self, file: Path, named: str | None) -> int | None:
+        if named is not None:
+            index = self._tokenizer.token_to_id(named)
             if index is None:
                 raise ConfigError(
-                    f"end-of-document token '{told}' is not in tokenizer '{file}'; "
+                    f"end-of-document token '{named}' is not in tokenizer '{file}'; "
                     f"its special tokens are {list(self.special_tokens())}: set data.eos_token to one of them"
                 )
             return index
@@ -297,26 +297,26 @@ def describe_tokenizer(tokenizer: DocumentTokenizer, origin: str = "") -> str:
 
 
 def required_eos(tokenizer: DocumentTokenizer) -> int:
-    """The end-of-document id; a `ConfigError` where there is none, or no single one can be told from the file."""
+    """The end-of-document id; a `ConfigError` where there is none, or the file names no single one."""
     if tokenizer.eos_id is None:
         special = list(tokenizer.special_tokens()) if isinstance(tokenizer, FileTokenizer) else []
         raise ConfigError(
-            f"data.append_eos is on, but tokenizer '{tokenizer.name}' does not say which token ends a document "
+            f"data.append_eos is on, but tokenizer '{tokenizer.name}' does not name the token that ends a document "
             f"(special tokens: {special}); set data.eos_token, or data.append_eos = false"
         )
     return tokenizer.eos_id
 
 
 def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> tuple[int, ...]:
-    """The ids that `DataConfig.prepend_bos` puts before a text; a `ConfigError` where no file says which."""
+    """The ids that `DataConfig.prepend_bos` puts before a text; a `ConfigError` where no file names them."""
     is_file = isinstance(tokenizer, FileTokenizer)
     own, bos_id = (tokenizer.opening_ids, tokenizer.bos_id) if is_file else ((), None)
     if not prepend_bos or own:
         return own if prepend_bos is not False else ()
     if bos_id is None:
         raise ConfigError(
-            f"data.prepend_bos is on, but tokenizer '{tokenizer.name}' does not say which token begins a document; set "
-            "bos_token in tokenizer_config.json beside it, or leave data.prepend_bos out"
+            f"data.prepend_bos is on, but tokenizer '{tokenizer.name}' does not name the token that begins a document; "
+            "set bos_token in tokenizer_config.json next to it, or leave data.prepend_bos out"
         )
     return (bos_id,)
 

@@ -263,7 +263,7 @@ class _ProcessWorker(_Worker):
                     block.set_result(self._failure)
                 return False
             _log.warning(
-                "data worker %d (process %d) died with exit code %d; another one goes on where it was",
+                "data worker %d (process %d) died with exit code %d; another one continues where it was",
                 self.index,
                 self._process.pid,
                 code,

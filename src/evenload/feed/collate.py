@@ -35,9 +35,9 @@ class PackBatch:
         doc_ids, starts, stops: int64[S]; token range of each slice, its padding included.
         token_ids: int64[T]; padding is 0.
         targets: int64[T]; -100 = no loss.
-        positions: int64[T] within the document; padding goes on counting.
+        positions: int64[T] within the document; padding continues them.
         cu_seqlens_q, cu_seqlens_k: int32[S + 1], from 0.
-        max_seqlen_q, max_seqlen_k: host integers, so that no kernel has to ask the device.
+        max_seqlen_q, max_seqlen_k: host integers, so that no kernel has to wait for the device.
         num_label_tokens: targets that carry a loss.
         num_padding_tokens: computed for nothing.
     """

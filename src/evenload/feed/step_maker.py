@@ -86,7 +86,7 @@ class PlannedStep(Generic[State]):
         tokens: of the documents of this rank's replica.
         loader_state, planner_state: to go on after this step.
         ledger_lines: the account after this step.
-        origin: says where a document of the step was read; part_of: of which part of the mixture it is, by number.
+        origin: names the place where a document of the step was read; part_of: its part of the mixture, by number.
         plan_time_s: seconds rank 0 spent planning.
         decision: about the layout; None where it cannot change.
     """
@@ -135,7 +135,7 @@ class StepMaker(Generic[State]):
     ) -> None:
         self.loader, self.planner = loader, planner
         self.planner_state = planner.state_type()
-        """After the last step made; to be set where a run goes on."""
+        """After the last step made; to be set where a run is resumed."""
         self._waiting, self._replicas, self._max_pack_tokens = waiting, replicas, max_pack_tokens
 
     def next(self, steps_left: int | None = None) -> PlannedStep[State] | None:
