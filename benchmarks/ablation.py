@@ -203,7 +203,7 @@ class Cell:
         layout = even_layout(self.model.num_layers, virtual=change.virtual, **self.sizes)
         # Rows that are priced by hand sum gradients after the last backward; so do all.
         found = analytic_coefficients(self.model, self.cluster, layout)
-        coefficients = msgspec.structs.replace(found, reduction_beside=None, gather_beside=None)
+        coefficients = msgspec.structs.replace(found, overlap_reduction=False, overlap_gather=False)
         options = msgspec.structs.replace(OPTIONS, **change.options)
         return StepPlanner(
             self.model, coefficients, layout, usable_bytes(self.cluster), options, host=host_memory(self.cluster)

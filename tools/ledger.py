@@ -5,7 +5,9 @@ versions, costs), when, how busy the machine was, and the signed errors of step 
 other columns are refused, so that a file never holds two formats.
 
 Beside the file, in `costs/` and `inputs/`, lie the cost file and the batches of every comparison, named by their
-content as the rows name them: what predictions are made from again (`bench.recorded`).
+content as the rows name them: what plans and predictions are made from again. Planning is pure, so these decide both;
+whether a later version still makes the plan that was measured, and its prediction can be held against the measurement,
+is told by the plan's digest.
 """
 
 import csv
@@ -16,11 +18,15 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.bench.recorded import BenchInputs
-from evenload.bench.runs import BatchRun, BenchResult, MachineLoad
+from evenload.bench.runs import BatchRun, BenchInputs, BenchResult, MachineLoad
+from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError, DataError, unreadable
+from evenload.plan.planner import StepPlanner
+from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.types.base import Frozen
+from evenload.types.document import Document
+from evenload.types.plan import StepPlan
 
 FACTS = ("model", "parameters", "layout", "device", "costs", "versions")
 """Facts of a result that every row repeats."""
@@ -39,9 +45,8 @@ class LedgerRow(Frozen):
         rounds: of which step and pack times are medians; `spread` is what they differ by, (slowest - fastest) / median.
         pack_time_s: the median pack, measured.
         pack_time_error_total: of all packs' seconds together.
-        demand, waited_share, machine_drift: as in `MachineLoad`; rows from before drift was measured have none, and
-            their errors of packs include it.
-        pack_repeat_p90: as in `PackErrors`; None in rows from before it was kept.
+        demand, waited_share: as in `MachineLoad`.
+        pack_repeat_p90: as in `PackErrors`.
         inputs: name of the files beside the ledger from which the plan is made again.
     """
 
@@ -75,8 +80,7 @@ class LedgerRow(Frozen):
     spread: float
     demand: float
     waited_share: float
-    machine_drift: float | None
-    pack_repeat_p90: float | None
+    pack_repeat_p90: float
     inputs: str
 
     @property
@@ -85,15 +89,9 @@ class LedgerRow(Frozen):
         return self.case, self.layout, self.strategy, self.batch
 
     @property
-    def model_error(self) -> float:
-        """Of the step time, at the speed that the machine had while it was measured."""
-        return (1 + self.step_time_error) * (1 + (self.machine_drift or 0.0)) - 1
-
-    @property
     def is_quiet(self) -> bool:
         """Nothing else kept the machine busy while it was measured."""
-        load = MachineLoad(demand=self.demand, waited_share=self.waited_share, drift=self.machine_drift)
-        return load.is_quiet(self.spread, self.rounds)
+        return MachineLoad(demand=self.demand, waited_share=self.waited_share).is_quiet(self.spread)
 
 
 COLUMNS = LedgerRow.__struct_fields__
@@ -119,7 +117,6 @@ def append_result(path: Path, result: BenchResult, case: str, commit: str = "") 
         "commit": commit,
         "demand": f"{result.load.demand:.3g}",
         "waited_share": f"{result.load.waited_share:.4f}",
-        "machine_drift": "" if result.load.drift is None else f"{result.load.drift:+.4f}",
         "inputs": name,
     }
     rows = [known | {"strategy": one.strategy} | _cells(run) for one in result.runs for run in one.batches]
@@ -148,7 +145,7 @@ def require_ledger(path: Path) -> None:
         found = next(csv.reader(file), [])
     if tuple(found) != COLUMNS:
         raise ConfigError(
-            f"--ledger {path} is no ledger of this version: its first line has {len(found)} columns, not the "
+            f"{path} is no ledger of this version: its first line has {len(found)} columns, not the "
             f"{len(COLUMNS)} that start with {', '.join(COLUMNS[:3])}; choose another file"
         )
 
@@ -166,8 +163,6 @@ def read_ledger(path: Path) -> tuple[LedgerRow, ...]:
     with path.open(newline="") as file:
         # Numbers are read without the plus of signed errors.
         rows = [{key: value.removeprefix("+") for key, value in row.items()} for row in csv.DictReader(file)]
-    for row in rows:
-        row |= {key: row[key] or None for key in ("machine_drift", "pack_repeat_p90")}
     try:
         return tuple(msgspec.convert(row, LedgerRow, strict=False) for row in rows)
     except msgspec.ValidationError as error:
@@ -197,6 +192,22 @@ def read_inputs(path: Path, name: str) -> tuple[BenchInputs, CostCoefficients]:
         raise unreadable(str(file), error) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{file} is not valid: {error}; measure the case again") from error
+
+
+def plan_again(inputs: BenchInputs, coefficients: CostCoefficients, strategy: str, batch: int) -> StepPlan:
+    """What the running version plans and predicts for a recorded batch.
+
+    Raises:
+        ConfigError, DataError, InfeasiblePlanError: it cannot be planned any more.
+    """
+    options, _ = decide_dp_merge(plan_options(inputs.options), strategy, inputs.layout, coefficients)
+    planner = StepPlanner(inputs.model, coefficients, inputs.layout, inputs.memory_cap_bytes, options, host=inputs.host)
+    found = inputs.batches[batch]
+    documents = tuple(
+        Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_label_tokens)
+        for doc_id, num_tokens, num_label_tokens in found.documents
+    )
+    return planner.plan(found.step, documents, strategy)
 
 
 def _beside(path: Path, kind: str, name: str) -> Path:
