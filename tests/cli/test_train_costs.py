@@ -15,7 +15,7 @@ from evenload.cost.coefficients import OverlapCost, read_coefficients, write_coe
 from evenload.cost.copy_spec import CopySpec
 from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.cost.profile_record import FitError, Profile, digest_of
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec

@@ -5,7 +5,7 @@ Each rule stands with what it protects, where it is checked again when the run b
 processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
 (`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_ring`), layers and stages (`types.layout`),
 tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.coverage`), sources and what
-their files hold (`data.reading.part_files`). tests/support/matrix.py lists the pairs; all others are trained in
+their files hold (`data.part_files`). tests/support/matrix.py lists the pairs; all others are trained in
 tests/dist/test_matrix.py.
 """
 
@@ -36,9 +36,9 @@ from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered
 from evenload.data.config import mixture_configs
-from evenload.data.reading.part_files import open_part
+from evenload.data.hub import local_path
+from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
-from evenload.hub.hub_files import local_path
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
