@@ -34,9 +34,9 @@ from document_order import choices_in_order
 from duration_noise import NOISES, noise_losses
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import (

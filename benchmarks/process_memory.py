@@ -5,7 +5,7 @@ step's `peak_process_bytes` (the most that any process held, Linux's VmHWM, forg
 with its `predicted_process_bytes`; beside it stands what the ranks' own count says (`peak_memory_bytes`) and its
 prediction.
 Prints the table and appends a row a case to benchmarks/accuracy/process_memory.csv. The shares of
-`cost.host_memory` were chosen on `one-short`, `one-long` and `one-long-recompute`, its threshold on `one-wide`; the
+`cost.process_memory` were chosen on `one-short`, `one-long` and `one-long-recompute`, its threshold on `one-wide`; the
 others are out of sample.
 
     python benchmarks/process_memory.py [--case NAME ...] [--dry-run]
@@ -31,7 +31,7 @@ from transformers import LlamaConfig
 from evenload.config.train_config import BYTES_PER_ELEMENT
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.report.run_files import read_metrics
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout

@@ -22,7 +22,7 @@ from evenload.cost.coefficients import (
     read_coefficients,
     write_coefficients,
 )
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec

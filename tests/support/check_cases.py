@@ -14,7 +14,7 @@ from evenload.check import runner as step_runner
 from evenload.check.checks import _shared_plans, check_invariance, check_isolation, check_resume
 from evenload.check.runner import StepRunner, Verdict, checked_scope
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.optim.data_parallel import GradientReduction

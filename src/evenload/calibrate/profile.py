@@ -63,8 +63,7 @@ from evenload.cost.coefficients import (
 )
 from evenload.cost.layer_counts import BACKWARD_ATTENTION_RATIO, local_kv_heads
 from evenload.runtime.comm.cp_groups import ContextGroup
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.base import Frozen
 from evenload.types.micropack import Direction

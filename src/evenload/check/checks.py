@@ -54,11 +54,11 @@ from evenload.check.runner import STEPS, Scope, Seen, StepRunner, Verdict, exact
 from evenload.config.planner import run_host, run_options, run_planner
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
-from evenload.data.encoding.token_table import TokenTable
+from evenload.data.blocks import TokenTable
+from evenload.data.encoders import IGNORE_INDEX
+from evenload.data.hub import local_path
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, EvenloadError, InfeasiblePlanError, InvalidPlanError, RankLostError
-from evenload.hub.hub_files import local_path
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.balanced import BALANCED

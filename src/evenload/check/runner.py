@@ -42,7 +42,7 @@ from torch.overrides import TorchFunctionMode
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.config.train_config import TrainConfig
-from evenload.hub.hub_files import local_path
+from evenload.data.hub import local_path
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import Executor
@@ -51,14 +51,13 @@ from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
 from evenload.runtime.optim.data_parallel import GradientReduction
-from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.rank_packs import Exchange
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.rank_stages import build_rank_stages
-from evenload.runtime.step_source import replicas_share_packs
+from evenload.runtime.step_source import prepare_step, replicas_share_packs
 from evenload.types.architectures.architecture import ModuleNames
 from evenload.types.base import Frozen
 from evenload.types.counted import counted

@@ -28,13 +28,13 @@ from evenload.cost.validity import (
     in_measured_precision,
     require_measured_on,
 )
+from evenload.data.hub import model_from
 from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions
 from evenload.report.units import format_percent
 from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec
@@ -411,7 +411,7 @@ _PRECISIONS = {2: "bfloat16", 4: "float32", 8: "float64"}
 def measured_line(costs: CostCoefficients) -> str:
     """Of costs that say what they were measured on."""
     measured, profile = costs.measured_on, costs.profile
-    assert measured is not None, "read by `cost.validity.require_measured_on`"
+    assert measured is not None, "read by `cost.coverage.require_measured_on`"
     sizes = ",".join(f"{axis}={getattr(measured, axis)}" for axis in ("dp", "cp", "pp", "tp"))
     precision = _PRECISIONS[measured.model.bytes_per_element]
     what = f"measured on {costs.device}, model {measured.model.name} in {precision}, layout {sizes}"
