@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.engines.catalog import ENGINES
 from evenload.engines.engine_planner import EnginePlanner
@@ -26,7 +27,6 @@ from evenload.engines.projection import StepShape
 from evenload.engines.refusals import require_heads
 from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.evaluate import planned_steps
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from

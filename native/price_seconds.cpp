@@ -83,7 +83,7 @@ ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, do
     const double placed = whole * pass.whole.placed_bytes + cut * pass.cut.placed_bytes;
     const double home_s =
         (whole + cut) * pass.home_token_bytes / size / link.bandwidth_bytes_per_s + pass.home_hops * link.latency_s;
-    const double plain_s = placed * table.copy_s_per_byte + home_s + pass.meeting_s;
+    const double plain_s = placed * table.copy_s_per_byte + home_s;
     return {moved / link.bandwidth_bytes_per_s + hops * link.latency_s, plain_s};
 }
 
@@ -128,7 +128,6 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
             }
         }
         features[2] = 1.0;
-        features[kMissing] = table.missing_share(features[0]);
         const ContextSeconds context =
             shared ? context_layer_s(table, pass, whole_tokens, cut_tokens, pack_ranks) : ContextSeconds{};
         const auto size = static_cast<double>(pack_ranks);

@@ -6,7 +6,7 @@ import pytest
 
 from evenload import PackedLoader
 from evenload.data.config import DataConfig, MixturePart
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError, DataError
 from packed_cases import (
     all_documents,

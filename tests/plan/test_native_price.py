@@ -81,8 +81,6 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         name: msgspec.structs.replace(
             one,
             **host,
-            small_pack_s=draw(st.sampled_from([0.0, 30.0])),
-            meeting_s=draw(st.sampled_from([None, 0.0, 0.3])),
         )
         for name, one in (("forward", FORWARD), ("backward", BACKWARD))
     }
@@ -90,7 +88,6 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         **links,
         **passes,
         context_exchange=exchange,
-        small_pack_tokens=draw(st.sampled_from([0, 64, 200])),
         context_hidden_share=draw(st.sampled_from([0.0, 0.8])),
         weight_share=draw(st.sampled_from([None, 0.0, 0.35, 0.5, 1.0])),
     )

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from evenload.data.config import DataConfig
-from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.encoding.tokenize import FileTokenizer, train_byte_pair_tokenizer
+from evenload.data.open_encoder import open_encoder
+from evenload.data.tokenize import FileTokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 from evenload.runtime.model.export_files import copy_tokenizer, require_same_ids, save_tensors, tokenizer_note
 from reference_training import tiny_config

@@ -15,7 +15,7 @@ from dist_training import COSTS, trained_to
 from evenload.config.layouts import layouts_of
 from evenload.config.sections import validation_data
 from evenload.config.train_config import load_train_config
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
 from evenload.runtime.comm.mesh import create_meshes

@@ -285,9 +285,9 @@ def _show_start(
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     copies = [max(one.data_sizes) for one in trainer.meshes.layouts]
-    if summed := reduction_line(copies, costs.reduction_beside):
-        console.print(summed, soft_wrap=True)
-        console.print(gather_line(copies, costs.gather_beside), soft_wrap=True)
+    if reduced := reduction_line(copies, costs.overlap if costs.overlap_reduction else None):
+        console.print(reduced, soft_wrap=True)
+        console.print(gather_line(copies, costs.overlap if costs.overlap_gather else None), soft_wrap=True)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
     if travelling := context_line(largest_group, config.parallel.cp_exchange):
         console.print(travelling, soft_wrap=True)

@@ -45,7 +45,6 @@ def native_table(
     table.shared_tile = coefficients.attention_tile if keeps_short_whole else 0
     table.devices_per_node = coefficients.devices_per_node
     table.windows = sorted(set(model.windows))
-    table.small_pack_tokens = coefficients.small_pack_tokens or 0
     table.forward, table.backward = (
         _pass_table(model, coefficients, layout.tp, direction, stage_seconds[direction], host_seconds[direction])
         for direction in ("forward", "backward")
@@ -84,7 +83,6 @@ def native_table(
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
     table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
     table.weight_pack_s = coefficients.backward.pack_s
-    table.weight_small_pack_s = coefficients.backward.small_pack_s / layout.tp
     table.weight_share = weight_share(model, coefficients)
     table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
@@ -100,14 +98,12 @@ def _pass_table(
     stage_seconds: NDArray[np.float64],
     host_seconds: NDArray[np.float64],
 ) -> _native.PassTable:
-    of_pass = coefficients.of_pass(direction)
     return _native.PassTable(
         stage_seconds.ravel().tolist(),
         host_seconds.ravel().tolist(),
         _traffic(context_traffic(model, coefficients, tp, direction, is_cut=False)),
         _traffic(context_traffic(model, coefficients, tp, direction, is_cut=True)),
         *map(float, ring_home(model, coefficients, tp, direction)),
-        meeting_s=of_pass.meeting_s or 0.0,
     )
 
 

@@ -67,7 +67,6 @@ class PackCosts:
             tile=coefficients.attention_tile,
             causal=model.causal,
             keeps_short_whole=keeps_short_whole,
-            small_pack_tokens=coefficients.small_pack_tokens,
         )
         self._rates = StageRates(model, coefficients, layout, self.windows)
         self.stage_seconds: dict[Direction, NDArray[np.float64]] = {
@@ -102,8 +101,8 @@ class PackCosts:
 
     @functools.cached_property
     def pack_constant_s(self) -> float:
-        """Seconds that a pack takes on all stages, forward and backward, whatever is in it, but for what small ones
-        take longer; at least the smallest float above 0."""
+        """Seconds that a pack takes on all stages, forward and backward, whatever is in it; at least the smallest float
+        above 0."""
         constant_s = sum(
             float(np.maximum(matrix[2], self.host_seconds[direction][1]).sum())
             for direction, matrix in self.stage_seconds.items()
@@ -277,7 +276,7 @@ class PackCosts:
         """Of all documents together, whole, without tiles and constants."""
         tokens = np.asarray(num_tokens, np.int64)
         features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
-        features[:, 1:3] = 0.0  # of what packs lack, slices alone have nothing
+        features[:, 1:3] = 0.0
         return features.sum(axis=0)
 
     def require_sliceable(self, columns: SliceColumns) -> None:

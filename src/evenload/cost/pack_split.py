@@ -27,7 +27,7 @@ from evenload.cost.ranked_packs import RankedPacks, rank_waiting_seconds
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 
-_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "small_pack_s", "host_slice_s", "host_pack_s")
+_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "host_slice_s", "host_pack_s")
 """Of `PassCoefficients`."""
 
 

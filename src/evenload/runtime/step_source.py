@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import InvalidPlanError
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
@@ -20,7 +20,7 @@ from evenload.plan.feedback.layout_track import LayoutTrack
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.planner_state import PlannerState
+from evenload.plan.reconfiguration.planner_state import FlexRunPlanner, PlannerState
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.replay.rank_packs import Exchange, RankPacks, RankStep
@@ -120,11 +120,11 @@ class StepSource:
         watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
         maker = StepMaker(
             loader,
-            planner,
-            strategy,
+            FlexRunPlanner(
+                planner, strategy, (lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step
+            ),
             replicas=lambda layout: layout.replicas(num_ranks),
             max_pack_tokens=options.max_pack_tokens,
-            measured_of=(lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step,
             waiting=watch.waiting,
         )
         maker.planner_state = planner_state

@@ -15,8 +15,8 @@ from evenload.config.planner import run_flex_planner, run_planner
 from evenload.config.tokenizer import require_tokenizer, tokenizer_fact, tokenizer_warnings
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.batches import decode_state, encode_state
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.feedback.layout_track import KnownAfter

@@ -61,14 +61,14 @@ def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_p
 
     Args:
         shares_packs: replicas wait for each other inside of packs, where sums may make a circle (decision 36).
-        coefficients: without `reduction_beside` nothing is summed, without `gather_beside` nothing gathered beside
-            packs; `cli.worker_setup.run_coefficients` measures both.
+        coefficients: without `overlap` nothing is reduced or gathered beside packs;
+            `cli.worker_setup.run_coefficients` measures it.
         goes_on: another step follows.
     """
-    sums, gathers = coefficients.reduction_beside, coefficients.gather_beside
+    sums, gathers = coefficients.reduction_overlap is not None, coefficients.gather_overlap is not None
     return Overlaps(
-        sums=config.train.overlap_reduction and sums is not None and sums.pays and not shares_packs,
-        gathers=config.train.overlap_gather and gathers is not None and gathers.pays and goes_on,
+        sums=config.train.overlap_reduction and sums and not shares_packs,
+        gathers=config.train.overlap_gather and gathers and goes_on,
     )
 
 

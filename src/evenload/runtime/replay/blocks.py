@@ -137,7 +137,7 @@ class BlockIndex:
         for doc_id, start, _ in ranges:
             kept = []
             for place in self._places[doc_id]:
-                if place.range.start < start:
+                if place.range[1] < start:
                     kept.append(place)
                     continue
                 place.block.open_ranges -= 1

@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 
 from evenload.config.sections import SamplesConfig, validation_data, validation_digest
 from evenload.config.train_config import TrainConfig
-from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig, mixture_configs
-from evenload.data.encoding.text_encoder import with_opening
-from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
+from evenload.data.encoders import with_opening
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
 from evenload.errors import ConfigError, DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.planner import StepPlanner
+from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, checkpoints_of, saved_passes, with_pass
@@ -245,15 +245,14 @@ class Validator:
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
         options = msgspec.structs.replace(planner.options, policy="replay")
         assert options.max_pack_tokens is not None, "`run_planner` decides it"
+        planner = StepPlanner(
+            planner.costs.model, planner.costs.coefficients, planner.layout, None, options, host=planner.host
+        )
         return StepMaker(
             self._loader,
-            StepPlanner(
-                planner.costs.model, planner.costs.coefficients, planner.layout, None, options, host=planner.host
-            ),
-            self._config.plan.strategy,
+            RunPlanner(planner, self._config.plan.strategy, may_delay=False),
             replicas=lambda layout: layout.replicas(mesh.num_ranks),
             max_pack_tokens=options.max_pack_tokens,
-            may_delay=False,
             waiting=mesh.watch.waiting,
         )
 

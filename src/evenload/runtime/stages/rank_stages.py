@@ -21,8 +21,8 @@ from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import RangeAttention
 from evenload.config.sections import LoraConfig
 from evenload.config.train_config import TrainConfig
+from evenload.data.hub import local_path
 from evenload.errors import ConfigError
-from evenload.hub.hub_files import local_path
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import StageModel, build_rank_models, build_stage_model, empty_model
