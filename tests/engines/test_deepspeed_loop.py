@@ -7,7 +7,7 @@ from deepspeed_case import deepspeed_case, refusals_of_deepspeed
 from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
 from engine_records import plain_adam
 from evenload.errors import CheckpointError, ConfigError
-from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop, require_same_ranks
+from evenload.integrations.deepspeed_loop import DeepSpeedLoop, require_same_ranks
 from overflowing_engine import updates_that_overflow
 from packed_cases import loader_of, write_texts
 from sweeps import sweep

@@ -5,12 +5,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.engines.catalog import ENGINES
-from evenload.engines.engine_planner import EnginePlanner
-from evenload.engines.evaluate import evaluate_engine
-from evenload.engines.refusals import runnable
 from evenload.errors import ConfigError
 from evenload.explore.sampled_batches import SampledBatch
+from evenload.integrations.catalog import ENGINES
+from evenload.integrations.engine_profile import runnable
+from evenload.integrations.evaluate import evaluate_engine
+from evenload.integrations.planner import EnginePlanner
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.config.config_keys import plan_options

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import BesideCompute
-from evenload.engines.catalog import ENGINES
-from evenload.engines.pass_transfers import beside_seconds
-from evenload.engines.price import engine_costs, engine_price
-from evenload.engines.profile import EngineProfile, EngineTiming
-from evenload.engines.projection import StepShape
+from evenload.integrations.catalog import ENGINES
+from evenload.integrations.engine_profile import EngineProfile
+from evenload.integrations.price import engine_costs, engine_price, overlapped_seconds
+from evenload.integrations.projection import StepShape
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
@@ -25,10 +24,10 @@ AS_OURS = EngineProfile(
     title="runs as Evenload's runtime",
     formats=("pack",),
     equal_counts=False,
-    context_parallel="group",
+    context_parallel="fixed",
     schedules=("1f1b",),
-    shards="optimizer",
-    timing=EngineTiming(weights="step", sums_beside=True),
+    gathers="step",
+    overlaps_reduction=True,
 )
 
 
@@ -46,8 +45,8 @@ def price(found: Proposal, profile: EngineProfile, shape: StepShape | None = Non
     return engine_price(found.plan, profile, found.costs, shape)
 
 
-def altered(profile: EngineProfile, **timing) -> EngineProfile:
-    return msgspec.structs.replace(profile, timing=msgspec.structs.replace(profile.timing, **timing))
+def altered(profile: EngineProfile, **facts) -> EngineProfile:
+    return msgspec.structs.replace(profile, **facts)
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,17 +69,17 @@ def test_a_sender_that_computes_nothing_meanwhile():
     found = proposed([10], dp=1, pp=2)
     (forward,), (backward,) = found.plan.times[0].forward_s, found.plan.times[0].backward_s
     (p2p_f,), (p2p_b,) = found.plan.times[0].p2p_forward_s, found.plan.times[0].p2p_backward_s
-    # One micro-batch: nothing else could run, so blocking costs nothing; telling the shape costs a latency each way.
+    # One micro-batch: nothing else could run, so blocking costs nothing; sending the shape costs a latency each way.
     alone_s = sum(forward) + sum(backward) + p2p_f + p2p_b
-    assert price(found, altered(AS_OURS, sends_block=True)).packs_s == pytest.approx(alone_s)
-    assert price(found, altered(AS_OURS, shape_exchange=True)).packs_s == pytest.approx(alone_s + 2 * 0.5)
+    assert price(found, AS_OURS).packs_s == pytest.approx(alone_s)
+    assert price(found, altered(AS_OURS, blocking_sends=True)).packs_s == pytest.approx(alone_s + 2 * 0.5)
 
 
 def test_two_micro_batches_wait_for_a_blocked_sender():
     found = proposed([64, 64], "best_fit", dp=1, pp=2)
     times = found.plan.times[0]
     (first, second), p2p_s = times.forward_s[0], times.p2p_forward_s[0]
-    free, blocked = price(found, AS_OURS), price(found, altered(AS_OURS, sends_block=True))
+    free, blocked = price(found, AS_OURS), price(found, altered(AS_OURS, blocking_sends=True))
     assert blocked.packs_s > free.packs_s
     # Rank 0: F0 send F1 send ..., so its second send ends after both forwards and both transfers.
     assert 2 * (first + p2p_s) < blocked.packs_s
@@ -91,14 +90,14 @@ def test_two_micro_batches_wait_for_a_blocked_sender():
 @given(lengths=st.lists(st.integers(1, 64), min_size=2, max_size=16))
 def test_waiting_for_each_other_in_every_micro_batch_is_never_faster(lengths):
     found = proposed(lengths, "best_fit", dp=3)
-    sharded = msgspec.structs.replace(altered(AS_OURS, weights="pass"), equal_counts=True)
+    sharded = altered(AS_OURS, gathers="pass", equal_counts=True)
     waiting = price(found, sharded)
-    alone = price(found, msgspec.structs.replace(altered(AS_OURS, weights="never"), equal_counts=True))
+    alone = price(found, altered(AS_OURS, gathers="never", equal_counts=True))
     assert waiting.packs_s >= alone.packs_s * (1 - 1e-12)
     assert waiting.micro_batches == alone.micro_batches
 
 
-SHARDED = msgspec.structs.replace(altered(AS_OURS, weights="pass", sums_beside=False), equal_counts=True)
+SHARDED = altered(AS_OURS, gathers="pass", overlaps_reduction=False, equal_counts=True)
 HIDES = BesideCompute(stretch=1.0, slowdown=0.0)
 # Of 40 tokens: embedding; four layers; in the backward the head, and those again.
 FORWARD_S = 0.5 * 40 + 4 * (40 + 0.1 * 820 + 0.01 + 5)
@@ -144,14 +143,14 @@ def test_hidden_gathers_of_a_pass_are_paid_once():
 
 def test_sums_after_every_micro_batch_by_hand():
     """Two micro-batches on each of two ranks: each pays for its sums, and the end of the step has none left."""
-    profile = altered(SHARDED, sums="pass")
+    profile = altered(SHARDED, reduces="pass")
     found = price(proposed([40] * 4, "best_fit", dp=2), profile)
     each_s = COMPUTE_S + 2 * of_all(GATHER_S) - GATHER_S["head"] + of_all(SUM_S)
     assert (found.micro_batches, found.packs_s) == (4, pytest.approx(2 * each_s, rel=1e-9))
     assert found.end_s == pytest.approx(UPDATE_S, rel=1e-9)
     # Beside compute only the embedding's sum is left, which comes last.
     hiding = sample_coefficients(gather_beside=HIDES, reduction_beside=HIDES)
-    found = price(proposed([40] * 4, "best_fit", dp=2, coefficients=hiding), altered(profile, sums_beside=True))
+    found = price(proposed([40] * 4, "best_fit", dp=2, coefficients=hiding), altered(profile, overlaps_reduction=True))
     first_s = GATHER_S["embedding"] + GATHER_S["head"]
     assert found.packs_s == pytest.approx(2 * (COMPUTE_S + first_s + SUM_S["embedding"]), rel=1e-9)
     assert found.end_s == pytest.approx(UPDATE_S, rel=1e-9)
@@ -171,7 +170,7 @@ def test_sums_after_every_micro_batch_by_hand():
 )
 def test_sums_in_buckets_by_hand(bucket_parameters, left):
     """Beside compute, which hides all but the last bucket's."""
-    profile = altered(SHARDED, sums="pass", sums_beside=True, sum_bucket_parameters=bucket_parameters)
+    profile = altered(SHARDED, reduces="pass", overlaps_reduction=True, reduction_bucket=bucket_parameters)
     hiding = sample_coefficients(gather_beside=HIDES, reduction_beside=HIDES)
     found = price(proposed([40, 40], "best_fit", dp=2, coefficients=hiding), profile)
     first_s = GATHER_S["embedding"] + GATHER_S["head"]
@@ -191,7 +190,7 @@ def test_sums_in_buckets_by_hand(bucket_parameters, left):
 )
 def test_when_engines_sum(engine, pp, sums):
     """As their loops do where nothing is said (docs/engines.md)."""
-    assert ENGINES[engine].sums_in(even_layout(4, dp=2, pp=pp)) == sums
+    assert ENGINES[engine].reduces_in(even_layout(4, dp=2, pp=pp)) == sums
 
 
 def test_weights_that_are_not_trained_are_gathered_too():
@@ -209,19 +208,19 @@ def test_transfers_beside_compute_by_hand():
     beside = BesideCompute(stretch=2.0, slowdown=0.25)
     compute_s = np.array([30.0, 3.0, 0.0])
     # 4 s alone are 8 s beside, in which 6 of 30 s are computed; 3 s of compute take 4 s, and 2 of 4 s are left then.
-    assert beside_seconds(compute_s, [(4.0, beside)]).tolist() == pytest.approx([32.0, 6.0, 4.0])
-    assert beside_seconds(compute_s, [(4.0, None)]).tolist() == [34.0, 7.0, 4.0]
-    assert beside_seconds(compute_s, [(4.0, BesideCompute(stretch=1.0, slowdown=1.0))]).tolist() == [34.0, 7.0, 4.0]
-    assert beside_seconds(compute_s, [(0.0, beside)]).tolist() == compute_s.tolist()
+    assert overlapped_seconds(compute_s, [(4.0, beside)]).tolist() == pytest.approx([32.0, 6.0, 4.0])
+    assert overlapped_seconds(compute_s, [(4.0, None)]).tolist() == [34.0, 7.0, 4.0]
+    assert overlapped_seconds(compute_s, [(4.0, BesideCompute(stretch=1.0, slowdown=1.0))]).tolist() == [34.0, 7.0, 4.0]
+    assert overlapped_seconds(compute_s, [(0.0, beside)]).tolist() == compute_s.tolist()
     # Another second behind it: 1.5 of the 24 s that are left are computed in its 2 s; nothing is left of 3 s.
-    assert beside_seconds(compute_s, [(4.0, beside), (1.0, beside)]).tolist() == pytest.approx([32.5, 7.0, 5.0])
-    assert beside_seconds(compute_s, [(4.0, beside), (1.0, None)]).tolist() == pytest.approx([33.0, 7.0, 5.0])
+    assert overlapped_seconds(compute_s, [(4.0, beside), (1.0, beside)]).tolist() == pytest.approx([32.5, 7.0, 5.0])
+    assert overlapped_seconds(compute_s, [(4.0, beside), (1.0, None)]).tolist() == pytest.approx([33.0, 7.0, 5.0])
 
 
 def test_an_update_that_is_not_sharded_is_whole_on_every_rank_and_sums_move_twice_as_much():
     found = proposed([40, 40], dp=2)
-    whole = price(found, altered(AS_OURS, weights="never", sharded_update=False))
-    sharded = price(found, altered(AS_OURS, weights="never"))
+    whole = price(found, altered(AS_OURS, gathers="never", sharded_update=False))
+    sharded = price(found, altered(AS_OURS, gathers="never"))
     parameters = 4 * (192 + 384 + 16) + 2 * 256 + 8
     sums_s = sum(
         engine_costs(AS_OURS, found.costs).coefficients.ring_seconds(4 * n, 2, calls, "sum")
@@ -301,32 +300,3 @@ def test_a_group_that_shares_heads_has_no_imbalance(halves):
     exchange_s = 4 * (sum(lengths) * (2 * 16 + 4) / 1000 + packs * 9 * 0.25)
     alone_s, shared_s = (price(found, ENGINES["deepspeed"]).packs_s for found in (alone, shared))
     assert shared_s == pytest.approx((alone_s - constant_s) / 2 + constant_s + exchange_s, rel=1e-9)
-
-
-def test_local_micro_batches_of_a_group_wait_only_where_it_shares_one():
-    """Two ranks of a group, whole documents on each, then one that both share."""
-    coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
-    options = plan_options({"max_pack_tokens": 400})
-    layout = even_layout(4, dp=1, cp=2)
-    planner = StepPlanner(sample_model(num_layers=4), coefficients, layout, None, options, host="unlimited")
-    batch = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate([9, 5, 4, 200]))
-    found = planner.propose(0, batch, "skrull")
-    owners = found.plan.pack_plans[0].forward[0].sharding
-    assert len(found.plan.pack_plans[0].forward) == 1
-    assert -1 in owners
-    assert max(owners) >= 0
-    dynamic = price(found, ENGINES["megatron-dynamic-cp"])
-    assert dynamic.micro_batches == 2
-    # Ours runs local and shared documents of a micro-batch in one go: one pack's constants less.
-    assert dynamic.packs_s > max(found.plan.predicted.per_replica_s) - 1e-9
-
-
-def test_a_micro_batch_is_empty_where_no_rank_of_its_group_has_documents():
-    """Two ranks of a group: its only local document lies on rank 1, so rank 0 has none of them."""
-    found = proposed([9, 5, 4, 40], "best_fit", dp=1, cp=2)
-    (pack,) = found.plan.pack_plans[0].forward
-    owners = tuple(1 if piece.num_tokens == 9 else -1 for piece in pack.slices)
-    packs = msgspec.structs.replace(found.plan.pack_plans[0], forward=(msgspec.structs.replace(pack, sharding=owners),))
-    plan = msgspec.structs.replace(found.plan, pack_plans=(packs,))
-    dynamic = engine_price(plan, ENGINES["megatron-dynamic-cp"], found.costs)
-    assert (dynamic.micro_batches, dynamic.empty_micro_batches) == (2, 0)

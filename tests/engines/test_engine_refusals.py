@@ -3,9 +3,9 @@
 import pytest
 
 from cost_samples import sample_model
-from evenload.engines.catalog import ENGINES, engine_named
-from evenload.engines.refusals import require_heads, require_strategy, runnable
 from evenload.errors import ConfigError
+from evenload.integrations.catalog import ENGINES, engine_named
+from evenload.integrations.engine_profile import require_heads, require_strategy, runnable
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.layout import even_layout, split_layout
 
@@ -22,7 +22,7 @@ ONE = even_layout(8, dp=4)
         ("fsdp2", "balanced", even_layout(8, pp=4), "pipeline of 4 stages.*or engine megatron"),
         ("deepspeed", "wlb", even_layout(8, dp=2, pp=2), "PipelineEngine"),
         ("torchtitan", "balanced", even_layout(8, cp=2), "VarlenMetadata.*'evenload train' shares"),
-        ("megatron", "skrull", even_layout(8, cp=2), "megatron-dynamic-cp"),
+        ("megatron", "skrull", even_layout(8, cp=2), "one context-parallel group for all micro-batches"),
         ("deepspeed", "skrull", even_layout(8, cp=2), "a rank has some heads of all documents"),
         ("megatron", "balanced", even_layout(8, virtual=2), "2 virtual stages on 1 pipeline ranks.*virtual=1"),
         ("megatron", "skrull", even_layout(8, pp=2), "skrull: layout pp=2 has a pipeline"),
@@ -39,7 +39,6 @@ def test_a_refusal_names_the_reason_and_what_works(engine, strategy, layout, mes
     ("engine", "strategy", "layout"),
     [
         ("megatron", "balanced", even_layout(8, dp=2, cp=2, pp=2, virtual=2)),
-        ("megatron-dynamic-cp", "skrull", even_layout(8, dp=2, cp=2)),
         ("fsdp2", "skrull", ONE),
         ("torchtitan", "wlb", even_layout(8, dp=2, pp=2, tp=2)),
         ("trainer", "auto", ONE),
@@ -79,7 +78,6 @@ def test_what_our_adapters_refuse_is_told_of_plans_that_ask_for_it():
     assert topics("megatron", pp=2, virtual=2, cp=2) == ["virtual", "context"]
     assert topics("torchtitan", dp=2) == []
     assert topics("torchtitan", pp=2, tp=2) == ["pipeline", "tensor"]
-    assert topics("megatron-dynamic-cp", dp=2) == ["scheduler"]
     assert topics("fsdp2", dp=2) == []
 
 

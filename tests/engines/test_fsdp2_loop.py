@@ -3,7 +3,7 @@ import torch
 
 from engine_conformance import check_gradients, check_isolation, check_training
 from evenload.errors import ConfigError
-from evenload.integrations.engines.fsdp2_loop import Fsdp2Loop
+from evenload.integrations.fsdp2_loop import Fsdp2Loop
 from fsdp2_case import fsdp2_case, refusals_of_fsdp2
 from packed_cases import loader_of, tiny_model, write_texts
 

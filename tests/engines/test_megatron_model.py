@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.integrations.engines.megatron_model import balance_for_megatron, model_of
+from evenload.integrations.engine_loop import balance_for_trained
+from evenload.integrations.megatron_step import model_of
 from packed_cases import loader_of, write_texts
 
 
@@ -58,11 +59,11 @@ def test_packs_are_balanced_for_the_model_below_its_wrappers(tmp_path, caplog):
     loader = loader_of(tmp_path, engine="megatron", rank=0, world_size=2)
     assert "llama-7b, which is assumed" in loader.start_lines[0]
     with caplog.at_level(logging.WARNING, "evenload.loader"):
-        balance_for_megatron(loader, SimpleNamespace(module=SimpleNamespace()), config())
+        balance_for_trained(loader, lambda: model_of(SimpleNamespace(module=SimpleNamespace()), config()))
     assert "not balanced for the model" in caplog.text
     assert loader.model_is_assumed
-    balance_for_megatron(loader, SimpleNamespace(module=SimpleNamespace(module=stage())), config())
+    balance_for_trained(loader, lambda: model_of(SimpleNamespace(module=SimpleNamespace(module=stage())), config()))
     assert "equal time for megatron;" in loader.start_lines[0]
     named = loader_of(tmp_path, engine="megatron", rank=0, world_size=2, model="llama-13b")
-    balance_for_megatron(named, stage(), config())
+    balance_for_trained(named, lambda: model_of(stage(), config()))
     assert "llama-13b" in named.start_lines[0]

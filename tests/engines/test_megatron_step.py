@@ -8,9 +8,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from engine_conformance import check_gradients, check_isolation, check_training
 from evenload.errors import ConfigError
-from evenload.integrations.engines.megatron_attention import DocumentAttention, document_layer_spec
-from evenload.integrations.engines.megatron_checks import require_runnable
 from evenload.integrations.loader_options import LoaderOptions
+from evenload.integrations.megatron_step import DocumentAttention, document_layer_spec, require_runnable
 from megatron_case import megatron_case, refusals_of_megatron
 from packed_cases import write_texts
 
@@ -42,7 +41,7 @@ def test_what_stages_would_wait_for_is_said_on_all_of_them(gloo_pool, tmp_path):
     write_texts(tmp_path / "corpus")
     for place, untold in gloo_pool.run(2, refusals_of_megatron, tmp_path / "corpus"):
         assert "of 2, Megatron-Core's data-parallel rank is 0 of 1" in place
-        assert "told no 'evenload loss'" in untold
+        assert "returned no 'evenload loss'" in untold
 
 
 @pytest.mark.parametrize("changes", [{"softmax_type": "learnable"}, {"qk_clip": True}])
@@ -75,7 +74,7 @@ REFUSED = {
     "a mean of means": ({"calculate_per_token_loss": False}, {}, "set it to True"),
     "no sums over replicas": ({"finalize_model_grads_func": None}, {}, "finalize_model_grads"),
     "one length": ({"variable_seq_lengths": False}, {}, "set it to True"),
-    "context ranks": ({"context_parallel_size": 2}, {}, "megatron_dynamic_cp"),
+    "context ranks": ({"context_parallel_size": 2}, {}, "evenload train"),
     "rows that ranks do not divide": (
         {"sequence_parallel": True, "tensor_model_parallel_size": 2}, {}, "pack_multiple=2"
     ),

@@ -13,10 +13,10 @@ from deepspeed_case import deepspeed_case, refusals_of_ulysses, shared_epoch
 from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
 from engine_records import EngineCase, plain_adam
 from evenload.errors import ConfigError
-from evenload.integrations.engines.fsdp2_loop import Fsdp2Loop
-from evenload.integrations.engines.pack_loss import hf_pack_loss
-from evenload.integrations.engines.ulysses import sequence_share, share_loss
-from evenload.integrations.model_balance import balance_for_model
+from evenload.integrations.deepspeed_loop import sequence_share, share_loss
+from evenload.integrations.engine_loop import balance_for_trained, hf_pack_loss
+from evenload.integrations.fsdp2_loop import Fsdp2Loop
+from evenload.integrations.planner import model_spec_of
 from packed_cases import (
     all_documents,
     batch_fingerprint,
@@ -167,7 +167,7 @@ def test_heads_are_asked_for_when_the_model_is_known(tmp_path, heads, is_refused
     assert loader.model_is_assumed
     model = tiny_model(num_attention_heads=heads, num_key_value_heads=heads, head_dim=8)
     with pytest.raises(ConfigError, match="shares heads among 3 ranks") if is_refused else nullcontext():
-        balance_for_model(loader, model)
+        balance_for_trained(loader, lambda: model_spec_of(model))
     assert loader.model_is_assumed == is_refused
     assert next(iter(loader))["input_ids"].shape[1] % 3 == 0
 

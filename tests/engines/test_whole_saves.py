@@ -3,7 +3,7 @@
 import pytest
 
 from evenload.errors import CheckpointError, ConfigError
-from evenload.integrations.engines.whole_saves import latest_place, new_place
+from evenload.integrations.fsdp2_loop import latest_place, new_place
 from packed_cases import write_texts
 from whole_save_cases import errors_of_rank_zero, load_with_other_batches, places_of_saves, save_again_and_fail
 

@@ -12,8 +12,8 @@ from evenload.integrations.batch_formats import (
     megatron_packed_seq_params,
     move_batch,
 )
-from evenload.integrations.engines.pack_loss import model_inputs
-from evenload.integrations.packed_step import pad_pack, zero_weight_pack
+from evenload.integrations.engine_loop import model_inputs
+from evenload.integrations.packed_loader import pad_pack, zero_weight_pack
 from evenload.types.document import Slice
 from evenload.types.micropack import MicroPack
 from packed_cases import documents_of, gradient_of, packed_loss, reference_gradient, tiny_model

@@ -12,12 +12,12 @@ from evenload.cli.plan_files import plan_json, write_plan_trace
 from evenload.cli.plan_found import FoundPlans
 from evenload.cli.plan_report import plan_report
 from evenload.cli.plan_show import show_plans
-from evenload.engines.evaluate import EngineEvaluation
 from evenload.errors import ConfigError
 from evenload.explore.evaluate import StrategyResult
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.worst_batch import WorstBatch
+from evenload.integrations.evaluate import EngineEvaluation
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.columns import is_feasible, shown_columns
 from evenload.report.comparison_html import strategies_table

@@ -19,7 +19,7 @@ from evenload.cli.length_source import (
 )
 from evenload.cli.option_values import COUNTS, parse_tokens
 from evenload.cli.plan_strategies import STRATEGY_HELP
-from evenload.engines.catalog import ENGINES
+from evenload.integrations.catalog import ENGINES
 from evenload.types.cluster_catalog import BUILT_IN
 
 DEFAULT_DOCUMENTS = 512

@@ -7,14 +7,13 @@ import msgspec
 
 from evenload.cli.plan_inputs import PlanInputs
 from evenload.cli.progress_bar import progress_bar
-from evenload.engines.catalog import engine_named
-from evenload.engines.engine_planner import EnginePlanner
-from evenload.engines.evaluate import EngineEvaluation, evaluate_engine
-from evenload.engines.profile import EngineProfile
-from evenload.engines.projection import StepShape
-from evenload.engines.refusals import BEST, require_heads, require_strategy
 from evenload.explore.evaluate import Evaluation
 from evenload.explore.sampled_batches import SampledBatch
+from evenload.integrations.catalog import engine_named
+from evenload.integrations.engine_profile import BEST, EngineProfile, require_heads, require_strategy
+from evenload.integrations.evaluate import EngineEvaluation, evaluate_engine
+from evenload.integrations.planner import EnginePlanner
+from evenload.integrations.projection import StepShape
 from evenload.report.units import format_seconds
 from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout, even_layout

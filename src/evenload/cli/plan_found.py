@@ -26,7 +26,6 @@ from evenload.cli.plan_layout import (
 from evenload.cli.plan_lines import comparison_rows, errors_in_unit, first_line, headline_line, host_line, inputs_said
 from evenload.cli.plan_strategies import asked_strategies, chosen_strategies
 from evenload.cli.progress_bar import progress_bar
-from evenload.engines.evaluate import EngineEvaluation
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.coarse_batch import LARGE_CLUSTER
 from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
@@ -35,6 +34,7 @@ from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.worst_batch import WorstBatch, find_worst
+from evenload.integrations.evaluate import EngineEvaluation
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.strategies.registry import STRATEGIES

@@ -24,13 +24,13 @@ from evenload.cost.coverage import (
     unmeasured_coefficients,
 )
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
-from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
 from evenload.explore.coarse_batch import LARGE_CLUSTER
 from evenload.explore.default_layout import usable_bytes
 from evenload.explore.prediction_interval import processor_of
 from evenload.explore.sampled_batches import BatchRule
 from evenload.hub.model_files import model_from
+from evenload.integrations.catalog import engine_named
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.config.config_keys import options_of_settings
 from evenload.runtime.config.lora_config import with_adapters

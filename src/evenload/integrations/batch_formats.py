@@ -36,19 +36,9 @@ PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
 _BATCHED, _FOLDED = "local_batch_size", "num_tokens_per_microbatch_per_dp_rank"
 _EXPLICIT = 'say format="torchtitan_folded" ([T]) or format="torchtitan_batched" ([1, T], torchtitan up to 0.3.0)'
 
-METADATA = {
-    "hf": "position_ids that restart, cu_seq_lens_q/k and max_length_q/k; no attention_mask, use_cache off",
-    "varlen": "cu_seq_q, cu_seq_k, max_q, max_k",
-    "torchtitan_folded": "VarlenMetadata as attention_masks, positions [T] that restart",
-    "torchtitan_batched": "VarlenMetadata as attention_masks, positions [1, T] that restart",
-    "megatron": 'PackedSeqParams with qkv_format "thd"; no attention_mask',
-    "pack": "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, positions",
-}
-"""How attention learns the boundaries, by format that `resolve_format` returns; for people."""
-
 
 class VarlenMetadata(NamedTuple):
-    """Fields of torchtitan's tuple of this name: int32[documents + 1], int32[documents + 1], host integers.
+    """Holds the fields of torchtitan's tuple of this name: int32[documents + 1], int32[documents + 1], host integers.
 
     `cu_seq_q_host` holds the values of `cu_seq_q` for kernels that want them on the host.
     """
@@ -61,7 +51,7 @@ class VarlenMetadata(NamedTuple):
 
 
 def resolve_format(format: BatchFormat) -> BatchFormat:
-    """The format itself; for `torchtitan` the one that the installed torchtitan takes.
+    """Return the format itself; for `torchtitan` the one that the installed torchtitan takes.
 
     Raises:
         ConfigError: no such format; torchtitan is not installed, or of a version that is not known.
@@ -109,7 +99,7 @@ def _torchtitan_is_folded() -> bool:
 
 
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
-    """The pack as the format has it.
+    """Return the pack as the format has it.
 
     Args:
         num_label_tokens: of the whole global batch on all ranks: what the sum of the losses is divided by.
@@ -130,7 +120,7 @@ def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> 
 
 
 def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """Keyword arguments of a transformers causal model: `model(**batch).loss`.
+    """Make the keyword arguments of a transformers causal model: `model(**batch).loss`.
 
     Returns:
         `input_ids`, `labels`, `position_ids`: int64[1, T]; `cu_seq_lens_q`, `cu_seq_lens_k`: int32[documents + 1];
@@ -154,7 +144,7 @@ def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
 
 
 def varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """Flat arrays for kernels of variable length.
+    """Make flat arrays for kernels of variable length.
 
     Returns:
         `input_ids`, `targets`, `positions`: int64[T]; `cu_seq_q`, `cu_seq_k`: int32[slices + 1]; `max_q`, `max_k`: int;
@@ -173,7 +163,7 @@ def varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
 
 
 def torchtitan_batch(pack: PackBatch, *, folded: bool) -> tuple[dict[str, Any], torch.Tensor]:
-    """Inputs and labels, as torchtitan's data loaders yield them.
+    """Make inputs and labels, as torchtitan's data loaders yield them.
 
     Args:
         folded: without a batch dimension.
@@ -198,7 +188,7 @@ def torchtitan_batch(pack: PackBatch, *, folded: bool) -> tuple[dict[str, Any], 
 
 
 def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """What a Megatron-Core `forward_step` hands to `GPTModel`.
+    """Make what a Megatron-Core `forward_step` hands to `GPTModel`.
 
     Returns:
         `tokens`, `labels`, `position_ids`: int64[1, T]; `loss_mask`: float32[1, T]; `attention_mask`: None;
@@ -224,7 +214,7 @@ def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
 
 
 def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:
-    """Megatron-Core's own `PackedSeqParams` of a batch, its tensors where they are.
+    """Make Megatron-Core's own `PackedSeqParams` of a batch, its tensors where they are.
 
     Raises:
         ConfigError: megatron-core is not installed.
@@ -240,7 +230,7 @@ def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:
 
 
 def move_batch(batch: Any, device: torch.device | str) -> Any:
-    """The batch with its tensors on a device; cumulative lengths too, host integers stay."""
+    """Return the batch with its tensors on a device; cumulative lengths too, host integers stay."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, VarlenMetadata):

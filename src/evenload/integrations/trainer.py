@@ -33,8 +33,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from evenload.errors import CheckpointError, ConfigError, UnsupportedModelError
-from evenload.integrations.model_balance import balance_for_model
+from evenload.integrations.engine_loop import balance_for_trained
 from evenload.integrations.packed_loader import PackedLoader
+from evenload.integrations.planner import model_spec_of
 from evenload.runtime.model.supported import rope_settings
 
 LOADER_STATE = "evenload_loader.json"
@@ -97,7 +98,7 @@ class PackedTrainerMixin:
         for loader in (train_loader, eval_loader):
             if loader is not None:
                 _refuse_model(self.model, loader)  # type: ignore[missing-attribute]
-                balance_for_model(loader, self.model)  # type: ignore[missing-attribute]
+                balance_for_trained(loader, lambda: model_spec_of(getattr(self.model, "config", None)))  # type: ignore[missing-attribute]
         self.add_callback(_SaveLoader(train_loader))  # type: ignore[missing-attribute]
 
     def get_train_dataloader(self) -> Any:

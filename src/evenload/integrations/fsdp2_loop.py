@@ -13,10 +13,19 @@ ranks gives the sum.
 A rank gathers a layer's parameters in every forward and backward, so all ranks make equally many passes: those short of
 work run packs without a loss, whose gradient is 0.
 
+Checkpoints are there whole or not at all: each is written to a folder of its own, and then named.
+
+    checkpoint/step-40/     written by all ranks
+    checkpoint/latest       "step-40", replaced by one rename when they are done
+
+A run that is killed while it saves goes on from the checkpoint before; the next save removes what it left.
+
 Price: gradients of all micro-batches but the last are kept whole (4 bytes a parameter and rank in float32) and reduced
 once a step; with `reduce_every_pack` they stay sharded and are reduced after every micro-batch.
 """
 
+import re
+import shutil
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -31,15 +40,16 @@ from torch.distributed.tensor import DTensor
 
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import move_batch
-from evenload.integrations.engines.engine_loop import EngineLoop, sum_over_ranks
-from evenload.integrations.engines.pack_loss import PackLoss
-from evenload.integrations.engines.whole_saves import latest_place, name_latest, new_place
-from evenload.integrations.packed_loader import PackedLoader
-from evenload.integrations.packed_step import PackedStep
+from evenload.integrations.engine_loop import EngineLoop, PackLoss, from_rank_zero, sum_over_ranks
+from evenload.integrations.packed_loader import PackedLoader, PackedStep
+from evenload.runtime.checkpoint.directory import sync
+
+LATEST = "latest"
+_PLACE = re.compile(r"step-\d+(-again)?")
 
 
 class Fsdp2Loop(EngineLoop):
-    """Steps of a sharded model. Changes how the model's FSDP2 modules reduce gradients: sums, no mean.
+    """Trains a sharded model. It changes how the model's FSDP2 modules reduce gradients: sums, no mean.
 
     Args:
         model: with `fully_shard` on all of its parameters, over all ranks.
@@ -89,7 +99,7 @@ class Fsdp2Loop(EngineLoop):
             module.set_force_sum_reduction_for_comms(True)
 
     def accumulate(self, step: PackedStep) -> torch.Tensor:
-        """Forward and backward of one global batch; the loss of the global batch. Collective."""
+        """Run forward and backward of one global batch, and return its loss. Collective."""
         total = torch.zeros((), device=self._device)
         for index, batch in enumerate(step):
             is_last = index == len(step) - 1
@@ -110,7 +120,7 @@ class Fsdp2Loop(EngineLoop):
         return True
 
     def save(self, directory: str | PathLike[str]) -> None:
-        """A distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective.
+        """Write a distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective.
 
         The last one of this folder stays until the new one is whole, and then goes.
 
@@ -188,3 +198,66 @@ def _require_sharded(model: nn.Module, world_size: int) -> None:
                 f"{parameter.device_mesh.device_type} devices: offload is not tested with FSDP2 here; leave "
                 "CPUOffloadPolicy out, and give weights to a model made on 'meta' first"
             )
+
+
+def new_place(directory: Path, num_steps: int) -> Path:
+    """Return a folder for the next checkpoint, which is not that of the last one. Collective.
+
+    Raises:
+        CheckpointError: rank 0 cannot read there; on all ranks.
+        ConfigError: an address in place of a folder.
+    """
+    if "://" in str(directory):
+        raise ConfigError(f"'{directory}' is an address; give a folder that all ranks reach")
+
+    def free_name() -> str:
+        name = f"step-{num_steps}"
+        free = f"{name}-again" if _latest_name(directory) == name else name
+        # What a killed run left there would be mixed with what is written now.
+        shutil.rmtree(directory / free, ignore_errors=True)
+        return free
+
+    return directory / from_rank_zero(free_name, f"'{directory}' cannot be read")
+
+
+def name_latest(place: Path) -> None:
+    """Name the checkpoint that all ranks have written the last one, and remove earlier ones. Collective.
+
+    Raises:
+        CheckpointError: rank 0 could not write its name; on all ranks. The one before is still the last one.
+    """
+
+    def write_name() -> None:
+        # The name is on the disk before the earlier checkpoint goes, and what it names before the name.
+        sync(place)
+        part = place.with_name(f"{LATEST}.part")
+        part.write_text(place.name)
+        sync(part)
+        part.replace(place.with_name(LATEST))
+        sync(place.parent)
+
+    from_rank_zero(write_name, f"'{place}' was written, but could not be named the last checkpoint")
+    from_rank_zero(lambda: _remove_others(place), f"'{place}' is the last checkpoint, but earlier ones still lie there")
+
+
+def latest_place(directory: Path) -> Path:
+    """Return the folder of the last whole checkpoint, by what rank 0 reads. Collective.
+
+    Raises:
+        CheckpointError: there is none, or rank 0 cannot read there; on all ranks.
+    """
+    name = from_rank_zero(lambda: _latest_name(directory), f"'{directory}' cannot be read")
+    if not name:
+        raise CheckpointError(f"'{directory}' holds no whole checkpoint; give the folder that save wrote")
+    return directory / name
+
+
+def _remove_others(place: Path) -> None:
+    for other in place.parent.iterdir():
+        if other.name != place.name and _PLACE.fullmatch(other.name):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _latest_name(directory: Path) -> str:
+    file = directory / LATEST
+    return file.read_text().strip() if file.is_file() else ""

@@ -1,14 +1,23 @@
-"""`DataConfig` from what people have in their hands: a path, a configuration, a Hugging Face data set.
+"""What a `PackedLoader` reads, from what people have in their hands: data, and a tokeniser.
+
+Data are a path, a configuration or a Hugging Face data set. A tokeniser is a path, one of ours, or a fast one of
+transformers, which is written to a directory for a moment and read back as `tokenizer.json`: content, end of document
+and chat template are those that transformers would load.
 
 What is refused here would otherwise be a surprise later: options of other loaders that have no meaning here, a document
 limit above a pack's, an evaluation that would leave something out.
 """
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenload.data.config import DataConfig
+import msgspec
+
+from evenload.data.config import DataConfig, trains_given_ids
+from evenload.data.encoding.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.data.formats.hf_dataset import is_iterable_dataset
 from evenload.errors import ConfigError
 from evenload.types.nearest_name import did_you_mean
@@ -36,8 +45,8 @@ _KNOWN_ELSEWHERE = {
     "assistant_only_loss": 'set record = "messages" and loss_on = "completion"',
     "dataset_text_field": "it is called text_column here",
 }
-# Kinds of records, by the columns that tell them.
-_TOLD_BY = {
+# Kinds of records, by the columns that identify them.
+_KIND_COLUMNS = {
     "tokens": {"input_ids"},
     "messages": {"messages"},
     "prompt_completion": {"prompt", "completion"},
@@ -55,7 +64,7 @@ _EVALUATION_REFUSES = {
 def data_config(
     data: Any, settings: Mapping[str, Any], *, max_tokens: int, default_batch_tokens: int, evaluation: bool
 ) -> tuple[DataConfig, dict[str, Any]]:
-    """Data settings, and the data set objects they name.
+    """Return the data settings, and the data set objects that they name.
 
     Args:
         data: see `PackedLoader`.
@@ -111,7 +120,7 @@ def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if "record" in settings or data.column_names is None:
         return {}
     columns = set(data.column_names)
-    found = [kind for kind, needed in _TOLD_BY.items() if needed <= columns]
+    found = [kind for kind, needed in _KIND_COLUMNS.items() if needed <= columns]
     if len(found) == 1:
         return {"record": found[0]}
     kinds = ", ".join(found) or "none of the kinds"
@@ -136,3 +145,61 @@ def _evaluation(
     if given.get("batch_documents") is None and given.get("batch_tokens") is None:
         fixed["batch_tokens"] = default_batch_tokens
     return fixed
+
+
+@contextmanager
+def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[DataConfig, DocumentTokenizer | None]]:
+    """Yield data settings that name the tokeniser, and the tokeniser where settings cannot name it.
+
+    Args:
+        tokenizer: None = the one that the settings name; a path or "bytes"; a `DocumentTokenizer`; a fast tokeniser of
+            transformers, whose files exist inside the `with` block only.
+
+    Raises:
+        ConfigError: a slow tokeniser, or something else.
+    """
+    if tokenizer is None:
+        yield config, None
+    elif isinstance(tokenizer, str | Path):
+        yield msgspec.structs.replace(config, tokenizer=str(tokenizer)), None
+    elif all(hasattr(tokenizer, name) for name in ("encode_with_offsets", "encode_batch", "eos_id")):
+        yield config, tokenizer
+    elif hasattr(tokenizer, "save_pretrained"):
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ConfigError(
+                f"tokenizer {type(tokenizer).__name__} is a slow one, without a tokenizer.json; load it with "
+                "use_fast=True, or convert it once and give the path"
+            )
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save_pretrained(directory)
+            yield msgspec.structs.replace(config, tokenizer=directory), None
+    else:
+        raise ConfigError(
+            f'tokenizer is a {type(tokenizer).__name__}; give "bytes", a tokenizer.json or its directory, a fast '
+            "tokeniser of transformers, or a DocumentTokenizer"
+        )
+
+
+def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -> None:
+    """Refuse plain bytes that nobody asked for where the caller's model has another vocabulary: a `ConfigError`."""
+    if tokenizer is not None or config.tokenizer is not None or vocab_size is None or trains_given_ids(config):
+        return
+    if vocab_size > MAX_BYTE_VOCABULARY:
+        raise ConfigError(
+            f"tokenizer is not given, and the model's vocabulary of {vocab_size:,} ids is not one of bytes; give the "
+            f'model\'s tokeniser or its directory, or say tokenizer="{BYTES}" to train a model from scratch on bytes'
+        )
+
+
+def tokenizer_fact(config: DataConfig, given: Any, opened: DocumentTokenizer, vocab_size: int | None) -> str:
+    """Describe the tokeniser in use (`opened`) for the log, and whether the caller chose it."""
+    if trains_given_ids(config):
+        known = (
+            "not checked, as the model is not known" if vocab_size is None else f"checked to be below {vocab_size:,}"
+        )
+        return f"none: records hold token ids, {known}"
+    chosen = ", because none was given" if given is None and config.tokenizer is None else ""
+    origin = ""
+    if hasattr(given, "save_pretrained"):
+        origin = str(getattr(given, "name_or_path", "") or type(given).__name__)
+    return describe_tokenizer(opened, origin) + chosen

@@ -5,7 +5,7 @@
 
 Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and multiplied by the
 number that DeepSpeed divides gradients by, because it takes a mean: the number of ranks. Where groups of them share
-sequences (`ulysses`), it is the number of groups under ZeRO-1 and 2, that of ranks under ZeRO-3. DeepSpeed's own
+sequences (Ulysses, below), it is the number of groups under ZeRO-1 and 2, that of ranks under ZeRO-3. DeepSpeed's own
 accumulation divides by `gradient_accumulation_steps`, which must be 1: the plan says how many micro-batches a step has.
 
 | stage | gradients are reduced | micro-batches of ranks |
@@ -18,6 +18,22 @@ Reducing once keeps whole gradients on every rank up to the end of the step (wha
 `engine.coalesce_grad_reduction()`. That reduces the parameters that have a gradient, so each needs one on all ranks or
 on none: a rank without documents runs a pack without a loss. `set_gradient_accumulation_boundary` would not allow
 different numbers of micro-batches under stage 2: the engine reduces at each of them.
+
+Ulysses (`share_sequences`): ranks of a group share every pack of a transformers model.
+
+    ranks of a group         rank 0            rank 1
+    rows of a pack           [0, T/2)          [T/2, T)          embedding, norms, feed-forward blocks, loss
+    all-to-all
+    attention                heads 0 .. 3      heads 4 .. 7      of all T rows, each document by itself
+    all-to-all
+    rows of a pack           [0, T/2)          [T/2, T)
+
+Groups, all-to-alls and their place in the model are DeepSpeed's (`UlyssesSPAttentionHF.register_with_transformers`).
+Attention between them is Evenload's (`document_attention`), because `sdpa` under Ulysses is one causal sequence: the
+documents of a pack would see each other. It reads the cumulative lengths of the whole pack, which every rank has.
+DeepSpeed's `UlyssesSPDataLoaderAdapter` is not used: it wants another pack from every rank of the group and has no
+place for cumulative lengths. Here the loader gives a group's ranks the same packs, and each takes its rows
+(`sequence_share`).
 """
 
 import importlib.metadata
@@ -28,31 +44,42 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from evenload.data.encoding.document_encoder import IGNORE_INDEX
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import format_pack, move_batch
-from evenload.integrations.engines.engine_loop import EngineLoop, sum_over_ranks
-from evenload.integrations.engines.pack_loss import PackLoss
-from evenload.integrations.engines.told_by_rank_zero import told_by_rank_zero
-from evenload.integrations.engines.ulysses import require_documents_apart, sequence_share, share_loss
-from evenload.integrations.packed_loader import PackedLoader
-from evenload.integrations.packed_step import PackedStep, zero_weight_pack
+from evenload.integrations.engine_loop import (
+    EngineLoop,
+    PackLoss,
+    document_attention,
+    from_rank_zero,
+    host_edges,
+    model_inputs,
+    sum_over_ranks,
+    token_loss,
+)
+from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
 from evenload.types.counted import counted
 
 LOADER_STATE = "evenload_loader"
 """Key of the loader's state in a checkpoint's `client_state`."""
 _NUM_STEPS = "evenload_num_steps"
+DOCUMENTS = "evenload_documents"
+"""Name of Evenload's attention among transformers' (`attn_implementation`)."""
+_OTHER_ATTENTION = ("dropout", "sliding_window", "softcap", "s_aux")
+"""What transformers may hand to attention, and `document_attention` does not have."""
 
 
 class DeepSpeedLoop(EngineLoop):
-    """Steps of a DeepSpeed engine.
+    """Trains a DeepSpeed engine.
 
     Args:
         engine: of `deepspeed.initialize`, all ranks data-parallel or in sequence groups of neighbours
-            (`ulysses.share_sequences`).
+            (`share_sequences`).
         loader: of any numbers of micro-batches where the table above says so, else with `equal_micro_batches`.
         loss: of one micro-batch; default: `hf_pack_loss`. In a sequence group of the rank's share
-            (`ulysses.sequence_share`); default: `share_loss`.
+            (`sequence_share`); default: `share_loss`.
         reduce_every_pack: see above; None = as the table says, for stage 2 by the loader's `equal_micro_batches`.
 
     Raises:
@@ -76,10 +103,8 @@ class DeepSpeedLoop(EngineLoop):
             self._sequence_rank, self._loss = _place_among(engine, ranks), loss or share_loss
         self._averaged_over = _averaged_over(engine)
         stage = int(engine.zero_optimization_stage())
-        options = loader.options
-        has_equal_counts = options.equal_micro_batches or options.micro_batches is not None
         if reduce_every_pack is None:
-            reduce_every_pack = stage == 3 or (stage == 2 and has_equal_counts)
+            reduce_every_pack = stage == 3 or (stage == 2 and loader.options.has_equal_counts)
         if stage == 3:
             self._require_equal_counts("gathers parameters in every forward pass under ZeRO-3")
         elif reduce_every_pack:
@@ -93,7 +118,7 @@ class DeepSpeedLoop(EngineLoop):
         self._reduce_every_pack = reduce_every_pack
 
     def accumulate(self, step: PackedStep) -> torch.Tensor:
-        """Forward and backward of one global batch; the loss of the global batch. Collective."""
+        """Run forward and backward of one global batch, and return its loss. Collective."""
         if self._reduce_every_pack:
             return sum_over_ranks(self._run(step))
         with self.engine.coalesce_grad_reduction():
@@ -117,8 +142,7 @@ class DeepSpeedLoop(EngineLoop):
 
     def _without_work(self, step: PackedStep) -> Any:
         options = self.loader.options
-        assert options.format is not None
-        return format_pack(zero_weight_pack(options.row_multiple), options.format, step.num_label_tokens)
+        return format_pack(zero_weight_pack(options.row_multiple), options.batch_format, step.num_label_tokens)
 
     def update(self) -> bool:
         """Apply the gradients, clipped and scaled as the engine's configuration says, and forget them. Collective.
@@ -130,7 +154,7 @@ class DeepSpeedLoop(EngineLoop):
         return bool(self.engine.was_step_applied())
 
     def save(self, directory: str | PathLike[str], tag: str | None = None) -> None:
-        """The engine's checkpoint with the loader's state and the number of steps in its `client_state`. Collective."""
+        """Write the engine's checkpoint, with the loader's state and the number of steps in it. Collective."""
         client_state = {LOADER_STATE: self.loader.state_dict(), _NUM_STEPS: self.num_steps}
         self.engine.save_checkpoint(str(directory), tag=tag, client_state=client_state)
 
@@ -157,14 +181,14 @@ class DeepSpeedLoop(EngineLoop):
 
 
 def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
-    """A `CheckpointError` where a checkpoint is of another number of ranks. Collective.
+    """Raise a `CheckpointError` where a checkpoint is of another number of ranks. Collective.
 
     DeepSpeed would find out after it has loaded the weights, and not say what to do.
 
     Args:
         tag: None = that of the newest one.
     """
-    folder, saved = told_by_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
+    folder, saved = from_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
     if saved is not None and saved != ranks:
         raise CheckpointError(
             f"'{folder}' was saved by {counted(saved, 'rank')}, and there are {ranks}; make it universal: python -m "
@@ -272,3 +296,138 @@ def _averaged_over(engine: Any) -> int:
             "all ranks, and this one may not; install deepspeed==0.19.8, or use ZeRO-2"
         )
     return world_size
+
+
+class SequenceGroups:
+    """Gives DeepSpeed its groups of ranks that share sequences, as its `mpu`, without tensor-parallel ranks.
+
+    DeepSpeed's own module calls them model-parallel, too. Handed to the engine as it is, checkpoints say that they are
+    of as many tensor-parallel ranks and cannot be made universal, and universal ones cannot be loaded.
+    """
+
+    def __init__(self, groups: Any) -> None:
+        self._groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._groups, name)
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
+def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
+    """Let groups of `ranks` neighbouring ranks share every pack of a transformers model. Collective, once a process,
+    after `deepspeed.init_distributed()`, before `deepspeed.initialize(..., mpu=)`; sets the model's attention.
+
+    Args:
+        model: a transformers causal model whose query heads `ranks` divides, and whose key heads it divides or is a
+            multiple of.
+        ranks: of a group; 1 = nothing is shared, and nothing is changed.
+
+    Returns:
+        Groups for `deepspeed.initialize(mpu=)`; None for one rank.
+
+    Raises:
+        ConfigError: heads or ranks that do not divide, or a model whose attention cannot be set.
+    """
+    if ranks == 1:
+        return None
+    import deepspeed  # type: ignore[missing-import]
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # type: ignore[missing-import]
+    from transformers import AttentionInterface
+
+    if not deepspeed.comm.is_initialized():
+        raise ConfigError("DeepSpeed's process group is not there yet; call deepspeed.init_distributed() first")
+    if DOCUMENTS not in AttentionInterface().valid_keys():
+        AttentionInterface.register(DOCUMENTS, _transformers_attention)
+    model.set_attn_implementation(DOCUMENTS)
+    if model.config._attn_implementation != DOCUMENTS:
+        raise ConfigError(
+            f"the attention of {type(model).__name__} cannot be set, so its packs cannot be shared; use a model of "
+            "transformers that has set_attn_implementation, or sequence_ranks=1"
+        )
+    try:
+        groups = UlyssesSPAttentionHF.register_with_transformers(model, DOCUMENTS, ranks, micro_batch_size=1)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed cannot share sequences among {ranks} ranks: {error}") from error
+    return SequenceGroups(groups)
+
+
+def require_documents_apart(config: Any) -> None:
+    """Raise a `ConfigError` where documents of a shared pack would see each other."""
+    name = getattr(config, "_attn_implementation", None)
+    if name != DOCUMENTS and "flash_attention" not in str(name):
+        raise ConfigError(
+            f"the model's attention is '{name}', which under Ulysses runs a pack as one sequence, so its documents "
+            "would see each other; call mpu = share_sequences(model, ranks) in the place of DeepSpeed's "
+            "register_with_transformers"
+        )
+
+
+def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Return a rank's rows of an `hf` batch.
+
+    Args:
+        batch: of T tokens, which `ranks` divides.
+        rank: of the sequence group.
+
+    Returns:
+        The batch with `input_ids` and `position_ids` [1, T / ranks], `shift_labels` [1, T / ranks] in the place of
+        `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else as it was:
+        cumulative lengths are those of the whole pack.
+
+    Raises:
+        ConfigError: ranks that do not divide T.
+    """
+    tokens = batch["input_ids"].shape[1]
+    if tokens % ranks:
+        raise ConfigError(
+            f"a pack of {tokens} tokens cannot be shared by {ranks} ranks; make the loader with sequence_ranks={ranks}"
+        )
+    rows = slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
+    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    columns = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "shift_labels": shifted}
+    rest = {key: value for key, value in batch.items() if key not in (*columns, "labels")}
+    return {key: column[:, rows].contiguous() for key, column in columns.items()} | rest
+
+
+def share_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the loss of a rank's share, as `hf_pack_loss`; those of a group add up to the pack's.
+
+    Args:
+        batch: of `sequence_share`.
+    """
+    return token_loss(model(**model_inputs(batch)).logits[0], batch["shift_labels"][0], batch)
+
+
+def _transformers_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """As an attention of transformers' `AttentionInterface`.
+
+    Args:
+        query: [1, H, T, D]; key, value: [1, G, T, D].
+        settings: of them `scaling` and `cu_seq_lens_q` of the T rows.
+
+    Returns:
+        [1, T, H, D], and no weights.
+    """
+    unknown = [name for name in _OTHER_ATTENTION if isinstance(settings.get(name), Tensor) or settings.get(name)]
+    if unknown:
+        raise ConfigError(
+            f"{type(module).__name__} attends with {', '.join(unknown)}, which attention '{DOCUMENTS}' does not have; "
+            "train without it, or with sequence_ranks=1"
+        )
+    edges = settings.get("cu_seq_lens_q")
+    if edges is None or attention_mask is not None or query.shape[0] != 1:
+        raise ConfigError(
+            f"attention '{DOCUMENTS}' trains packs only: batches of a PackedLoader with format='hf', and no "
+            "attention_mask"
+        )
+    q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
+    return document_attention(q, k, v, host_edges(edges), settings["scaling"])[None], None
