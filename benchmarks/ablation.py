@@ -34,8 +34,8 @@ from document_order import choices_in_order
 from duration_noise import NOISES, noise_losses
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
-from evenload.explore.default_layout import usable_bytes
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
+from evenload.explore.stage_layers import usable_bytes
 from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.packing.bin_packing import assign_replicas

@@ -27,10 +27,10 @@ import torch.multiprocessing
 from transformers import LlamaConfig
 
 from evenload.calibrate.calibrate import calibrate
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.memory_kinds import bytes_by_kind
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.step_metrics import StepReport

@@ -19,8 +19,8 @@ import numpy as np
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
+from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.evaluate import planned_steps
-from evenload.explore.sampled_batches import BatchRule, SampledBatch
 from evenload.hub.model_files import model_from
 from evenload.integrations.catalog import ENGINES
 from evenload.integrations.engine_profile import require_heads

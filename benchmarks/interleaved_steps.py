@@ -1,5 +1,4 @@
-"""Global batches trained by turns under several variants, in one set of CPU processes: what three benchmarks of overlap
-do (`reduction.py`, `context_overlap.py`, `tensor_halves.py`)."""
+"""Global batches trained by turns under several variants, in one set of CPU processes: what `reduction.py` does."""
 
 import os
 import socket
@@ -13,10 +12,10 @@ import torch.multiprocessing
 from rich.console import Console
 
 from evenload.cli.worker_setup import run_coefficients, started_rank
+from evenload.config.planner import run_planner
+from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.cost.coefficients import CostCoefficients
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.step_source import PreparedStep
 from evenload.runtime.trainer import Trainer

@@ -13,7 +13,7 @@ import time
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
 from evenload.explore.strategy_layouts import StrategyLayouts, search_strategies
 from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from evenload.data.lengths import read_lengths
-from evenload.report.metrics_file import latest_per_step, read_metrics
+from evenload.report.run_files import latest_per_step, read_metrics
 from loader_rows import LoaderRow, run_benchmark
 from loader_sources import library_texts, work_directory, write_tokens
 from loader_training import LENGTHS

@@ -29,9 +29,9 @@ from rich.table import Table
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.lengths import read_lengths
-from evenload.explore.default_layout import usable_bytes
+from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, search_layouts
-from evenload.explore.sampled_batches import BatchRule, SampledBatch
+from evenload.explore.stage_layers import usable_bytes
 from evenload.explore.time_split import split_step_time
 from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner

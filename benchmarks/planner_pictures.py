@@ -6,7 +6,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from evenload.report.palette import MEASURED, PREDICTED, series_style
+from evenload.report.svg import MEASURED, PREDICTED, series_style
 from picture import write_png
 
 SHOWN_CASES = (("lognormal 32K", 512), ("lognormal 32K", 2048), ("github_dirs 32K", 512), ("github_dirs 128K", 512))

@@ -30,7 +30,7 @@ from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_ho
 from evenload.plan.search.policy_choice import worst_score
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.sharing.as_run import choices_as_run
-from evenload.schedule.one_f_one_b import ONE_F_ONE_B
+from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
 
 

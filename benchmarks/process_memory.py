@@ -28,12 +28,12 @@ import msgspec
 import numpy as np
 from transformers import LlamaConfig
 
+from evenload.config.train_config import BYTES_PER_ELEMENT
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import write_coefficients
 from evenload.cost.measured_on import MeasuredOn
 from evenload.hub.model_files import model_from
-from evenload.report.metrics_file import read_metrics
-from evenload.runtime.config.train_config import BYTES_PER_ELEMENT
+from evenload.report.run_files import read_metrics
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.scaled_units import format_bytes

@@ -25,9 +25,9 @@ from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster
 from evenload.data.lengths import read_lengths
 from evenload.errors import ConfigError
+from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.layout_search import search_layouts
 from evenload.explore.prediction_interval import prediction_interval
-from evenload.explore.sampled_batches import BatchRule, SampledBatch
 from evenload.plan.problem.options import PlanOptions
 from evenload.report.units import format_seconds
 from evenload.types.cluster import ClusterSpec

@@ -31,14 +31,14 @@ import torch.multiprocessing
 from transformers import LlamaConfig
 
 from context_parallel import COSTS
+from evenload.config.layouts import layouts_of
+from evenload.config.planner import run_planner
+from evenload.config.train_config import load_train_config
 from evenload.cost.coverage import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.comm.warm_up import warm_up
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_source import prepared_step

@@ -28,9 +28,9 @@ from pathlib import Path
 import msgspec
 from transformers import LlamaConfig
 
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import BesideCompute
 from evenload.feed.step_maker import PlannedStep
-from evenload.runtime.config.train_config import TrainConfig
 from interleaved_steps import bench_rank, spawn_ranks
 from results import Row, median_ratio, run_benchmark
 from shaped_link import link_name

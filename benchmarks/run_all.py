@@ -6,7 +6,6 @@ python benchmarks/run_all.py [--quick]      --quick tries every benchmark with s
 import sys
 
 import attention
-import context_overlap
 import context_parallel
 import demo
 import dp_merge
@@ -27,7 +26,6 @@ import sharding
 import simulator
 import step_overhead
 import swinging
-import tensor_halves
 from results import run_benchmark
 
 
@@ -36,7 +34,7 @@ def main() -> None:
     arguments = ["--quick"] if "--quick" in sys.argv[1:] else ["--append"]
     modules = (
         *(simulator, planning, planning_memory, sharding, attention, replay, step_overhead, dp_merge, overlap),
-        *(reduction, context_parallel, context_overlap, tensor_halves, swinging, engine_steps),
+        *(reduction, context_parallel, swinging, engine_steps),
         host_arena,
     )
     for module in modules:

@@ -22,8 +22,6 @@ _SHAPED = "gloo over a link of "
 _OVERLAPS = (
     ("reduction", "time, sums", "reduction ", "sums of gradients beside packs"),
     ("reduction", "time, both", "gather ", "the same and gathers of weights, of these"),
-    ("context_overlap", "time", "", "keys and values in parts beside attention"),
-    ("tensor_halves", "time", "", "packs in halves that take turns"),
 )
 """Benchmark, the metric of the step's time, how those of what is hidden begin, and what runs beside what."""
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evenload.report.columns import format_losses
+from evenload.report.table import format_losses
 from evenload.report.units import format_percent, format_seconds
 
 ROOT = Path(__file__).resolve().parent.parent

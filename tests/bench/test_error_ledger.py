@@ -20,12 +20,12 @@ from evenload.bench.ledger import (
 from evenload.bench.quiet_rounds import expected_range, most_spread
 from evenload.bench.recorded import BenchInputs, option_tables_of, plan_again, recorded_batch
 from evenload.bench.runs import BenchResult, MachineLoad
+from evenload.config.keys import plan_options
 from evenload.cost.host_memory import HostMemory
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.wlb import WlbOptions
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 
 

@@ -16,7 +16,6 @@ from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.link_timings import quick_links
 from evenload.calibrate.pack_clock import pack_clock
-from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.rounds import time_round, whole
 from evenload.calibrate.weight_timings import weight_seconds
 from evenload.runtime.comm.collectives import all_gather_single
@@ -113,21 +112,6 @@ def test_all_ranks_meet_equally_often_in_a_trial(gloo_pool):
     assert first == second > 8 * 4, "eight trials, four meetings alone in each"
     assert moved == other == 8 * 2 * 6
     assert [met for met, _ in gloo_pool.run(2, _calls_of_a_trial, False)] == [0, 0]
-
-
-def test_gathers_beside_compute_are_timed_where_ranks_may_share_documents(gloo_pool):
-    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"cp": 2}, "context"):
-        assert stretch > 0
-        assert 0 <= slowdown < 1, "products were computed while keys and values travelled"
-    assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}, "context") == [None, None]
-
-
-def test_a_part_more_of_keys_and_values_is_timed():
-    """Its launches and copies take some time, and no more than a whole layer; with one key head there are none."""
-    stage, _ = tiny_stage()
-    for part_s in part_seconds(stage):
-        assert 0 <= part_s < 0.1
-    assert part_seconds(tiny_stage(num_key_value_heads=1)[0]) == (0.0, 0.0)
 
 
 def test_weight_gradients_that_are_put_off_are_timed():

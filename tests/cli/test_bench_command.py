@@ -12,14 +12,13 @@ from evenload.bench.ledger import read_inputs, read_ledger
 from evenload.bench.recorded import plan_again
 from evenload.bench.runs import BenchResult, MachineLoad
 from evenload.cli.bench import show_result
-from evenload.cli.bench_report import bench_report
-from evenload.cli.bench_worker import checked_bench
+from evenload.cli.bench_worker import bench_report, checked_bench
 from evenload.cli.main import main
+from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import read_coefficients, write_coefficients
 from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.run_report import RunSection
-from evenload.runtime.config.train_config import load_train_config
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 SETTINGS = """
@@ -129,8 +128,8 @@ def test_no_winner_is_shown_that_the_repeats_do_not_support(capsys, monkeypatch)
     assert "▶" not in out
     assert "\nmeasured: this machine is too noisy to tell: best_fit takes 0." in out
     # Of steps, of which these results have none.
-    monkeypatch.setattr("evenload.cli.bench_report._section", lambda one, *_: RunSection(name=one.strategy))
-    monkeypatch.setattr("evenload.cli.bench_report._row", lambda one, _: {"name": one.strategy})
+    monkeypatch.setattr("evenload.cli.bench_worker._section", lambda one, *_: RunSection(name=one.strategy))
+    monkeypatch.setattr("evenload.cli.bench_worker._row", lambda one, _: {"name": one.strategy})
     pages = [bench_report(result, {"best_fit": (), "slimpack": ()}) for result in (quiet, noisy)]
     assert [page.best for page in pages] == ["slimpack", ""]
     assert [page.headline for page in pages] == [f"Measured: {result.outcome}" for result in (quiet, noisy)]

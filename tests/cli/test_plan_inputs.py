@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from evenload.cli.main import main
-from evenload.cli.option_values import parse_tokens
-from evenload.cli.plan_strategies import chosen_strategies
+from evenload.cli.options import parse_tokens
+from evenload.cli.plan_arguments import chosen_strategies
 from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from dist_training import COSTS
 from evenload.cli import worker_setup
-from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_device_line
 from evenload.cli.main import main
-from evenload.cost.coefficients import BesideCompute, BesideHalves, read_coefficients, write_coefficients
+from evenload.cli.plan_inputs import cost_file_warnings, measured_line, other_device_line
+from evenload.cost.coefficients import BesideCompute, read_coefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
 from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.cost.profile_record import FitError, Profile, digest_of
@@ -136,7 +136,6 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert cost_file_warnings(costs, "cost.json", costs.device) == []
     assert not msgspec.structs.replace(costs, context_exchange="ring").is_changed
     assert not msgspec.structs.replace(costs, reduction_beside=BesideCompute()).is_changed
-    assert not msgspec.structs.replace(costs, context_beside=BesideCompute()).is_changed
     assert costs.profile is not None
     kept = msgspec.structs.replace(costs.profile, beside=(("reduction_beside", 1.5, 0.25),))
     measured = msgspec.structs.replace(costs, profile=kept, reduction_beside=BesideCompute(stretch=1.5, slowdown=0.25))
@@ -165,12 +164,11 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert "in seconds at the start of a run (evenload profile takes minutes" in of_run
 
 
-def run_config(*, sums: bool, gathers: bool, parts: bool) -> SimpleNamespace:
+def run_config(*, sums: bool, gathers: bool) -> SimpleNamespace:
     """What decides of costs how a run is priced."""
     return SimpleNamespace(
         parallel=SimpleNamespace(cp_exchange="all_gather"),
         train=SimpleNamespace(overlap_reduction=sums, overlap_gather=gathers),
-        parts_beside_attention=parts,
     )
 
 
@@ -205,32 +203,11 @@ def test_gradients_are_summed_and_weights_gathered_as_configured_whatever_the_co
         (None, anew, False, None),
     ):
         monkeypatch.setattr(worker_setup, "measured_beside", lambda meshes, what, told=told: told)
-        config = run_config(sums=is_overlapped, gathers=is_overlapped, parts=is_overlapped)
-        costs = msgspec.structs.replace(COSTS, reduction_beside=known, gather_beside=known, context_beside=known)
+        config = run_config(sums=is_overlapped, gathers=is_overlapped)
+        costs = msgspec.structs.replace(COSTS, reduction_beside=known, gather_beside=known)
         monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
-        for is_shared in (True, False):
-            meshes = SimpleNamespace(sum_gradients=True, share_documents=is_shared)
-            mesh = SimpleNamespace(layout=even_layout(2))
-            trainer = SimpleNamespace(live=None, config=config, mesh=mesh, meshes=meshes)
-            found = worker_setup.run_coefficients(trainer, Path(), 1, Console())
-            assert (found.reduction_beside, found.gather_beside) == (expected, expected)
-            assert found.context_beside == (expected if is_shared or known else None)
-
-
-def test_halves_beside_compute_are_as_configured_whatever_the_costs_say(monkeypatch) -> None:
-    measured, anew = BesideHalves(stretch=2.0, slowdown=0.4), BesideHalves(stretch=1.5, slowdown=0.5)
-    for known, told, is_overlapped, tp, expected in (
-        (None, anew, True, 2, anew),
-        (None, None, True, 2, BesideHalves()),
-        (measured, anew, True, 2, measured),
-        (measured, anew, False, 2, None),
-        (measured, anew, True, 1, None),
-    ):
-        monkeypatch.setattr(worker_setup, "measured_halves", lambda meshes, told=told: told)
-        config = run_config(sums=False, gathers=False, parts=False)
-        config.train.overlap_tensor = is_overlapped
-        costs = msgspec.structs.replace(COSTS, tensor_beside=known)
-        monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
-        mesh = SimpleNamespace(layout=even_layout(2, tp=tp))
-        trainer = SimpleNamespace(live=None, config=config, mesh=mesh, meshes=None)
-        assert worker_setup.run_coefficients(trainer, Path(), 1, Console()).tensor_beside == expected
+        meshes = SimpleNamespace(sum_gradients=True)
+        mesh = SimpleNamespace(layout=even_layout(2))
+        trainer = SimpleNamespace(live=None, config=config, mesh=mesh, meshes=meshes)
+        found = worker_setup.run_coefficients(trainer, Path(), 1, Console())
+        assert (found.reduction_beside, found.gather_beside) == (expected, expected)

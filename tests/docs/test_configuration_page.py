@@ -6,7 +6,7 @@ import runpy
 import tomllib
 from pathlib import Path
 
-from evenload.runtime.config.train_config import load_train_config
+from evenload.config.train_config import load_train_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

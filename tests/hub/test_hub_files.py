@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import evenload
+from evenload.config.train_config import read_train_config
 from evenload.data.encoding.tokenize import open_tokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 from evenload.hub.hub_files import is_hub_name, local_path
 from evenload.hub.model_files import model_from
-from evenload.runtime.config.train_config import read_train_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -17,7 +17,7 @@ from evenload.plan.strategies.best_fit import BestFitOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_trainable
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.schedule.registry import SCHEDULES
-from evenload.schedule.zero_bubble import ZB_H1
+from evenload.schedule.static_schedules import ZB_H1
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_model
-from evenload.cli.switch_line import switch_line
+from evenload.cli.run_lines import switch_line
 from evenload.data.batch.state import LoaderState
 from evenload.data.encoding.token_table import TokenTable
 from evenload.data.ledger import LedgerState

@@ -17,7 +17,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 SOON = {
     *("attention", "engine_prices", "paper_flexpipe", "paper_skrull", "planning", "planning_memory"),
-    *("sharding", "simulator", "survivor_memory", "wlb_delay"),
+    *("sharding", "simulator", "wlb_delay"),
 }
 """Those that end within seconds; the others take up to five minutes each."""
 NOT_ALONE = {

@@ -10,7 +10,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import write_coefficients
 from evenload.cost.measured_on import MeasuredOn
 from evenload.errors import ConfigError
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 

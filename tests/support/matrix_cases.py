@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
 from dist_cases import RankUnderTest, StoredBytes
+from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
-from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S

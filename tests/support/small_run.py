@@ -43,7 +43,7 @@ def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: 
 
 
 def write_steps(directory: Path, steps: int, **model: object) -> Path:
-    """`write_small_run` of so many steps of six short documents; a run that loses ranks."""
+    """`write_small_run` of so many steps of six short documents."""
     settings = f"""
         max_document_tokens = 256
         batch_documents = 6

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_cases import make_trainer
 from dist_training import COSTS, trained_to
+from evenload.config.layouts import layouts_of
+from evenload.config.sections import validation_data
+from evenload.config.train_config import load_train_config
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import load_train_config
-from evenload.runtime.config.validation_config import validation_data
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
 from evenload.types.sample import Sample

@@ -25,6 +25,7 @@ from evenload.bench.recorded import RecordedBatch, recorded_batch
 from evenload.bench.runs import BatchRun, MachineLoad, StrategyRuns, pack_errors, task_seconds
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.calibrate.yardstick import Yardstick, can_tell_drift
+from evenload.config.planner import run_planner
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
@@ -33,7 +34,6 @@ from evenload.explore.packs_beside_transfers import times_beside_transfers
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.runtime.comm.scalars import most_of_ranks
-from evenload.runtime.config.run_planner import run_planner
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import PreparedStep

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.merge_default import decide_dp_merge
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout

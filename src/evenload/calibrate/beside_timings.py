@@ -1,4 +1,4 @@
-"""What sums of gradients, gathers of weights, or of keys and values, and packs cost each other at once, on a CPU.
+"""What sums of gradients or gathers of weights and packs cost each other at once, on a CPU.
 
 By trials as in `beside_trial`, all groups of the layout at once, as in a step. Not on a GPU: its transfers have copy
 engines and a few of its processors, and what they take from kernels has not been measured yet (`BesideCompute` has the
@@ -23,15 +23,14 @@ from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.side_queue import ThreadQueue
 
-Transferred = Literal["sums", "gathers", "context"]
+Transferred = Literal["sums", "gathers"]
 _MET_ELEMENTS = 1 << 16
 """float32, that every rank brings to a meeting: keys and values of some hundred tokens."""
 
 
 def beside_compute(mesh: Mesh, what: Transferred) -> BesideCompute | None:
-    """Medians of one rank; None on a GPU, and where nothing is summed, or no documents are shared. Collective over the
-    data group, or over the largest one that shares documents."""
-    group = _group(mesh, what)
+    """Medians of one rank; None on a GPU, and where nothing is summed. Collective over the data group."""
+    group = mesh.data
     if group is None or group.size() == 1 or mesh.device.type != "cpu":
         return None
     count = -(-ELEMENTS // group.size()) * group.size()
@@ -44,17 +43,14 @@ def beside_compute(mesh: Mesh, what: Transferred) -> BesideCompute | None:
         else:
             all_gather_single(whole, shard.clone(), group=group)
 
-    meet = None if what == "context" else _meeting(mesh)
-    stretch, slowdown = beside_rates(group, transfer, partial(ThreadQueue, mesh.device), meet)
+    stretch, slowdown = beside_rates(group, transfer, partial(ThreadQueue, mesh.device), _meeting(mesh))
     return BesideCompute(stretch=stretch, slowdown=slowdown)
 
 
 def measured_beside(meshes: Meshes, what: Transferred) -> BesideCompute | None:
-    """Of the layout in which most ranks sum, or may share documents, medians over all ranks, which have the same
-    answer; None as `beside_compute`. Collective over all ranks of the run, idle ones too."""
+    """Of the layout in which most ranks sum, medians over all ranks, which have the same answer; None as
+    `beside_compute`. Collective over all ranks of the run, idle ones too."""
     mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
-    if what == "context":
-        mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: one.layout.dp * one.layout.cp)
     own = None if mesh.is_idle else beside_compute(mesh, what)
     found = medians_over_ranks(mesh, None if own is None else (own.stretch, own.slowdown), 2)
     return None if found is None else BesideCompute(stretch=found[0], slowdown=found[1])
@@ -67,9 +63,3 @@ def _meeting(mesh: Mesh) -> Callable[[], object] | None:
     own = next(group for group in mesh.context.values() if group.size == mesh.layout.cp)
     mine, whole = torch.zeros(_MET_ELEMENTS), torch.zeros(_MET_ELEMENTS * own.size)
     return lambda: all_gather_single(whole, mine, group=own.process_group)
-
-
-def _group(mesh: Mesh, what: Transferred) -> dist.ProcessGroup | None:
-    if what != "context":
-        return mesh.data
-    return max(mesh.context.values(), key=lambda one: one.size).process_group if mesh.context else None

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention
+from evenload.config.train_config import TrainConfig
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import GradientReduction

@@ -9,14 +9,14 @@ import typer
 
 from evenload.bench.ledger import append_result, require_ledger
 from evenload.bench.runs import BenchResult
-from evenload.cli.output_file import calibration_cache, require_writable, write_output
+from evenload.cli.options import calibration_cache, require_writable, write_output
 from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.bench_worker import BenchPlan
     from evenload.cli.stop_request import StopLine
-    from evenload.runtime.config.train_config import TrainConfig
+    from evenload.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
 
@@ -55,8 +55,8 @@ def bench_command(
     """
     from evenload.cli.child_process import call_in_child, start_fork_server
     from evenload.cli.launch import require_own_launch, run_local
-    from evenload.cli.plan_strategies import asked_strategies
-    from evenload.runtime.config.train_config import load_train_config
+    from evenload.cli.plan_arguments import asked_strategies
+    from evenload.config.train_config import load_train_config
 
     require_train_extra("evenload bench")
     require_own_launch("evenload bench")

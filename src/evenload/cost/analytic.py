@@ -7,8 +7,6 @@
                           prefix's keys are read inside the kernel)
     pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens: see `cost.coefficients` why the
                           loss of small products is a constant
-    context_part_s        kernel_s, as for all launches of a layer: a part has about half as many, and attention of
-                          fewer heads leaves some of a device idle at its end
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
 All are of one device that computes whole layers, except the constants of a pack; `cost.pack_cost` divides by tp and
@@ -18,7 +16,7 @@ strategies are trustworthy, absolute seconds need calibration.
 """
 
 from evenload.cost.activation import kv_gradient_bytes_per_token
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
 from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, backward_linear_ratio
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
@@ -69,7 +67,6 @@ def analytic_coefficients(
             prefix_s_per_token=prefix_s,
             slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * linear_ratio,
             pack_s=(device.kernel_s + linear_s / layout.tp * device.matmul_half_tokens) * linear_ratio,
-            context_part_s=device.kernel_s * linear_ratio,
         )
         for linear_ratio, pair_s, prefix_s in (
             (1.0, attention_s[0], 0.0),
@@ -103,8 +100,6 @@ def analytic_coefficients(
         reduce_latency_s=reduce.latency_s,
         reduction_beside=BesideCompute(),
         gather_beside=BesideCompute(),
-        context_beside=BesideCompute(),
-        tensor_beside=BesideHalves(),
         intra_node=cluster.intra_node,
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,

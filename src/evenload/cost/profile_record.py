@@ -134,16 +134,14 @@ class Profile(Frozen):
 
 def digest_of(coefficients: msgspec.Struct) -> str:
     """Of all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
-    default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel, when
-    gradients are summed and whether packs have halves, which it chooses (`beside` has what the profile measured of
-    that), and what copies take between its processes, which it measures."""
+    default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and when
+    gradients are summed, which it chooses (`beside` has what the profile measured of that), and what copies take
+    between its processes, which it measures."""
     tree = _said(coefficients)
     for of_run in (
         "context_exchange",
         "reduction_beside",
         "gather_beside",
-        "context_beside",
-        "tensor_beside",
         "copies",
     ):
         tree.pop(of_run, None)

@@ -14,9 +14,7 @@ import msgspec
 import numpy as np
 
 from evenload.errors import ConfigError
-from evenload.explore.planned_steps import planned_steps
-from evenload.explore.progress import OnProgress, no_progress
-from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
 from evenload.integrations.engine_profile import BEST, Limitation, require_strategy, runnable
 from evenload.integrations.planner import PLANNING_ERRORS, EnginePlanner
 from evenload.integrations.price import EnginePrice

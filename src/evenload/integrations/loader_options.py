@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batch.peers import Alone, Peers
 from evenload.data.config import DataConfig
@@ -35,7 +36,6 @@ from evenload.integrations.projection import StepShape
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.counted import counted
 from evenload.types.layout import even_layout
 

@@ -108,7 +108,7 @@ def engine_price(
 def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
     """Return the cost model with what the engine hides of transfers, and how far it has to reduce."""
     known = costs.coefficients
-    changes: dict[str, object] = {"tensor_beside": None}
+    changes: dict[str, object] = {}
     if not profile.overlaps_reduction:
         changes["reduction_beside"] = None
     if profile.gathers_in(costs.layout) != "pass":

@@ -243,23 +243,17 @@ class StepPlanner:
             is_same = found.backward is found.forward
             backward_slices = slices if is_same else found.backward.pack_slices(doc_ids)
             forward_s, backward_s = (_slowest_stage(s) for s in (found.tasks.forward_s, found.tasks.backward_s))
-            of_forward, of_backward = zip(found.context_parts, found.first_rows or (None, None), strict=True)
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
-                    forward=found.forward.packs("forward", slices, forward_s, found.shardings or (), *of_forward),
-                    backward=found.backward.packs("backward", backward_slices, backward_s, (), *of_backward),
+                    forward=found.forward.packs("forward", slices, forward_s, found.shardings or ()),
+                    backward=found.backward.packs("backward", backward_slices, backward_s),
                     policies=_policies(doc_ids, found.policy),
                 )
             )
             schedules.append(found.actions.to_schedule())
             times.append(found.pack_times())
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
-        ranks = len(choices) * self.layout.pipeline_ranks
-        context_s, tensor_s = (
-            np.sum(of_replicas, axis=0) / ranks
-            for of_replicas in zip(*((c.candidate.context_s, c.candidate.tensor_s) for c in choices), strict=True)
-        )
         end = step_end(self.costs, [choice.candidate.simulated() for choice in choices])
         trained = trained_documents(choices)
         if len(trained) < len(documents):
@@ -289,10 +283,6 @@ class StepPlanner:
                     reduction_hidden_s=end.reduction_hidden_s,
                     gather_s=end.gather_s,
                     gather_hidden_s=end.gather_hidden_s,
-                    context_s=float(context_s[0]),
-                    context_hidden_s=float(context_s[1]),
-                    tensor_s=float(tensor_s[0]),
-                    tensor_hidden_s=float(tensor_s[1]),
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),

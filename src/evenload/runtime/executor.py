@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.beside_times import NO_TRANSFERS, BesideTimes, TransferTimes
 from evenload.runtime.comm.channels import Channels
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.transfers import Carried
@@ -43,9 +42,6 @@ class RankTrace:
 
     Args:
         kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
-        context_s, context_hidden_s: seconds in which keys and values of shared documents travelled in parts, and of
-            these the ones in which nothing waited for them.
-        halves: transfers of packs in halves.
         memory_bytes: int64[n], activations held when each action ended; memory_kind_bytes: int64[n, kinds], the same
             by kind of `held_bytes.STORE_KINDS`.
     """
@@ -57,9 +53,6 @@ class RankTrace:
     end_s: NDArray[np.float64]
     memory_bytes: NDArray[np.int64]
     memory_kind_bytes: NDArray[np.int64]
-    context_s: float = 0.0
-    context_hidden_s: float = 0.0
-    halves: TransferTimes = NO_TRANSFERS
 
 
 class HeadOutput(NamedTuple):
@@ -181,10 +174,6 @@ class Executor:
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         completing = completing_actions((action.kind, action.stage) for action in actions)
         self._clock.start()
-        beside = (self._context_times(), self._halves_times(step))
-        for times in beside:
-            if times is not None:
-                times.begin_step()
         for at, action in enumerate(actions):
             before_action()
             self._mesh.watch.note(action)
@@ -221,7 +210,7 @@ class Executor:
         self._check_empty(stores.values(), held)
         return RankRun(
             loss,
-            functools.partial(_trace, rows, self._clock, *beside),
+            functools.partial(_trace, rows, self._clock),
             held.peak_bytes,
             held.peak_by_kind,
             held.peak_host_bytes,
@@ -229,14 +218,6 @@ class Executor:
             self._context_bytes() - before_bytes,
             tuple(heads),
         )
-
-    def _halves_times(self, step: RankStep) -> BesideTimes | None:
-        """Of transfers of packs in halves; None without such packs."""
-        packs = step.plan.pack_plans[self._mesh.dp_rank]
-        if not any(pack.first_rows for pack in (*packs.forward, *packs.backward)):
-            return None
-        assert self._mesh.tensor is not None, "only tensor-parallel transfers are worth two halves"
-        return self._mesh.tensor.times
 
     def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
         """By stage; all count what they hold together."""
@@ -261,10 +242,6 @@ class Executor:
             store.check_empty()
         assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
         assert not self._copies.arena.live_bytes, "tensors in host memory were not freed"
-
-    def _context_times(self) -> BesideTimes | None:
-        """Of all groups that may share documents; None = there are none."""
-        return next((group.times for group in self._mesh.context.values()), None)
 
     def _context_bytes(self) -> int:
         return sum(group.moved_bytes for group in self._mesh.context.values())
@@ -301,10 +278,7 @@ class _Row(NamedTuple):
     held_bytes: tuple[int, ...]
 
 
-def _trace(
-    rows: list[_Row], clock: HostClock, context: BesideTimes | None = None, halves: BesideTimes | None = None
-) -> RankTrace:
-    beside = NO_TRANSFERS if context is None else context.read()
+def _trace(rows: list[_Row], clock: HostClock) -> RankTrace:
     starts, ends = clock.seconds([row.start for row in rows]), clock.seconds([row.end for row in rows])
     kinds = np.array([row.held_bytes for row in rows], dtype=np.int64).reshape(-1, len(STORE_KINDS))
     return RankTrace(
@@ -315,7 +289,4 @@ def _trace(
         end_s=np.array(ends, dtype=np.float64),
         memory_bytes=kinds.sum(axis=1),
         memory_kind_bytes=kinds,
-        context_s=beside.transfer_s,
-        context_hidden_s=beside.hidden_s,
-        halves=NO_TRANSFERS if halves is None else halves.read(),
     )

@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.ledger import untaught_warning
 from evenload.runtime.checkpoint.saves import Saves
-from evenload.runtime.checkpoint.survivor_state import SurvivorState
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
+from evenload.runtime.optim.data_parallel import overlaps_of
 from evenload.runtime.optim.non_finite import NonFiniteSteps
-from evenload.runtime.optim.overlaps import overlaps_of
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_state import RankState, StepGradients
@@ -65,7 +64,6 @@ class RankNews(NamedTuple):
 
     data_wait_s: float
     stop_signal: int
-    wants_pause: bool
 
 
 class StepTrainer:
@@ -73,19 +71,15 @@ class StepTrainer:
 
     Args:
         saves: which follow the state into another layout; a run that gives up names the newest.
-        survivors: for whom every step's weights are kept.
     """
 
-    def __init__(
-        self, config: TrainConfig, model: ModelSpec, state: RankState, saves: Saves, survivors: SurvivorState
-    ) -> None:
+    def __init__(self, config: TrainConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.config = config
         self.memory_cap_bytes = 0
         """Of this process; a switch is prepared in what a step leaves of it."""
         self.non_finite = NonFiniteSteps(config.train.on_nonfinite, state.mesh)
-        self._model, self._state, self._saves, self._survivors = model, state, saves, survivors
-        # Of two steps that are kept for survivors, one is there before the first.
-        self._process = ProcessMemory(model, state.mesh.device, survivors.num_bytes // 2)
+        self._model, self._state, self._saves = model, state, saves
+        self._process = ProcessMemory(model, state.mesh.device)
 
     @property
     def _mesh(self) -> Mesh:
@@ -100,7 +94,6 @@ class StepTrainer:
         learning_rate: float,
         data_wait_s: float = 0.0,
         stop_signal: int = 0,
-        wants_pause: bool = False,
         goes_on: bool = False,
         coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
     ) -> TrainedStep:
@@ -110,7 +103,6 @@ class StepTrainer:
             learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
             data_wait_s: that this rank waited for the step.
             stop_signal: of this rank; all ranks learn of it.
-            wants_pause: likewise.
             goes_on: another step follows, so updated weights may still be on their way on return; who reads them
                 otherwise takes them from `state`, which waits.
             coming_layout: of the next step, once it is known; asked often.
@@ -142,12 +134,11 @@ class StepTrainer:
             found = replace(found, gathers=[*found.gathers, *ended])
         else:
             warning = self.non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
-        self._survivors.write(plan.step + 1, state.held.buffers, state.optimizer, mesh)
         if not plan.num_label_tokens:
             warning = no_label_warning(plan)
         elif plan.step == 0 and not warning:
             warning = untaught_warning(plan.documents, planned.origin)
-        own = self._rank_end(found, StepStart(came_s, zero_s), RankNews(data_wait_s, stop_signal, wants_pause))
+        own = self._rank_end(found, StepStart(came_s, zero_s), RankNews(data_wait_s, stop_signal))
         end, measured = self._tell(own, found, zero_s)
         if measured is None:
             return TrainedStep(None, end, not found.is_finite)
@@ -184,12 +175,11 @@ class StepTrainer:
             is_time_to_save=self._mesh.rank == 0 and self._saves.is_time(),
             process_bytes=peak_process_bytes(device) or 0,
             fixed_bytes=self._process.fixed_bytes or 0,
-            wants_pause=news.wants_pause,
         )
 
     def _room_bytes(self, plan: StepPlan) -> int:
         """What a step leaves for a switch that is prepared beside it."""
-        return self.memory_cap_bytes - self._survivors.num_bytes - plan.predicted.peak_memory_bytes
+        return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
 
     def settle(self) -> Switch | None:
         """`RankState.settle`, and checkpoints are of that state from now on."""

@@ -16,7 +16,7 @@ from evenload.data.batch.state import PartState
 from evenload.data.batch.streams import StreamSampler
 from evenload.data.config import DataConfig
 from evenload.data.ledger import Ledger, LedgerState, Tally
-from evenload.data.reading.block_service import BlockService
+from evenload.data.reading.workers import BlockService
 from evenload.errors import DataError
 from evenload.types.document import Document
 

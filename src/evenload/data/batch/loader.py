@@ -37,10 +37,9 @@ from evenload.data.encoding.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.ledger import Ledger, Tally, tally_of
 from evenload.data.reading.block import BlockRequest, DocumentBlock, StreamKey
 from evenload.data.reading.block_reader import BlockReader
-from evenload.data.reading.block_service import BlockService
 from evenload.data.reading.part_files import open_part
 from evenload.data.reading.source_facts import label_warnings, source_lines
-from evenload.data.reading.workers import ReadingJob
+from evenload.data.reading.workers import BlockService, ReadingJob
 from evenload.data.source.files import files_digest
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
 from evenload.types.counted import counted

@@ -23,7 +23,7 @@ from evenload.data.batch.state import PartState, StreamState
 from evenload.data.config import DataConfig
 from evenload.data.ledger import Ledger, Tally
 from evenload.data.reading.block import BlockCursor, BlockHeader, BlockRequest, DocumentBlock, StreamKey
-from evenload.data.reading.block_service import BlockService
+from evenload.data.reading.workers import BlockService
 from evenload.errors import DataError, EvenloadError
 from evenload.types.base import Frozen
 

@@ -1,49 +1,32 @@
 """Arrow IPC: one record per row; the file format and the stream format, as `datasets` caches and Feather files are.
 
-Offsets are rows of the file. Both formats are one row of messages (schema, dictionaries, record batches); the file
-format adds a magic word before them and a footer after them, which is not needed. Messages are walked from the
-beginning by `pyarrow.ipc`, bodies of other batches are passed over, and a batch belongs to the part in whose range of
-bytes its message begins. Local files are mapped into memory: only the pages of wanted columns are ever read. Buffers
-are checked before they are used, so damaged offsets cannot lead outside them.
+An offset is a record batch and a row in it. A file has an index of its batches, so a part is a share of them, and
+none before it is touched. A stream has none: its batches are passed from the beginning, bodies untouched, and one
+belongs to the part in whose range of bytes it begins. Local files are mapped into memory, and only the wanted columns
+are loaded. Buffers are checked before they are used, so damaged offsets cannot lead outside them.
 
-Price: 5 µs per batch before the place where reading begins; a remote file, of which bodies are read too, is one part.
-One batch in memory where it is compressed or remote, its pages otherwise.
+Price: some 10 µs per batch of a stream before the place where reading begins, decompressed where it is compressed; a
+remote file is one part. One batch in memory where it is compressed or remote, its pages otherwise.
 """
 
-import struct
-from collections import deque
+import mmap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
 from evenload.data.formats.arrow_values import arrow_records, batch_rows, check_schema, check_values, is_nested
 from evenload.data.formats.columns import Column
-from evenload.data.formats.mapped import ByteRanges, open_ranges
 from evenload.data.formats.record import FILE_END, FileFacts, FilePart, Record, RecordReader
-from evenload.data.source.files import SourceFile
+from evenload.data.source.files import SourceFile, is_storage_failure, unreadable
 
-_FILE_MAGIC, _FILE_MAGIC_BYTES = b"ARROW1", 8
-_FEATHER_1_MAGIC = b"FEA1"
+_FILE_MAGIC, _FEATHER_1_MAGIC = b"ARROW1", b"FEA1"
 _DAMAGE = (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError)
-
-
-class _DamagedError(Exception):
-    """The file is not what the format says; `position` = the byte of the message at which that shows."""
-
-    def __init__(self, position: int, problem: str) -> None:
-        super().__init__(problem)
-        self.position = position
-
-
-class _Message(NamedTuple):
-    """A message that begins at byte `start`; of a batch its first row and number of rows, else 0."""
-
-    start: int
-    content: pa.Message
-    first_row: int
-    num_rows: int
+_ROW_BITS = 40
+# Mapped pages count as memory of the process until they are given back; arrays on them stay valid.
+_RELEASE_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -56,142 +39,124 @@ class ArrowReader(RecordReader):
         return file.is_local
 
     def look(self, file: SourceFile) -> FileFacts:
-        columns, num_rows = (), 0
-        with open_ranges(file) as ranges:
+        names: tuple[str, ...] = ()
+        with _open_source(file) as (source, _):
             try:
-                for message in _messages(ranges):
-                    ranges.release(0)
-                    if message.content.type == "schema":
-                        columns = tuple(pa.ipc.read_schema(message.content).names)
-                        if not file.is_local:  # whose bodies would be read
-                            return FileFacts(columns)
-                    num_rows += message.num_rows
-            except _DamagedError:
-                return FileFacts(columns)  # its reader tells the damage
-        return FileFacts(columns, num_rows)
+                names = tuple(_open_reader(source).schema.names)
+                if not file.is_local:  # whose bodies would be read
+                    return FileFacts(names)
+                batches = _Batches(source, _open_reader(source, [0]))
+                return FileFacts(names, sum(len(batch) for _, batch in batches.of_part(FilePart(), 0)))
+            except _DAMAGE:
+                return FileFacts(names)  # its reader reports the damage
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        """File and 1-based row. Reads the file up to there."""
+        number, row = offset >> _ROW_BITS, offset & ((1 << _ROW_BITS) - 1)
+        try:
+            with _open_source(file) as (source, _):
+                for at, batch in _Batches(source, _open_reader(source, [0])).of_part(FilePart(), 0):
+                    if at == number:
+                        break
+                    row += len(batch)
+        except _DAMAGE:
+            return f"{file.name}:batch {number + 1}, row {row + 1}"
+        return f"{file.name}:row {row + 1}"
 
     def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        with open_ranges(file) as ranges:
-            span = part.range_of(ranges.size_bytes or 0)
-            start, stop = span.start, span.stop if part.index + 1 < part.count else None
-            row = offset or 0
+        at, used_bytes = offset or 0, 0
+        with _open_source(file) as (source, mapped):
+            batches: _Batches | None = None
             try:
-                for first_row, arrays in _slices(ranges, start, stop, row, self.columns, file.name):
-                    yield from arrow_records(arrays, self.columns, first_row)
-                    row = first_row + len(next(iter(arrays.values())))
-                    ranges.release(sum(array.nbytes for array in arrays.values()))
-            except _DamagedError as err:
-                if start <= err.position and (stop is None or err.position < stop):
-                    yield Record(row, FILE_END, None, f"the Arrow file is damaged from byte {err.position} on: {err}")
+                schema = _open_reader(source).schema
+                fields = [schema.get_field_index(each.name) for each in check_schema(schema, self.columns, file.name)]
+                batches = _Batches(source, _open_reader(source, fields))
+                for number, batch in batches.of_part(part, at >> _ROW_BITS):
+                    at = max(at, number << _ROW_BITS)
+                    for arrays in _slices(batch, at - (number << _ROW_BITS)):
+                        yield from arrow_records(arrays, self.columns, at)
+                        at += len(next(iter(arrays.values())))
+                        used_bytes += sum(array.nbytes for array in arrays.values())
+                        if mapped is not None and used_bytes > _RELEASE_BYTES:
+                            mapped.madvise(mmap.MADV_DONTNEED)
+                            used_bytes = 0
+                    at = (number + 1) << _ROW_BITS
+            except _DAMAGE as err:
+                if isinstance(err, OSError) and is_storage_failure(err):
+                    raise unreadable(file, err) from err
+                if part.index == 0 if batches is None else batches.is_in_part:
+                    damaged = f"the Arrow file is damaged from batch {1 + (at >> _ROW_BITS)} on: {err}"
+                    yield Record(at, FILE_END, None, damaged)
 
 
-def _slices(
-    ranges: ByteRanges, start: int, stop: int | None, row: int, wanted: tuple[Column, ...], name: str
-) -> Iterator[tuple[int, dict[str, pa.Array]]]:
-    """First row and wanted columns of slices of the batches that begin in `[start, stop)`, from that row on."""
-    for message, batch in _batches(ranges, start, stop, row, wanted, name):
-        arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
-        try:
-            for array in arrays.values():
-                # A slice of a nested array cannot be checked without checking all of its items. Of others the ends of
-                # the offsets are enough here; unchecked, even the size of an array is read outside of its buffers.
-                if is_nested(array.type):
-                    check_values(array)
-                else:
-                    array.validate()
-            size = batch_rows(len(batch), sum(array.nbytes for array in arrays.values()))
-            for begin in range(max(0, row - message.first_row), len(batch), size):
-                sliced = {name: array.slice(begin, size) for name, array in arrays.items()}
-                for array in sliced.values():
-                    if not is_nested(array.type):
-                        check_values(array)
-                yield message.first_row + begin, sliced
-        except pa.ArrowException as err:
-            raise _DamagedError(message.start, str(err)) from err
+def _slices(batch: pa.RecordBatch, first: int) -> Iterator[dict[str, pa.Array]]:
+    """The columns of a batch from a row on, checked, in slices of about `BATCH_BYTES`."""
+    arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
+    for array in arrays.values():
+        # A slice of a nested array cannot be checked without checking all of its items. Of others the ends of
+        # the offsets are enough here; unchecked, even the size of an array is read outside of its buffers.
+        if is_nested(array.type):
+            check_values(array)
+        else:
+            array.validate()
+    size = batch_rows(len(batch), sum(array.nbytes for array in arrays.values()))
+    for begin in range(first, len(batch), size):
+        sliced = {name: array.slice(begin, size) for name, array in arrays.items()}
+        for array in sliced.values():
+            if not is_nested(array.type):
+                check_values(array)
+        yield sliced
 
 
-def _batches(
-    ranges: ByteRanges, start: int, stop: int | None, row: int, wanted: tuple[Column, ...], name: str
-) -> Iterator[tuple[_Message, pa.RecordBatch]]:
-    """Message and wanted columns of the batches that begin in `[start, stop)` and end behind the row."""
-    chosen, decoder, options = _ChosenMessages(), None, None
-    for message in _messages(ranges):
-        ranges.release(0)
-        if stop is not None and message.start >= stop:
+class _Batches:
+    """The record batches of an open file or stream; `is_in_part` says whether the next one belongs to the part."""
+
+    def __init__(self, source: pa.NativeFile, reader: Any) -> None:
+        self._source, self._reader = source, reader
+        self.is_in_part = False
+
+    def of_part(self, part: FilePart, first: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Number and content of the part's batches, from number `first` on."""
+        if isinstance(self._reader, pa.ipc.RecordBatchFileReader):
+            span = part.range_of(self._reader.num_record_batches)
+            self.is_in_part = True
+            for number in range(max(first, span.start), span.stop):
+                yield number, self._reader.get_batch(number)
             return
-        if message.content.type == "record batch" and (
-            message.start < start or message.first_row + message.num_rows <= row
-        ):
-            continue
-        try:
-            chosen.add(message.content)
-            if message.content.type == "schema":
-                schema = pa.ipc.read_schema(message.content)
-                fields = [schema.get_field_index(column.name) for column in check_schema(schema, wanted, name)]
-                options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-            if message.content.type != "record batch":
-                continue
-            decoder = decoder or pa.ipc.open_stream(chosen, options=options)
-            batch = decoder.read_next_batch()
-        except (*_DAMAGE, StopIteration) as err:
-            raise _DamagedError(message.start, str(err)) from err
-        if len(batch) != message.num_rows:
-            raise _DamagedError(message.start, f"a batch of {message.num_rows} rows holds {len(batch)}")
-        yield message, batch
+        span = part.range_of(self._source.size()) if part.count > 1 else None
+        number = -1
+        while span is None or self._source.tell() < span.stop:
+            self.is_in_part = span is None or self._source.tell() >= span.start
+            try:
+                batch = self._reader.read_next_batch()
+            except StopIteration:
+                return
+            number += 1
+            if self.is_in_part and number >= first:
+                yield number, batch
 
 
-def _messages(ranges: ByteRanges) -> Iterator[_Message]:
-    """All messages in order, the first of them the schema."""
-    begin = bytes(ranges.read(0, _FILE_MAGIC_BYTES))
+def _open_reader(source: pa.NativeFile, fields: list[int] | None = None) -> Any:
+    """pyarrow's reader of a file or a stream, from its beginning."""
+    source.seek(0)
+    begin = source.read(len(_FILE_MAGIC))
+    source.seek(0)
     if begin.startswith(_FEATHER_1_MAGIC):
-        raise _DamagedError(0, "it is a Feather file of version 1, which is no Arrow file; write it anew")
-    is_file = begin.startswith(_FILE_MAGIC)
-    source = ranges.arrow_file()
-    source.seek(_FILE_MAGIC_BYTES if is_file else 0)
-    reader = pa.ipc.MessageReader.open_stream(source)
-    no_columns, next_row, seen_schema = pa.schema([]), 0, False
-    while True:
-        at, num_rows = source.tell(), 0
-        try:
-            content = reader.read_next_message()
-            if content.type == "record batch":
-                # Decoded without its columns, a batch says how many rows it has and touches nothing of its body.
-                num_rows = pa.ipc.read_record_batch(content, no_columns).num_rows
-        except StopIteration:
-            break
-        except _DAMAGE as err:
-            raise _DamagedError(at, str(err)) from err
-        if (content.type == "schema") == seen_schema:
-            raise _DamagedError(at, "the schema is missing or comes twice")
-        seen_schema = True
-        yield _Message(at, content, next_row, num_rows)
-        next_row += num_rows
-    # A stream may just end; a file has a mark and a footer behind its last message.
-    if not seen_schema or (is_file and source.tell() < at + 4):
-        raise _DamagedError(at, "the file is empty" if not at else "the file ends too early")
+        raise pa.ArrowInvalid("it is a Feather file of version 1, which is no Arrow file; write it anew")
+    options = pa.ipc.IpcReadOptions(included_fields=fields or [], use_threads=False)
+    opens = pa.ipc.open_file if begin == _FILE_MAGIC else pa.ipc.open_stream
+    return opens(source, options=options)
 
 
-class _ChosenMessages:
-    """Messages as the file that Arrow's stream decoder reads; what it reads is not copied."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self._contents: deque[memoryview] = deque()
-
-    def add(self, message: pa.Message) -> None:
-        prefix = struct.pack("<II", 0xFFFFFFFF, len(message.metadata))
-        self._contents += [memoryview(part) for part in (prefix, message.metadata, message.body or b"") if len(part)]
-
-    def read(self, count: int = -1) -> memoryview:
-        """The next bytes, of one buffer only: the decoder asks for whole ones."""
-        if not self._contents:
-            return memoryview(b"")
-        content = self._contents[0]
-        if count < 0 or count >= len(content):
-            self._contents.popleft()
-            return content
-        self._contents[0] = content[count:]
-        return content[:count]
-
-    def close(self) -> None:
-        self.closed = True
+@contextmanager
+def _open_source(file: SourceFile) -> Iterator[tuple[pa.NativeFile, mmap.mmap | None]]:
+    """The bytes of a file for pyarrow, and the map that they are in where the file is local."""
+    with file.open() as stream:
+        if not file.is_local:
+            yield pa.PythonFile(stream, mode="r"), None
+        elif not stream.seek(0, 2):
+            yield pa.BufferReader(b""), None  # which cannot be mapped
+        else:
+            # The map is closed by its last array.
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            yield pa.BufferReader(pa.py_buffer(mapped)), mapped

@@ -9,11 +9,10 @@ from evenload.data.formats.arrow import ArrowReader
 from evenload.data.formats.columns import record_columns
 from evenload.data.formats.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
 from evenload.data.formats.jsonl import JsonlReader, JsonReader
-from evenload.data.formats.megatron_tokens import MegatronReader
-from evenload.data.formats.npy_tokens import NpyReader
 from evenload.data.formats.parquet import ParquetReader
 from evenload.data.formats.record import RecordReader
 from evenload.data.formats.text import TextReader
+from evenload.data.formats.token_files import MegatronReader, NpyReader
 from evenload.data.source.files import SourceFile
 from evenload.errors import ConfigError
 

@@ -1,20 +1,29 @@
-"""Workers that read blocks: a thread, or a process of its own.
+"""`BlockService`: the blocks of this rank's streams, read ahead by a thread or by worker processes.
 
-A process is started with `python -m evenload.data.reading.worker_process` and not through `multiprocessing`: forking a
-process with threads is unsafe, and spawning imports the user's script again. It ends when its connection does, so none
-outlives the training process, however that ends.
+Every stream belongs to one worker, so that its open files stay with it. A request names stream, epoch and cursor and
+needs nothing else, so a process that dies is replaced and given the same requests again: nothing is lost or repeated.
+Memory is bounded by what is requested: the loader requests one block of a stream beyond the one it takes documents
+from.
+
+Processes are started as programs, not by the pools of the standard library: those import the training script again in
+every worker (`spawn`), cannot be used by daemonic ranks, outlive a parent that was killed, and hold up the exit of one
+whose source stalls. Such a process ends when its connection does.
 """
 
 import logging
 import os
 import pickle
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 
 from evenload.data.config import DataConfig
@@ -22,83 +31,157 @@ from evenload.data.encoding.document_encoder import DocumentEncoder
 from evenload.data.reading.block import BlockRequest, DocumentBlock
 from evenload.data.reading.block_reader import BlockReader
 from evenload.data.reading.part_files import PartFiles
-from evenload.data.reading.stall_clock import StallClock
 from evenload.errors import ConfigError, DataError, EvenloadError
 
+START_TIMEOUT_S = 300.0
+"""How long a process may take to start, whatever the source does; where `data.stall_timeout_s` is longer, that long."""
+
 _MOST_DEATHS = 3
-"""A worker that ends so often without delivering a block in between is not started again."""
+"""A process that ends more often without delivering a block in between is not started again."""
+_POLL_S = 0.1
 
 ReadingJob = tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
 """All that a worker needs: per part of the mixture its settings, files and encoder. Can be pickled."""
 
-Deliver = Callable[[BlockRequest, DocumentBlock | EvenloadError], None]
-Fail = Callable[[EvenloadError], None]
+Outcome = DocumentBlock | EvenloadError
 
 _log = logging.getLogger("evenload.data")
 
 
-def make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[BlockReader]:
-    return [BlockReader(config, files, encoder, part, on_open) for part, (config, files, encoder) in enumerate(job)]
+class BlockService:
+    """Reads blocks in the background. Starts at the first request, and again at the first one after `close`.
 
+    Args:
+        num_workers: processes; 0 = a thread of this one.
+        stall_timeout_s: how long a worker may neither open a file nor deliver a block while one is waited for.
+    """
 
-def read_block(readers: Sequence[BlockReader], request: BlockRequest) -> DocumentBlock | EvenloadError:
-    try:
-        return readers[request.key.part].read(request.key.stream, request.epoch, request.cursor)
-    except EvenloadError as error:
-        return error
-    except Exception:
-        # Not every exception survives the way to another process or rank; its text does.
-        return DataError(f"reading {request} failed unexpectedly:\n{traceback.format_exc()}")
-
-
-class ThreadWorker:
-    """Reads in a thread of this process."""
-
-    def __init__(self, index: int, job: ReadingJob, deliver: Deliver, clock: StallClock) -> None:
-        self.index = index
-        self._deliver, self._clock = deliver, clock
-        clock.starts(index)
-        self._readers = make_readers(job, lambda name: clock.opens(index, name))
-        self._requests: queue.SimpleQueue[BlockRequest | None] = queue.SimpleQueue()
-        self._lock, self._closed = threading.Lock(), False
-        threading.Thread(target=self._run, name="evenload-read", daemon=True).start()
+    def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
+        self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
+        self._workers: list[_ThreadWorker] | list[_ProcessWorker] = []
+        self._blocks: dict[BlockRequest, Future[Outcome]] = {}
 
     def request(self, request: BlockRequest) -> None:
-        self._requests.put(request)
+        """Request a block; returns at once."""
+        self._blocks[request] = self._worker_of(request).submit(request)
+
+    def take(self, request: BlockRequest) -> DocumentBlock:
+        """Wait for a requested block.
+
+        Raises:
+            DataError: what reading it raised; the worker does not start, or gives no sign of life for
+                `stall_timeout_s`; its process dies again and again.
+        """
+        worker, block = self._worker_of(request), self._blocks.pop(request)
+        num_signs, since_s = worker.num_signs, time.monotonic()
+        while True:
+            try:
+                outcome = block.result(_POLL_S)
+                break
+            except TimeoutError:
+                if worker.num_signs != num_signs:
+                    num_signs, since_s = worker.num_signs, time.monotonic()
+                elif problem := self._stall(worker, request, time.monotonic() - since_s):
+                    raise DataError(problem) from None
+        if isinstance(outcome, EvenloadError):
+            raise outcome
+        return outcome
+
+    def worker_pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers if isinstance(worker, _ProcessWorker)]
 
     def close(self) -> None:
-        """Stop after the block that is being read; from now on nothing is delivered."""
-        with self._lock:
-            self._closed = True
+        """End threads and processes. Blocks that were requested and not taken are dropped."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.close()
+        self._blocks.clear()
+
+    def _worker_of(self, request: BlockRequest) -> "_ThreadWorker | _ProcessWorker":
+        if not self._workers:
+            self._workers = (
+                [_ProcessWorker(index, self._job) for index in range(self._num_workers)]
+                if self._num_workers
+                else [_ThreadWorker(self._job)]
+            )
+        return self._workers[(request.key.part + request.key.stream) % len(self._workers)]
+
+    def _stall(self, worker: "_ThreadWorker | _ProcessWorker", request: BlockRequest, silent_s: float) -> str | None:
+        """What is wrong where a worker that a block is waited for has been silent for too long."""
+        limit_s = self._stall_timeout_s if worker.has_started else max(START_TIMEOUT_S, self._stall_timeout_s)
+        if silent_s < limit_s:
+            return None
+        if worker.has_started:
+            return (
+                f"the data source gave nothing for {limit_s:g} s; it was reading {worker.reading or 'no file yet'} "
+                f"(stream {request.key.stream}, block {request.cursor.block}); check the storage, or raise "
+                "data.stall_timeout_s"
+            )
+        return (
+            f"data worker {worker.index} has not started within {limit_s:g} s: its process is still importing Python "
+            "modules or receiving its settings, and no file was opened; check whether the machine is overloaded or "
+            "the disk that holds Python is slow, set data.workers = 0 to read in the training process, or raise "
+            "data.stall_timeout_s"
+        )
+
+
+class _Worker:
+    """Its signs of life, which the thread that waits for it compares: files opened and blocks delivered."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.has_started, self.num_signs, self.reading = False, 0, ""
+
+    def note_open(self, name: str) -> None:
+        self.reading = name
+        self.num_signs += 1
+
+
+class _ThreadWorker(_Worker):
+    """Reads in a thread of this process: a daemon, since a source that hangs must not hold up the process's end."""
+
+    def __init__(self, job: ReadingJob) -> None:
+        super().__init__(0)
+        self.has_started = True
+        self._readers = _make_readers(job, self.note_open)
+        self._requests: queue.SimpleQueue[tuple[BlockRequest, Future[Outcome]] | None] = queue.SimpleQueue()
+        self._closed = False
+        threading.Thread(target=self._run, name="evenload-read", daemon=True).start()
+
+    def submit(self, request: BlockRequest) -> Future[Outcome]:
+        block: Future[Outcome] = Future()
+        self._requests.put((request, block))
+        return block
+
+    def close(self) -> None:
+        """Stop after the block that is being read."""
+        self._closed = True
         self._requests.put(None)
 
     def _run(self) -> None:
-        self._clock.has_started(self.index)
-        while (request := self._requests.get()) is not None:
-            outcome = read_block(self._readers, request)
-            with self._lock:
-                if self._closed:
-                    return  # whoever asks now asked for another block
-                self._clock.delivers(self.index)
-                self._deliver(request, outcome)
+        while not self._closed and (item := self._requests.get()) is not None:
+            request, block = item
+            block.set_result(_read_block(self._readers, request))
+            self.num_signs += 1
 
 
-class ProcessWorker:
-    """Reads in a process; starts another one if it dies.
+class _ProcessWorker(_Worker):
+    """Reads in a process, which a thread of this one receives blocks from; starts another one if it dies."""
 
-    Args:
-        deliver, clock, fail: called from this worker's receiving thread.
-    """
-
-    def __init__(self, index: int, job: ReadingJob, deliver: Deliver, clock: StallClock, fail: Fail) -> None:
-        self.index = index
-        self._job, self._deliver, self._clock, self._fail = _pickle(job), deliver, clock, fail
+    def __init__(self, index: int, job: ReadingJob) -> None:
+        super().__init__(index)
+        try:
+            self._job = pickle.dumps(job)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ConfigError(
+                f"the data source or tokeniser cannot be sent to a worker process: {error}; set data.workers = 0, or "
+                "define it in a module that can be imported"
+            ) from error
         self._lock = threading.Lock()
-        self._asked: dict[BlockRequest, None] = {}
-        self._closing = self._started = False
-        self._deaths = 0
-        clock.starts(index)
-        self._process, self._connection = _start()
+        self._waiting: deque[tuple[BlockRequest, Future[Outcome]]] = deque()
+        self._closing = False
+        self._failure: DataError | None = None
+        self._process, self._connection = _start_process()
         self._thread = threading.Thread(target=self._receive, name=f"evenload-receive-{index}", daemon=True)
         self._thread.start()
 
@@ -106,11 +189,16 @@ class ProcessWorker:
     def pid(self) -> int:
         return self._process.pid
 
-    def request(self, request: BlockRequest) -> None:
+    def submit(self, request: BlockRequest) -> Future[Outcome]:
+        block: Future[Outcome] = Future()
         with self._lock:
-            self._asked[request] = None
-            if self._started:
+            if self._failure is not None:
+                block.set_result(self._failure)
+                return block
+            self._waiting.append((request, block))
+            if self.has_started:
                 self._send(request)
+        return block
 
     def close(self) -> None:
         with self._lock:
@@ -124,58 +212,56 @@ class ProcessWorker:
         try:
             self._connection.send(request)
         except OSError:
-            # It just died; the receiving thread notices, and its successor is asked for everything outstanding.
-            _log.debug("worker %d is gone; %s is asked again", self.index, request)
+            # It just died; the receiving thread notices, and its successor gets everything that is waiting.
+            _log.debug("worker %d is gone; %s is sent again", self.index, request)
 
     def _receive(self) -> None:
-        job: bytes | None = self._job
+        num_deaths = 0
         while True:
             try:
-                # Only here: a job larger than the connection's buffer waits until the process has started.
-                if job is not None:
-                    self._connection.send_bytes(job)
-                    job = None
-                kind, *content = self._connection.recv()
+                if not self.has_started:
+                    self._begin()
+                answer = self._connection.recv()
             except (EOFError, OSError):
-                if self._closing or not self._replace():
+                num_deaths += 1
+                if not self._replace(num_deaths):
                     return
-                job = self._job
                 continue
-            if kind == "started":
-                self._clock.has_started(self.index)
-                with self._lock:
-                    self._started = True
-                    for request in self._asked:
-                        self._send(request)
+            if isinstance(answer, str):
+                self.note_open(answer)
                 continue
-            if kind == "open":
-                self._clock.opens(self.index, content[0])
-                continue
-            request, outcome = content
-            self._clock.delivers(self.index)
+            num_deaths = 0
             with self._lock:
-                self._asked.pop(request)
-                self._deaths = 0
-            self._deliver(request, outcome)
+                _, block = self._waiting.popleft()
+            block.set_result(answer)
+            self.num_signs += 1
 
-    def _replace(self) -> bool:
-        """Start another process, which is asked for everything outstanding; False when that is given up."""
+    def _begin(self) -> None:
+        """Send the job, which waits until the process has started where it is large; then all that is waiting."""
+        self._connection.send_bytes(self._job)
+        self._connection.recv()
+        with self._lock:
+            self.has_started = True
+            self.num_signs += 1
+            for request, _ in self._waiting:
+                self._send(request)
+
+    def _replace(self, num_deaths: int) -> bool:
+        """Start another process; False where the worker is closed, or too many have died."""
         code = self._process.wait()
         with self._lock:
-            self._deaths += 1
             if self._closing:
                 return False
-            if self._deaths > _MOST_DEATHS:
-                waiting = ", ".join(
-                    f"stream {request.key.stream} block {request.cursor.block}" for request in self._asked
+            self.has_started = False
+            if num_deaths > _MOST_DEATHS:
+                wanted = ", ".join(f"stream {one.key.stream} block {one.cursor.block}" for one, _ in self._waiting)
+                self._failure = DataError(
+                    f"data worker {self.index} died {num_deaths} times without reading a block in between (last exit "
+                    f"code {code}, -9 is often a lack of memory), waiting for {wanted}; the last file it opened was "
+                    f"{self.reading or 'none'}; set data.workers = 0 to see the error itself, or read the system's log"
                 )
-                self._fail(
-                    DataError(
-                        f"data worker {self.index} died {self._deaths} times without reading a block in between (last "
-                        f"exit code {code}, -9 is often a lack of memory), waiting for {waiting}; set data.workers = 0 "
-                        "to see the error itself, or look into the system's log"
-                    )
-                )
+                for _, block in self._waiting:
+                    block.set_result(self._failure)
                 return False
             _log.warning(
                 "data worker %d (process %d) died with exit code %d; another one goes on where it was",
@@ -184,28 +270,50 @@ class ProcessWorker:
                 code,
             )
             self._connection.close()
-            self._started = False
-            self._clock.starts(self.index)
-            self._process, self._connection = _start()
+            self._process, self._connection = _start_process()
+            self.num_signs += 1
         return True
 
 
-def _pickle(job: ReadingJob) -> bytes:
-    try:
-        return pickle.dumps(job)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise ConfigError(
-            f"the data source or tokeniser cannot be sent to a worker process: {error}; set data.workers = 0, or "
-            "define it in a module that can be imported"
-        ) from error
-
-
-def _start() -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process that waits for its pickled job, and the connection to it."""
+def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "evenload.data.reading.worker_process", str(theirs.fileno())]
+        program = f"from evenload.data.reading import workers; workers.serve({theirs.fileno()})"
         # Its working directory may lack the package that this process found through its own path.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
+        )
     return process, Connection(ours.detach())
+
+
+def serve(handle: int) -> None:
+    """Be a worker process: receive a job, then answer each request with a block or an error, until the other side ends.
+
+    Args:
+        handle: file descriptor of the connection. The names of files that are opened go through it, too.
+    """
+    # Ctrl-C is for the training process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(handle)
+    try:
+        readers = _make_readers(pickle.loads(connection.recv_bytes()), connection.send)
+        connection.send(None)
+        while True:
+            connection.send(_read_block(readers, connection.recv()))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[BlockReader]:
+    return [BlockReader(config, files, encoder, part, on_open) for part, (config, files, encoder) in enumerate(job)]
+
+
+def _read_block(readers: Sequence[BlockReader], request: BlockRequest) -> Outcome:
+    try:
+        return readers[request.key.part].read(request.key.stream, request.epoch, request.cursor)
+    except EvenloadError as error:
+        return error
+    except Exception:
+        # Not every exception survives the way to another process or rank; its text does.
+        return DataError(f"reading {request} failed unexpectedly:\n{traceback.format_exc()}")

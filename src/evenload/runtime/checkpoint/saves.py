@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from evenload.config.sections import RunConfig
 from evenload.errors import CheckpointError
 from evenload.runtime.checkpoint.checkpoint import RunPosition
 from evenload.runtime.checkpoint.directory import checkpoint_path, checkpoints_of, latest_checkpoint
 from evenload.runtime.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.run_config import RunConfig
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, InvalidPlanError
-from evenload.runtime.comm.beside_times import BesideTimes
 from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups, rank_grid
 from evenload.runtime.comm.group_pool import GroupPool
 from evenload.runtime.comm.tensor_group import TensorGroup
@@ -162,11 +161,6 @@ class Meshes:
         """In some layout several ranks hold the same weights."""
         return any(max(layout.data_sizes) > 1 for layout in self._by_layout)
 
-    @property
-    def share_documents(self) -> bool:
-        """In some layout several ranks may compute one document."""
-        return any(layout.dp * layout.cp > 1 for layout in self._by_layout)
-
     def of(self, layout: ParallelLayout) -> Mesh:
         """The mesh of a layout, whatever its generation; `InvalidPlanError` where the run has none."""
         found = self._by_layout.get(layout.arrangement)
@@ -270,7 +264,7 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
     tensor = None
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
-        tensor = TensorGroup(made, shared.watch, shared.device) if place == (pp_rank, dp_rank, cp_rank) else tensor
+        tensor = TensorGroup(made, shared.watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
     lines, tie = _stage_groups(layout, rank, pool, shared.channels)
     return Mesh(
         layout=layout,
@@ -287,7 +281,7 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
         data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
         lines=lines,
         channels=shared.channels,
-        context=create_context_groups(layout, rank, pool.take, shared.watch, BesideTimes(shared.device)),
+        context=create_context_groups(layout, rank, pool.take, shared.watch),
         tensor=tensor,
         tie=tie,
         watch=shared.watch,

@@ -12,7 +12,7 @@ Shapes come from the plan, so nothing is negotiated and no rank waits for its de
 the transfer, as rows of different ranks stand by turns.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -22,75 +22,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
-from evenload.runtime.comm.beside_times import BesideTimes
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.row_shard import RowShard, row_owners
-from evenload.runtime.comm.turns import Turns
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
 from evenload.types.token_range import Range
 
 
 class TensorGroup:
-    """This rank's view of its group.
+    """This rank's view of its group."""
 
-    While two halves of a pack compute by turns (`turns`), a transfer gives the turn to the other half.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, watch: RankWatch, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
         self.process_group = self._group = group
         self._watch = watch
-        self.times = BesideTimes(device)
-        """Of transfers between turns."""
-        self.turns: Turns | None = None
         self.shard = RowShard(dist.get_rank(group), dist.get_world_size(group))
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         self._others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
     def all_gather(self, rows: Tensor, what: str) -> Tensor:
         """[n, ...] of every rank -> [size · n, ...], in rank order."""
-        gathered, rows = self._room_for_all(rows), rows.contiguous()
-        self._run(what, lambda: all_gather_single(gathered, rows, group=self._group))
+        gathered, rows = rows.new_empty((self.shard.size * rows.shape[0], *rows.shape[1:])), rows.contiguous()
+        with self.waiting(what):
+            all_gather_single(gathered, rows, group=self._group)
         return gathered
-
-    def all_gather_later(self, rows: Tensor, what: str) -> tuple[Tensor, Callable[[], None]]:
-        """As `all_gather` between turns, of rows that are not needed soon: their place, and what waits for them."""
-        assert self.turns is not None
-        gathered, rows = self._room_for_all(rows), rows.contiguous()
-        call = self._watched(what, lambda: all_gather_single(gathered, rows, group=self._group))
-        return gathered, self.turns.transfer_later(call)
 
     def all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Tensor:
         """counts[r] rows for every rank r, in rank order -> [size · counts[own], ...] from all ranks, in rank order."""
         own = counts[self.shard.rank]
         received, rows = rows.new_empty((self.shard.size * own, *rows.shape[1:])), rows.contiguous()
         sizes = [own] * self.shard.size
-        self._run(what, lambda: dist.all_to_all_single(received, rows, sizes, counts, group=self._group))
+        with self.waiting(what):
+            dist.all_to_all_single(received, rows, sizes, counts, group=self._group)
         return received
 
     def all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        self._run(what, lambda: dist.all_reduce(tensor, op=op, group=self._group))
+        with self.waiting(what):
+            dist.all_reduce(tensor, op=op, group=self._group)
         return tensor
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around a transfer; `RankLostError` where another rank of the group died or is stuck."""
         return self._watch.waiting(what, self._others)
-
-    def _room_for_all(self, rows: Tensor) -> Tensor:
-        return rows.new_empty((self.shard.size * rows.shape[0], *rows.shape[1:]))
-
-    def _run(self, what: str, call: Callable[[], object]) -> None:
-        if self.turns is None:
-            self._watched(what, call)()
-        else:
-            self.turns.transfer(self._watched(what, call))
-
-    def _watched(self, what: str, call: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            with self.waiting(what):
-                call()
-
-        return run
 
 
 class RowExchange:
@@ -114,19 +86,6 @@ class RowExchange:
     def gather(self, own: Tensor) -> Tensor:
         """[num_own, ...] -> [T, ...] in row order. Collective, as all of these."""
         return self._group.all_gather(self._pad(own), self._what)[self._place]
-
-    def gather_later(self, own: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """As `gather`, between turns: the rows' place, empty, and what waits for them and fills it, once."""
-        received, wait = self._group.all_gather_later(self._pad(own), self._what)
-        gathered = own.new_empty((len(self._owners), *own.shape[1:]))
-        parts = [received]
-
-        def arrive() -> None:
-            if parts:
-                wait()
-                torch.index_select(parts.pop(), 0, self._place, out=gathered)
-
-        return gathered, arrive
 
     def sum_scatter(self, partial: Tensor) -> Tensor:
         """[T, ...] of every rank -> [num_own, ...], the sum over ranks of own rows, in the dtype of `partial`."""

@@ -38,12 +38,9 @@ class ForwardStore(ActivationStore):
             self._ending.setdefault(own[-1], []).append(doc_id)
         self._in_one_pack = {doc_id for doc_id, own in packs.items() if len(own) == 1}
 
-    def open_pack(self, ranges: tuple[Range, ...], slices: tuple[Range, ...] = ()) -> None:
+    def open_pack(self, ranges: tuple[Range, ...]) -> None:
         rows = slice(0, num_rows(ranges))
         self.open_blocks = [StoredBlock(ranges, "replay", rows, rows, len(ranges))]
-
-    def join_blocks(self, first: list[StoredBlock], second: list[StoredBlock]) -> None:
-        self.open_blocks = []
 
     def record(
         self,

@@ -11,9 +11,6 @@ of the layer's input and of what o (and down) return, own columns of the rest, s
 
 A backward split into I and W keeps own rows too, of inputs and of gradients, and gathers them again in W.
 
-Two halves of a pack may take turns (`runtime/comm/turns.py`): then every transfer gives the turn away, as does the
-middle of a block, and a block's input is gathered for the weight gradients behind what is needed sooner.
-
 Layers stay transformers' own: the two blocks of a layer get a hook that gathers, and the linears recorded by replay
 become `ColumnLinear` or `RowLinear` by their names. Gradients of what every rank holds whole (norms, biases behind a
 sum) are partial, of own rows or own heads; `data_parallel` sums them over the group. Why not DTensor: docs/decisions/
@@ -21,13 +18,11 @@ sum) are partial, of own rows or own heads; `data_parallel` sums them over the g
 """
 
 import functools
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from evenload.runtime.comm.tensor_group import RowExchange
-from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
 from evenload.runtime.replay.known_output import known_output
 from evenload.runtime.replay.linear import ReplayLinear
@@ -39,49 +34,25 @@ from evenload.types.architectures.architecture import Architecture
 def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState, architecture: Architecture) -> None:
     """Turn a replayable layer's linears into those of a part of their weights, in place. Every linear's name is known:
     `tensor_weights.require_tensor_parallel` has refused other models."""
-    with_attention = tuple(f"{name}." for name, module in layer.named_modules() if hasattr(module, "layer_idx"))
     for name, module in layer.named_modules():
         if isinstance(module, ReplayLinear):
             is_row = linear_kind(name) in architecture.row_linears
             assert is_row or linear_kind(name) in architecture.column_linears, f"{name} is cut in no known way"
             module.__class__ = RowLinear if is_row else ColumnLinear
-            if is_row:
-                module.is_behind_attention = name.startswith(with_attention)  # type: ignore[bad-argument-type]
         elif adapter_of(name, "lora_A", architecture.row_linears):
             module.register_forward_hook(functools.partial(_scatter_output, state))
     for name in architecture.blocks:
         block: nn.Module = getattr(layer, name)
-        has_adapters = any(is_adapter(inner) for inner, _ in block.named_modules())
-        readers = [module for module in block.modules() if isinstance(module, ColumnLinear)]
-        hook = functools.partial(_gather_input, state, (layer_index, name), readers, has_adapters=has_adapters)
-        block.register_forward_pre_hook(hook, with_kwargs=True)
+        block.register_forward_pre_hook(functools.partial(_gather_input, state), with_kwargs=True)
 
 
-def _gather_input(
-    state: ReplayState,
-    site: tuple[int, str],
-    readers: Sequence["ColumnLinear"],
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict,
-    *,
-    has_adapters: bool,
-) -> tuple[tuple, dict]:
-    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]. Where its products are known only the
-    weight gradients of `readers` read them, so that between turns they may come later, and adapters."""
+def _gather_input(state: ReplayState, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]."""
     pack = state.tensor_rows
     assert pack is not None
-    may_come_later = state.turns is not None and state.mode == "replay" and not has_adapters
-    # Rows that nobody waits for would be kept until the half ends.
-    may_come_later = may_come_later and state.products is None and not all(is_frozen(one.weight) for one in readers)
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     pack.block_input, pack.block_key = own.detach()[0], object()
-    if may_come_later and not state.makes_again(site):
-        rows, pack.arrive = pack.rows.gather_later(own.detach()[0])
-        gathered = known_output(rows, pack.rows.sum_scatter, own.squeeze(0))[None]
-    else:
-        pack.arrive = lambda: None
-        gathered = gather_rows(own.squeeze(0), pack.rows)[None]
+    gathered = gather_rows(own.squeeze(0), pack.rows)[None]
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": gathered}
     return (gathered, *args[1:]), kwargs
@@ -101,7 +72,7 @@ class ColumnLinear(ReplayLinear):
         state, pack = self.replay, self.replay.tensor_rows
         assert pack is not None
         if state.products is None:
-            return self._known_now(input, output, pack.arrive)
+            return super().known(input, output)
         weight, bias, products, own_input = self.weight, self.bias, state.products, pack.block_input
         assert own_input is not None
         again, key = pack.again, pack.block_key
@@ -115,26 +86,11 @@ class ColumnLinear(ReplayLinear):
 
         return known_output(output, backward, input)
 
-    def _known_now(self, input: Tensor, output: Tensor, arrive: Callable[[], None]) -> Tensor:
-        """As `linear_with_known_output`, of an input whose rows may still be on their way."""
-        weight, bias, rows = self.weight, self.bias, input.detach()
-
-        def backward(grad: Tensor) -> Tensor:
-            input_grad = grad @ weight
-            if not is_frozen(weight):
-                arrive()
-                add_weight_gradient(weight, bias, rows[0], grad[0])
-            return input_grad
-
-        return known_output(output, backward, input)
-
 
 class RowLinear(ReplayLinear):
     """Own inputs of all rows [1, T, in / tp] -> [1, n, out]: summed over the group, every rank keeps its rows."""
 
     has_own_rows = True
-    is_behind_attention: bool
-    """Of its block attention is the middle, at which halves of a pack give their turn away; else this product is."""
 
     def num_rows(self, input: Tensor) -> int:
         return self._pack.rows.num_own
@@ -157,7 +113,6 @@ class RowLinear(ReplayLinear):
     def known(self, input: Tensor, output: Tensor) -> Tensor:
         weight, bias, products = self.weight, self.bias, self.replay.products
         rows, exchange, again, key = input.detach()[0], self._pack.rows, self._pack.again, object()
-        turns = None if self.is_behind_attention else self.replay.turns
 
         def add_later(input_rows: Tensor, own_grad: Tensor) -> None:
             add_weight_gradient(weight, None, input_rows, again(own_grad, key))
@@ -172,16 +127,11 @@ class RowLinear(ReplayLinear):
                     add_weight_gradient(weight, None, rows, everyone)
                 else:
                     products.defer(add_later, rows, own)
-            input_grad = (everyone @ weight)[None]
-            if turns is not None:
-                turns.next()
-            return input_grad
+            return (everyone @ weight)[None]
 
         return known_output(output, backward, input)
 
     def _sum_product(self, rows: Tensor, exchange: RowExchange) -> Tensor:
-        if self.replay.turns is not None and not self.is_behind_attention:
-            self.replay.turns.next()
         output = exchange.sum_scatter(nn.functional.linear(rows, self.weight))
         # Once a row, behind the sum.
         return output if self.bias is None else output + self.bias

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from evenload.config.sections import validation_digest
+from evenload.config.train_config import TrainConfig
 from evenload.data.config import mixture_configs
 from evenload.data.encoding.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
 from evenload.plan.planner import StepPlanner
@@ -18,8 +20,6 @@ from evenload.runtime.checkpoint.best_checkpoints import BestPass, saved_passes,
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.comm.mesh import Meshes
-from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.config.validation_config import validation_digest
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.sampler import Sampler, require_whole_model
 from evenload.runtime.stages.validator import Validator
@@ -115,18 +115,18 @@ class BetweenSteps:
         """Whether weights are read after so many steps, whether or not they are the last."""
         return self._validator is not None and self._validator.is_due(steps_done)
 
-    def look(self, steps_done: int, run: RunUnderWay, *, is_stopping: bool, is_paused: bool) -> Looked:
+    def look(self, steps_done: int, run: RunUnderWay, *, is_stopping: bool) -> Looked:
         """After a step. Collective.
 
         Args:
-            is_stopping, is_paused: all ranks have agreed to end, and the run goes on later; then it makes the pass.
+            is_stopping: all ranks have agreed to end; the start that goes on makes the pass.
 
         Raises:
             DataError, InfeasiblePlanError: as `Validator.run`.
         """
-        samples = () if is_stopping else self._write_samples(steps_done, run.state)
-        if is_stopping or is_paused:
-            return Looked(samples=samples)
+        if is_stopping:
+            return Looked()
+        samples = self._write_samples(steps_done, run.state)
         return self.make_up(steps_done, run)._replace(samples=samples)
 
     def make_up(self, steps_done: int, run: RunUnderWay) -> Looked:

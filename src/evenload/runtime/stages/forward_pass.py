@@ -51,10 +51,6 @@ def forward_losses(
     }
     for stage in stages.values():
         stage.begin_step(document_tokens)
-    groups = (mesh.tensor, *mesh.context.values())
-    for times in (None if group is None else group.times for group in groups):
-        if times is not None:
-            times.begin_step()
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
     # All ranks of a tensor-parallel group know the losses, and one reports them.
     reports = mesh.tp_rank == 0

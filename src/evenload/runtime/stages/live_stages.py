@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.copy_spec import CopySpec, most_layers
 from evenload.cost.coverage import completed_between_layouts
@@ -32,10 +34,7 @@ from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
 from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.config.optimizer_config import OptimizerConfig
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import wait_for
-from evenload.runtime.model.fused_modules import fuse_modules
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
@@ -107,7 +106,6 @@ class LiveStages:
             tp=mesh.layout.tp,
         )
         # Of stages that others hold now, too.
-        fuse_modules(self._modules.modules, self._modules.architecture, config.train, mesh.device)
         # Of all stages, so that a piece takes as much room on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(tuple(models.values()), mesh.data_size, data_sizes)

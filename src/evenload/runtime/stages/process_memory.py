@@ -9,14 +9,10 @@ from evenload.types.plan import StepPlan
 
 
 class ProcessMemory:
-    """Of one rank.
+    """Of one rank."""
 
-    Args:
-        later_bytes: that the process takes in its first step, once and for all, beside what a step is predicted to.
-    """
-
-    def __init__(self, model: ModelSpec, device: torch.device, later_bytes: int) -> None:
-        self._model, self._device, self._later_bytes = model, device, later_bytes
+    def __init__(self, model: ModelSpec, device: torch.device) -> None:
+        self._model, self._device = model, device
         self.fixed_bytes: int | None = None
         """Before the first step, beside weights, gradients and optimizer state: interpreter, libraries, process groups,
         loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
@@ -30,7 +26,7 @@ class ProcessMemory:
         """
         if self.fixed_bytes is None:
             resident = None if self._device.type == "cuda" else resident_bytes()
-            self.fixed_bytes = 0 if resident is None else max(0, resident - static_bytes) + self._later_bytes
+            self.fixed_bytes = 0 if resident is None else max(0, resident - static_bytes)
         forget_peak_process_bytes(self._device)
 
     def predicted_bytes(self, plan: StepPlan, fixed_bytes: int | None) -> int | None:

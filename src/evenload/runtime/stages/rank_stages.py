@@ -9,11 +9,10 @@ from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import RangeAttention
+from evenload.config.train_config import TrainConfig
 from evenload.hub.hub_files import local_path
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config, model_spec
-from evenload.runtime.model.fused_modules import fuse_modules
 from evenload.runtime.model.hf_model import StageModel, build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
@@ -86,8 +85,6 @@ def build_models(config: TrainConfig, mesh: Mesh, backend: RangeAttention | None
         router_aux_loss_coef=router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef),
     )
     models = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
-    for part in models.values():
-        fuse_modules([*part.layers.values(), part.norm], part.architecture, config.train, mesh.device)
     if backend is None:
         backend = select_backend(
             config.train.attention,

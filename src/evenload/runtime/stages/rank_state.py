@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenload.config.layouts import require_optimizer
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.config.optimizer_refusals import require_optimizer
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor, RankRun
-from evenload.runtime.optim.data_parallel import GradientReduction, ReductionTrace
+from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction, ReductionTrace
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
-from evenload.runtime.optim.weight_gathers import GatherTrace
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.forward_pass import forward_losses

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenload.config.sections import SamplesConfig
+from evenload.config.train_config import TrainConfig
 from evenload.data.encoding.text_encoder import with_opening
 from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.config.samples_config import SamplesConfig
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.replay.forward_store import ForwardStore
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.stage import PipelineStage

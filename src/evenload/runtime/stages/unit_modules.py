@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from evenload.runtime.config.lora_config import LoraConfig
+from evenload.config.sections import LoraConfig
 from evenload.runtime.model.hf_model import StageModel, empty_model
 from evenload.runtime.model.hf_weights import fill_constants
 from evenload.runtime.model.lora import inject_adapters

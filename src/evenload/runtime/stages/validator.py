@@ -21,6 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.config.sections import validation_data
+from evenload.config.train_config import TrainConfig
 from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
 from evenload.data.encoding.tokenize import DocumentTokenizer
@@ -31,8 +33,6 @@ from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.config.validation_config import validation_data
 from evenload.runtime.prepare import prepare_step
 from evenload.runtime.stages.rank_state import RankState
 from evenload.stepplan.forward_only import forward_only
