@@ -12,7 +12,7 @@
 
 Every format says where documents begin: cumulative lengths in int32 from 0, the longest as host integers (so that no
 kernel asks the device), positions from 0 in every document. No attention mask is made. T = tokens of the pack, all on
-the CPU. Price: a copy of the labels; everything else shares the pack's memory.
+the CPU; everything but the labels shares the pack's memory.
 """
 
 import ast

@@ -1,42 +1,22 @@
-"""`DeepSpeedLoop`: a DeepSpeed engine (ZeRO-1, 2 or 3), trained from a `PackedLoader`.
-
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-    loop = DeepSpeedLoop(engine, loader)
+"""`DeepSpeedLoop`: trains a DeepSpeed engine (ZeRO-1, 2 or 3) from a `PackedLoader`; `share_sequences`: Ulysses.
 
 Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and multiplied by the
-number that DeepSpeed divides gradients by, because it takes a mean: the number of ranks. Where groups of them share
-sequences (Ulysses, below), it is the number of groups under ZeRO-1 and 2, that of ranks under ZeRO-3. DeepSpeed's own
-accumulation divides by `gradient_accumulation_steps`, which must be 1: the plan says how many micro-batches a step has.
+number that DeepSpeed divides gradients by, because it takes a mean. Its own accumulation divides by
+`gradient_accumulation_steps`, which must be 1: the plan says how many micro-batches a step has.
 
-| stage | gradients are reduced | micro-batches of ranks |
-|---|---|---|
-| 1 | once a step | any number |
-| 2 | after every micro-batch; once a step with `reduce_every_pack=False` | equal; any number |
-| 3 | after every micro-batch; once a step with `reduce_every_pack=False` | equal: parameters are gathered in each |
+Gradients are reduced after every micro-batch, or once a step (`engine.coalesce_grad_reduction()`), which keeps whole
+gradients on every rank until then. That reduces the parameters that have a gradient, so each needs one on all ranks or
+on none: a rank without documents runs a pack without a loss.
 
-Reducing once keeps whole gradients on every rank up to the end of the step (what stage 1 keeps anyhow), through
-`engine.coalesce_grad_reduction()`. That reduces the parameters that have a gradient, so each needs one on all ranks or
-on none: a rank without documents runs a pack without a loss. `set_gradient_accumulation_boundary` would not allow
-different numbers of micro-batches under stage 2: the engine reduces at each of them.
-
-Ulysses (`share_sequences`): ranks of a group share every pack of a transformers model.
-
-    ranks of a group         rank 0            rank 1
-    rows of a pack           [0, T/2)          [T/2, T)          embedding, norms, feed-forward blocks, loss
-    all-to-all
-    attention                heads 0 .. 3      heads 4 .. 7      of all T rows, each document by itself
-    all-to-all
-    rows of a pack           [0, T/2)          [T/2, T)
-
-Groups, all-to-alls and their place in the model are DeepSpeed's (`UlyssesSPAttentionHF.register_with_transformers`).
-Attention between them is Evenload's (`document_attention`), because `sdpa` under Ulysses is one causal sequence: the
-documents of a pack would see each other. It reads the cumulative lengths of the whole pack, which every rank has.
-DeepSpeed's `UlyssesSPDataLoaderAdapter` is not used: it wants another pack from every rank of the group and has no
-place for cumulative lengths. Here the loader gives a group's ranks the same packs, and each takes its rows
-(`sequence_share`).
+Under Ulysses the ranks of a group share every pack: each has its rows of embedding, norms, feed-forward blocks and
+loss, and between two all-to-alls some heads of all rows. Groups and all-to-alls are DeepSpeed's
+(`UlyssesSPAttentionHF.register_with_transformers`); attention is `document_attention`, because `sdpa` runs the pack as
+one causal sequence, in which documents see each other. The loader gives a group's ranks the same packs, and each takes
+its rows (`sequence_share`).
 """
 
 import importlib.metadata
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -77,10 +57,11 @@ class DeepSpeedLoop(EngineLoop):
     Args:
         engine: of `deepspeed.initialize`, all ranks data-parallel or in sequence groups of neighbours
             (`share_sequences`).
-        loader: of any numbers of micro-batches where the table above says so, else with `equal_micro_batches`.
+        loader: with `equal_micro_batches` under ZeRO-3 and where gradients are reduced after every micro-batch.
         loss: of one micro-batch; default: `hf_pack_loss`. In a sequence group of the rank's share
             (`sequence_share`); default: `share_loss`.
-        reduce_every_pack: see above; None = as the table says, for stage 2 by the loader's `equal_micro_batches`.
+        reduce_every_pack: reduce gradients after every micro-batch; default: under ZeRO-3, and under ZeRO-2 where all
+            ranks run equally many.
 
     Raises:
         ConfigError: an engine that would train something else, or wait for ever; a loader as `EngineLoop` says.
@@ -94,7 +75,8 @@ class DeepSpeedLoop(EngineLoop):
         loss: PackLoss | None = None,
         reduce_every_pack: bool | None = None,
     ) -> None:
-        _refuse_engine(engine)
+        for message in _unfit(engine):
+            raise ConfigError(message)
         ranks = engine.sequence_parallel_size
         super().__init__(engine.module, loader, loss, engine="DeepSpeed", sequence_ranks=ranks)
         self.engine, self._sequence_ranks, self._sequence_rank = engine, ranks, 0
@@ -216,47 +198,45 @@ def _folder_and_ranks(directory: Path, tag: str | None) -> tuple[Path, int | Non
     return folder, None
 
 
-def _refuse_engine(engine: Any) -> None:
+def _unfit(engine: Any) -> Iterator[str]:
+    """Why the engine would train something else, or wait for ever."""
     for name in ("coalesce_grad_reduction", "zero_optimization_stage", "gradient_accumulation_steps"):
         if not hasattr(engine, name):
-            raise ConfigError(
+            yield (
                 f"{type(engine).__name__} has no {name}: give the engine of deepspeed.initialize, of DeepSpeed 0.19.2 "
                 "or later"
             )
     if getattr(engine, "pipeline_parallelism", False):
-        raise ConfigError(
+        yield (
             "a PipelineModule makes its own micro-batches of one shape and size; train without it, or with 'evenload "
             "train', which has pipelines of packs"
         )
-    stage = int(engine.zero_optimization_stage())
-    if stage not in (1, 2, 3):
-        raise ConfigError(
+    if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
+        yield (
             f"ZeRO stage is {stage}: without ZeRO the engine cannot put off the sum of gradients; set "
             '"zero_optimization": {"stage": 1} (or 2, 3)'
         )
     if not getattr(engine, "gradient_average", True):
-        raise ConfigError(
+        yield (
             'gradient_allreduce_op is "sum", and the loss is multiplied by the number of ranks for the mean that '
             'DeepSpeed takes by default, so gradients would be too large by that; set it to "mean", or leave it out'
         )
     if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
-        raise ConfigError(
-            "managed_gradient_accumulation is False, with which the engine neither puts off sums of gradients nor is "
-            "told the end of a step; leave it out"
+        yield (
+            "managed_gradient_accumulation is False, with which the engine neither puts off sums of gradients nor "
+            "learns the end of a step; leave it out"
         )
-    steps = engine.gradient_accumulation_steps()
-    if steps != 1:
-        raise ConfigError(
+    if (steps := engine.gradient_accumulation_steps()) != 1:
+        yield (
             f"gradient_accumulation_steps is {steps}, by which DeepSpeed would divide the gradients; they are divided "
             "by the global batch's label tokens already. Set it to 1 (the plan says how many micro-batches a step has)"
         )
     # With sequence groups the engine shards, sums and counts over both dimensions.
-    size, world_size = engine.seq_dp_world_size, dist.get_world_size()
-    if size != world_size:
-        raise ConfigError(
-            f"gradients are summed over {size} ranks of {world_size}: tensor and expert parallel ranks, and sequence "
-            "groups of a mesh (sequence_parallel_size in the configuration), are not tested with packs; leave all "
-            "ranks data-parallel, or make sequence groups with mpu = share_sequences(model, ranks)"
+    if (size := engine.seq_dp_world_size) != dist.get_world_size():
+        yield (
+            f"gradients are summed over {size} ranks of {dist.get_world_size()}: tensor and expert parallel ranks, and "
+            "sequence groups of a mesh (sequence_parallel_size in the configuration), are not tested with packs; leave "
+            "all ranks data-parallel, or make sequence groups with mpu = share_sequences(model, ranks)"
         )
 
 

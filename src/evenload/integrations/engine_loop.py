@@ -4,8 +4,7 @@
         print(trained.number, trained.loss.item())
 
 A global batch becomes one update with the gradient of its documents one by one, so neither ranks nor packs nor the
-strategy change what is trained. The loader's place is part of every checkpoint: training goes on at the next document,
-also with another number of ranks.
+strategy change what is trained.
 """
 
 import itertools

@@ -1,27 +1,16 @@
-"""`Fsdp2Loop`: a model sharded by `fully_shard` (FSDP2), trained from a `PackedLoader`.
+"""`Fsdp2Loop`: trains a model sharded by `fully_shard` (FSDP2) from a `PackedLoader`.
 
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    loop = Fsdp2Loop(model, optimizer, loader)
+    loop = Fsdp2Loop(model, optimizer, loader)  # after fully_shard(layer) ..., fully_shard(model)
 
-Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and FSDP2 is told to sum
-over ranks (divide factor 1, sums for all reductions) instead of taking the mean. Nothing is scaled, so any number of
-ranks gives the sum.
+Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and FSDP2 sums over ranks
+(divide factor 1, sums for all reductions) instead of taking the mean. A rank gathers a layer's parameters in every
+forward and backward, so all ranks make equally many passes: those short of work run packs without a loss.
 
-A rank gathers a layer's parameters in every forward and backward, so all ranks make equally many passes: those short of
-work run packs without a loss, whose gradient is 0.
+Gradients are kept whole (4 bytes a parameter and rank in float32) and reduced once a step; with `reduce_every_pack`
+they stay sharded and are reduced after every micro-batch.
 
-Checkpoints are there whole or not at all: each is written to a folder of its own, and then named.
-
-    checkpoint/step-40/     written by all ranks
-    checkpoint/latest       "step-40", replaced by one rename when they are done
-
-A run that is killed while it saves goes on from the checkpoint before; the next save removes what it left.
-
-Price: gradients of all micro-batches but the last are kept whole (4 bytes a parameter and rank in float32) and reduced
-once a step; with `reduce_every_pack` they stay sharded and are reduced after every micro-batch.
+Checkpoints are there whole or not at all: each is written to a folder of its own, and then named in `latest`, replaced
+by one rename. A run that is killed while it saves goes on from the one before; the next save removes what it left.
 """
 
 import re

@@ -4,23 +4,14 @@
     for step in loader.steps():
         report = train_step(step)
 
-Megatron-Core takes everything that a plan of whole documents needs: the number of micro-batches of *this* call
-(`num_microbatches`), which may differ from replica to replica, since 1F1B of one replica never waits for another;
-lengths that differ from micro-batch to micro-batch (`variable_seq_lengths`: neighbours tell each other the shape of
-what follows); documents inside a pack (`PackedSeqParams`); and a loss that is a sum, which `finalize_model_grads`
-divides by the label tokens of all replicas and micro-batches (`calculate_per_token_loss`). So loss and gradient are
-those of the documents one by one, whatever the plan. Settings with which they would not be are refused
-(`require_runnable`): rules that Megatron-Core breaks late or silently.
+Megatron-Core takes all that a plan of whole documents needs: a number of micro-batches that may differ from replica to
+replica (1F1B of one never waits for another), lengths that may differ (`variable_seq_lengths`), documents inside a pack
+(`PackedSeqParams`), and a loss that is a sum (`calculate_per_token_loss`), which `finalize_model_grads` divides by the
+label tokens of all replicas. Settings with which loss and gradient would not be those of the documents one by one are
+refused (`require_runnable`).
 
-Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group;
-then every stage reads the data for itself. A replica without documents in a step runs one pack of padding.
-
-Without Transformer Engine Megatron-Core's own attention takes no packed documents; `document_layer_spec` puts
-Evenload's in its place. With it, `get_gpt_layer_with_transformer_engine_spec` stays the right choice: fused norms, no
-copies.
-
-Price, compared with Megatron's own step: two collectives of three numbers for the loss. Written from the sources of
-Megatron-Core 0.16.1, and trained on it by tests/integrations/test_megatron_step.py.
+Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
+Written from the sources of Megatron-Core 0.16.1, and trained on it by tests/integrations/test_megatron_step.py.
 """
 
 import math
@@ -241,23 +232,14 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 
 def require_runnable(config: Any, options: LoaderOptions) -> None:
-    """Refuse settings of a model and a loader that do not go together.
+    """Refuse, by a `ConfigError` with what works instead, settings that Megatron-Core would run wrong, or for ever.
 
     Args:
         config: the model's `TransformerConfig`.
         options: of the loader; it has refused strategies that cut documents itself.
-
-    Raises:
-        ConfigError: with the reason, and the nearest thing that works.
     """
-    if options.format != "megatron":
-        raise ConfigError(
-            f"format of the loader is '{options.format}', Megatron-Core reads 'megatron'; make it with "
-            'PackedLoader(..., engine="megatron", group=parallel_state.get_data_parallel_group())'
-        )
-    _require_sums(config)
-    _require_shapes(config, options)
-    _require_schedule(config)
+    for message in _unrunnable(config, options):
+        raise ConfigError(message)
 
 
 def rows_multiple(config: Any) -> int:
@@ -265,51 +247,47 @@ def rows_multiple(config: Any) -> int:
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
-def _require_sums(config: Any) -> None:
+def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
+    if options.format != "megatron":
+        yield (
+            f"format of the loader is '{options.format}', Megatron-Core reads 'megatron'; make it with "
+            'PackedLoader(..., engine="megatron", group=parallel_state.get_data_parallel_group())'
+        )
     if not config.calculate_per_token_loss:
-        raise ConfigError(
-            "calculate_per_token_loss is False: Megatron-Core would take the mean of each micro-batch, and the mean of "
-            "those, so that a label token of a small pack counts more than one of a large pack; set it to True"
+        yield (
+            "calculate_per_token_loss is False: Megatron-Core would take the mean of the means of micro-batches, in "
+            "which a label token of a small pack counts more than one of a large pack; set it to True"
         )
     if config.finalize_model_grads_func is None:
-        raise ConfigError(
+        yield (
             "finalize_model_grads_func is None: gradients would be neither summed over replicas nor divided by the "
             "label tokens; set it to megatron.core.distributed.finalize_model_grads"
         )
-
-
-def _require_shapes(config: Any, options: LoaderOptions) -> None:
-    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
-        raise ConfigError(
-            f"variable_seq_lengths is False with pipeline_model_parallel_size {config.pipeline_model_parallel_size}: "
-            "stages would expect packs of one length; set it to True"
+    if (stages := config.pipeline_model_parallel_size) > 1 and not config.variable_seq_lengths:
+        yield (
+            f"variable_seq_lengths is False with pipeline_model_parallel_size {stages}: stages would expect packs of "
+            "one length; set it to True"
         )
     if config.context_parallel_size > 1:
-        raise ConfigError(
+        yield (
             f"context_parallel_size is {config.context_parallel_size}, and every rank would train whole packs as if "
             "they were its part; set it to 1, or train with 'evenload train', which shares documents"
         )
-    multiple = rows_multiple(config)
-    if options.pack_multiple % multiple:
-        raise ConfigError(
+    if options.pack_multiple % (multiple := rows_multiple(config)):
+        yield (
             f"sequence_parallel divides the rows of a pack among {multiple} tensor-parallel ranks, and pack_multiple "
             f"of the loader is {options.pack_multiple}; give PackedLoader pack_multiple={multiple}"
         )
-
-
-def _require_schedule(config: Any) -> None:
     if config.num_moe_experts is not None:
-        raise ConfigError(
-            f"num_moe_experts is {config.num_moe_experts}: a router's balance and capacity count the tokens of a "
-            "micro-batch, so the gradient would depend on how documents are packed; and where experts are spread over "
-            "replicas, one with fewer micro-batches than another leaves it waiting forever. Train a dense model here, "
-            "mixtures of experts with 'evenload train'"
+        yield (
+            f"num_moe_experts is {config.num_moe_experts}: a router counts the tokens of a micro-batch, so "
+            "gradients depend on how documents are packed, and a replica with fewer micro-batches leaves the experts of others "
+            "waiting for ever. Train a dense model here, mixtures of experts with 'evenload train'"
         )
-    if config.virtual_pipeline_model_parallel_size is not None:
-        raise ConfigError(
-            f"virtual_pipeline_model_parallel_size is {config.virtual_pipeline_model_parallel_size}: the interleaved "
-            "schedule takes some numbers of micro-batches only, and with two pipeline ranks it waits forever for "
-            "shapes, since those for both neighbours go to one rank; leave it out, so that 1F1B runs"
+    if (virtual := config.virtual_pipeline_model_parallel_size) is not None:
+        yield (
+            f"virtual_pipeline_model_parallel_size is {virtual}: with two pipeline ranks the interleaved schedule "
+            "waits for ever for shapes, since those for both neighbours go to one rank; leave it out, so that 1F1B runs"
         )
 
 

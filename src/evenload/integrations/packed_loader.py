@@ -12,8 +12,7 @@ packed, so strategy, ranks and micro-batches only rearrange inside a step: divid
             model(**batch).loss.backward()
         optimizer.step(); optimizer.zero_grad()
 
-One iteration is one epoch; an iteration that was left goes on where it was. Price: a few microseconds a document, two
-copies of every token; in memory are `prefetch_steps` steps beyond what the global loader holds.
+One iteration is one epoch; an iteration that was left goes on where it was.
 """
 
 import logging

@@ -7,16 +7,10 @@
 
     torchrun ... -m torchtitan.train --module my_package.configs --config my_model
 
-What differs from torchtitan's own trainer: a step makes as many micro-batches as its plan has (the same number on all
-ranks, another one from step to step), each a pack of its own length. All else is torchtitan's: it counts the tokens
-with a loss over all data-parallel ranks and divides the *sum* of the losses by them, so loss and gradients are those of
-one document after the other, however they are packed. What it logs as `global_max_loss`, the largest mean loss of a
-rank, is nan in a step where a rank has nothing with a loss.
-
-Attention learns the boundaries of documents from `positions`, which begin at 0 in every document. A batch is [1, T] up
-to torchtitan's release 0.3.0, [T] afterwards (`resolve_format`). The loader's state is the same on every rank and says
-nothing of ranks, so a checkpoint goes on under another number of data-parallel ranks, which torchtitan's own loaders
-refuse; it is one string, because torch.distributed.checkpoint asks for the same keys in saving and loading.
+A step makes as many micro-batches as its plan has, the same number on all ranks, each a pack of its own length. All
+else is torchtitan's: it divides the *sum* of the losses by the label tokens of all data-parallel ranks, so loss and
+gradients are those of one document after the other. Attention learns the boundaries from `positions`, which begin at 0
+in every document. A step in which a rank has nothing with a loss logs nan as `global_max_loss`.
 
 Tried with torchtitan 0.3.0; what it cannot do, or has not been tried, is refused at start.
 """
@@ -51,15 +45,21 @@ except ImportError as err:
     ) from err
 
 _STATE = "evenload"
-_OF_THE_MESH = {
-    "rank": "torchtitan's mesh says which rank this is",
-    "world_size": "torchtitan's mesh says how many ranks there are",
-    "group": "torchtitan's mesh says which ranks share a global batch",
-    "engine": "it is torchtitan",
-    "format": "the installed torchtitan says which one it takes",
-    "equal_micro_batches": "sharded parameters are gathered in every pass, so all ranks make equally many",
+_OF_TORCHTITAN = {
+    **dict.fromkeys(("rank", "world_size", "group"), "torchtitan's mesh says which ranks share a global batch"),
+    **dict.fromkeys(("engine", "format", "equal_micro_batches"), "the installed torchtitan says what it takes"),
     "accept_slices": "torchtitan's attention reads the keys of its own micro-batch alone",
     "evaluation": "not tried with torchtitan's Validator, which takes a loader of its own in validator.dataloader",
+}
+_PARALLEL = {
+    "pipeline_parallel_degree": "its stages exchange tensors of one shape; Megatron-Core (engine megatron) and "
+    "'evenload train' pipeline packs of any length",
+    "context_parallel_degree": "it cuts every micro-batch by one mask of a fixed length; 'evenload train' shares long "
+    "documents",
+    **dict.fromkeys(
+        ("tensor_parallel_degree", "expert_parallel_degree"),
+        "not tried with packs; use data-parallel ranks (data_parallel_shard_degree)",
+    ),
 }
 
 
@@ -167,7 +167,7 @@ class PackedDataLoader(BaseDataLoader):
 
 def _loader_settings(given: dict[str, Any], tokenizer: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the `PackedLoader`, without its place."""
-    for name, reason in _OF_THE_MESH.items():
+    for name, reason in _OF_TORCHTITAN.items():
         if name in given:
             raise ConfigError(f"loader[{name!r}] is not yours to set: {reason}; leave it out")
     if "data" not in given:
@@ -247,37 +247,8 @@ def packed_config(config: Any, loader: dict[str, Any]) -> Any:
 
 def refuse_config(config: Any) -> None:
     """Raise a `ConfigError` for what would not train, or would train something else."""
-    if resolve_format("torchtitan") != "torchtitan_batched":
-        raise ConfigError(
-            "the installed torchtitan takes batches of shape [T], and PackedTrainer is tried with its release 0.3.0, "
-            "which takes [1, T]; PackedDataLoader.Config alone gives either shape, with loader['micro_batches'] equal "
-            "to the trainer's number of micro-batches a step"
-        )
-    if not isinstance(config.dataloader, PackedDataLoader.Config):
-        raise ConfigError(
-            f"dataloader is a {type(config.dataloader).__qualname__}; give PackedDataLoader.Config(loader={{...}}), or "
-            "make the configuration with packed_config"
-        )
-    training = config.training
-    if training.local_batch_size != 1 or training.global_batch_size != -1:
-        raise ConfigError(
-            f"training.local_batch_size is {training.local_batch_size} and global_batch_size "
-            f"{training.global_batch_size}; a micro-batch is one pack, and the plan says how many a step has: set "
-            "local_batch_size = 1, leave global_batch_size at -1, and give loader={'batch_tokens': ...}"
-        )
-    multiple, chunks = config.dataloader.loader.get("pack_multiple", 1), _loss_chunks(config)
-    if multiple % chunks:
-        raise ConfigError(
-            f"loader['pack_multiple'] is {multiple}, and ChunkedLossWrapper cuts a pack into {chunks} equal parts; set "
-            f"loader['pack_multiple'] = {chunks}, or take the loss that it wraps"
-        )
-    if not training.disable_cuda_graphs and torch.cuda.is_available():
-        raise ConfigError(
-            "training.disable_cuda_graphs is off: a CUDA graph replays one shape, and packs differ in length; set it "
-            "to True"
-        )
-    _refuse_parallelism(config.parallelism)
-    _refuse_attention(config.model_spec)
+    for message in _untrainable(config):
+        raise ConfigError(message)
 
 
 def _loss_chunks(config: Any) -> int:
@@ -285,36 +256,56 @@ def _loss_chunks(config: Any) -> int:
     return config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
 
 
-def _refuse_parallelism(parallelism: Any) -> None:
-    reasons = {
-        "pipeline_parallel_degree": "its stages exchange tensors of one shape; Megatron-Core pipelines packs of any "
-        "length (evenload.integrations.megatron_step), and 'evenload train' does",
-        "context_parallel_degree": "it cuts every micro-batch across ranks by one mask of a fixed length; "
-        "'evenload train' shares long documents",
-        "tensor_parallel_degree": "not tried with packs; use data-parallel ranks (data_parallel_shard_degree)",
-        "expert_parallel_degree": "not tried with packs; use data-parallel ranks (data_parallel_shard_degree)",
-    }
-    for name, reason in reasons.items():
-        if getattr(parallelism, name) > 1:
-            raise ConfigError(f"parallelism.{name} is {getattr(parallelism, name)}: {reason}. Leave it at 1")
+def _untrainable(config: Any) -> Iterator[str]:
+    if resolve_format("torchtitan") != "torchtitan_batched":
+        yield (
+            "the installed torchtitan takes batches of shape [T], and PackedTrainer is tried with its release 0.3.0, "
+            "which takes [1, T]; PackedDataLoader.Config alone gives either shape, with loader['micro_batches'] equal "
+            "to the trainer's number of micro-batches a step"
+        )
+    if not isinstance(config.dataloader, PackedDataLoader.Config):
+        yield (
+            f"dataloader is a {type(config.dataloader).__qualname__}; give PackedDataLoader.Config(loader={{...}}), or "
+            "make the configuration with packed_config"
+        )
+        return
+    training = config.training
+    if training.local_batch_size != 1 or training.global_batch_size != -1:
+        yield (
+            f"training.local_batch_size is {training.local_batch_size} and global_batch_size "
+            f"{training.global_batch_size}; a micro-batch is one pack, and the plan says how many a step has: set "
+            "local_batch_size = 1, leave global_batch_size at -1, and give loader={'batch_tokens': ...}"
+        )
+    multiple, chunks = config.dataloader.loader.get("pack_multiple", 1), _loss_chunks(config)
+    if multiple % chunks:
+        yield (
+            f"loader['pack_multiple'] is {multiple}, and ChunkedLossWrapper cuts a pack into {chunks} equal parts; set "
+            f"loader['pack_multiple'] = {chunks}, or take the loss that it wraps"
+        )
+    if not training.disable_cuda_graphs and torch.cuda.is_available():
+        yield "training.disable_cuda_graphs is off: a CUDA graph replays one shape, and packs differ in length; set it"
+    for name, reason in _PARALLEL.items():
+        if (degree := getattr(config.parallelism, name)) > 1:
+            yield f"parallelism.{name} is {degree}: {reason}. Leave it at 1"
+    yield from _attending_across(config.model_spec)
 
 
-def _refuse_attention(model_spec: Any) -> None:
-    """Documents of a pack must not see each other, in any layer."""
+def _attending_across(model_spec: Any) -> Iterator[str]:
+    """Layers in which documents of a pack would see each other."""
+    fix = 'take a decoder with attn_backend "flex" or "varlen" in all layers'
     layers = getattr(model_spec.model, "layers", None)
     if not layers:
-        raise ConfigError(
+        yield (
             f"{model_spec.name} ({type(model_spec.model).__qualname__}) has no layers to look at, so nothing says that "
-            'documents of a pack would not see each other; take a decoder with attn_backend "flex" or "varlen"'
+            f"documents of a pack would not see each other; {fix}"
         )
-    masked = (FlexAttention.Config, VarlenAttention.Config)
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(layers or ()):
         inner = getattr(getattr(layer, "attention", None), "inner_attention", None)
-        if not isinstance(inner, masked):
+        if not isinstance(inner, FlexAttention.Config | VarlenAttention.Config):
             kind = "no attention that is known" if inner is None else type(inner).__qualname__
-            raise ConfigError(
+            yield (
                 f"layer {index} of {model_spec.name} has {kind}, which knows no documents, so that those of a pack "
-                'would see each other; take a model with attn_backend "flex" or "varlen" in all layers'
+                f"would see each other; {fix}"
             )
 
 

@@ -3,20 +3,11 @@
     class PackedTrainer(PackedTrainerMixin, Trainer): ...
     trainer = PackedTrainer(model, args, train_loader=loader, eval_loader=evaluation)
 
-What it replaces, and why:
-
-- `get_train_dataloader`: the loader itself, which has distributed the data already; Accelerate would do so again.
-- `get_batch_samples`: the loss is divided by the label tokens of the *global* batch, which the loader knows, so it does
-  not depend on ranks or micro-batches; nothing is counted or gathered.
-- Resuming: the loader goes on where it was (`LOADER_STATE` in the checkpoint). The Trainer would read and throw away
-  every batch up to there (`ignore_data_skip` is switched on, so it does not).
-- `evaluation_loop`: the mean over all label tokens. The Trainer's mean of batch means weighs a short batch as much as
-  a full one.
-- The cost model: a loader made without `model` balances its packs for the Trainer's.
-
-What the Trainer would do differently with a loader of one's own is refused at start, with the reason: options that
-would do nothing, that draw random numbers, or whose effect depends on what else is in a row. Whether the model, with
-the attention that it was loaded with, keeps the documents of a row apart is tried before the first step.
+The loader has distributed the data, so Accelerate does not; the loss is divided by the label tokens of the *global*
+batch, which the loader knows; a checkpoint holds the loader's state, so resuming reads nothing again; evaluation is the
+mean over all label tokens. Options that would do nothing, that draw random numbers, or whose effect depends on what
+else is in a row, are refused at start. Whether the model, with the attention that it was loaded with, keeps the
+documents of a row apart is tried before the first step.
 """
 
 import dataclasses
@@ -113,6 +104,13 @@ class PackedTrainerMixin:
                 "eval_loader=PackedLoader(..., evaluation=True)"
             )
         return self._eval_loader
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Refuse `predict()`: a loader's evaluation makes a mean loss and keeps no predictions."""
+        raise ConfigError(
+            "predict(): a PackedTrainer keeps no predictions; evaluate() gives the mean loss of eval_loader, a plain "
+            "Trainer with a data set gives predictions"
+        )
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *rest: Any) -> tuple[list, Any]:
         """The micro-batches of one step, and the label tokens of the global batch."""
