@@ -28,9 +28,13 @@ from torchtitan.trainer import Trainer
 
 from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
 from evenload.integrations import torchtitan_trainer
-from evenload.integrations.torchtitan_trainer import PackedDataLoader
-from evenload.integrations.torchtitan_trainer import model_of
-from evenload.integrations.torchtitan_trainer import PackedTrainer, packed_config, refuse_config
+from evenload.integrations.torchtitan_trainer import (
+    PackedDataLoader,
+    PackedTrainer,
+    model_of,
+    packed_config,
+    refuse_config,
+)
 
 __all__ = [
     "DataloaderExhaustedError",

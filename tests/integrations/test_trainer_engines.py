@@ -1,20 +1,43 @@
-"""Chats with an adapter on TRL's trainer: what the assistant says has a loss, and nothing else."""
+"""Trainer, TRL (with and without LoRA, on chats too) and Accelerate train a plan as documents one by one."""
 
 import json
 
 import pytest
 import torch
 
+from engine_conformance import check_gradients, check_isolation, check_training
 from engine_records import RankRecord
 from hf_tokenizer import some_tokenizer
 from packed_cases import documents_of, loader_of, tiny_model
-from trainer_engine_cases import ADAPTER, AdapterReference, trained
+from sweeps import thorough
+from trainer_engine_cases import ACCELERATE, ADAPTER, LORA, SFT, TRAINER, AdapterReference, trained
 from trl_cases import RecordingSFTTrainer, sft_arguments
 
 STEPS, MICRO_BATCHES, LEARNING_RATE = 4, 4, 0.1
 EXACT = 1e-10
-# TRL's own use of names that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+CASES = {"trainer": TRAINER, "sft": SFT, "lora": LORA, "accelerate": ACCELERATE}
+# Its own use of names that transformers has renamed.
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.long]
+
+
+def cases(*default):
+    """All of them; those that are not named only in thorough runs."""
+    return [pytest.param(case, id=name, marks=() if name in default else (thorough,)) for name, case in CASES.items()]
+
+
+@pytest.mark.parametrize("case", cases("lora", "accelerate"))
+def test_gradients_are_those_of_documents_one_by_one(gloo_pool, tmp_path, case):
+    check_gradients(gloo_pool, case, tmp_path / "data")
+
+
+@pytest.mark.parametrize("case", cases())
+def test_documents_do_not_see_each_other(gloo_pool, tmp_path, case):
+    check_isolation(gloo_pool, case, tmp_path / "data")
+
+
+@pytest.mark.parametrize("case", cases("trainer", "sft", "accelerate"))
+def test_training_is_plain_training_and_resumes_with_other_ranks(gloo_pool, tmp_path, case):
+    check_training(gloo_pool, case, tmp_path / "data")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""DeepSpeed's sequence parallelism on packs: groups of ranks that share every pack train as one rank would."""
+"""DeepSpeed on packs, ranks alone and in groups that share every pack (Ulysses)."""
 
 import importlib.util
 from collections import Counter
@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed_case import deepspeed_case, refusals_of_ulysses, shared_epoch
+from deepspeed_case import deepspeed_case, refusals_of_deepspeed, refusals_of_ulysses, shared_epoch
 from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
 from engine_records import EngineCase, plain_adam
-from evenload.errors import ConfigError
-from evenload.integrations.deepspeed_loop import sequence_share, share_loss
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.deepspeed_loop import DeepSpeedLoop, require_same_ranks, sequence_share, share_loss
 from evenload.integrations.engine_loop import balance_for_trained, hf_pack_loss
 from evenload.integrations.fsdp2_loop import Fsdp2Loop
 from evenload.integrations.planner import model_spec_of
+from overflowing_engine import updates_that_overflow
 from packed_cases import (
     all_documents,
     batch_fingerprint,
@@ -28,7 +29,7 @@ from packed_cases import (
 )
 from sweeps import sweep
 
-with_deepspeed = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: pip install 'evenload[deepspeed]'",
 )
@@ -40,52 +41,102 @@ def shared_case(stage: int, loader: dict | None = None, **changes) -> EngineCase
     return deepspeed_case(stage, loader={"engine": engine, "sequence_ranks": 2} | (loader or {}), **changes)
 
 
-CASES: dict[str, tuple[EngineCase, int]] = {
+ADAM = {"optimizer": plain_adam, "learning_rate": 0.01, "growth": 10.0}
+"""DeepSpeed's universal checkpoint, by which another number of ranks goes on, knows Adam only."""
+UNEQUAL = {"engine": "deepspeed-zero2", "strategy": "best_fit"}
+ALONE = {
+    "ZeRO-2, unequal counts": (deepspeed_case(2, loader=UNEQUAL, uneven_counts=True), 2),
+    "ZeRO-3": (deepspeed_case(3, loader={"engine": "deepspeed-zero3"}), 2),
+    "ZeRO-1": (deepspeed_case(1, loader={"engine": "deepspeed"}), 2),
+    "ZeRO-2": (deepspeed_case(2), 2),
+    "ZeRO-3, reduced once": (deepspeed_case(3, {"reduce_every_pack": False}), 2),
+}
+SHARED = {
     "two groups, unequal counts": (shared_case(2, {"strategy": "best_fit"}, uneven_counts=True), 4),
-    "ZeRO-3": (shared_case(3), 2),
-    "ZeRO-1": (shared_case(1), 2),
-    "ZeRO-2": (shared_case(2, {"equal_micro_batches": True}), 2),
+    "shared, ZeRO-3": (shared_case(3), 2),
+    "shared, ZeRO-1": (shared_case(1), 2),
+    "shared, ZeRO-2": (shared_case(2, {"equal_micro_batches": True}), 2),
     "two groups, ZeRO-3": (shared_case(3), 4),
     "four ranks, two key heads": (shared_case(1, {"sequence_ranks": 4}), 4),
 }
-
-
 THREE_RANKS = {"rank": 0, "world_size": 3, "sequence_ranks": 3, "max_tokens": 66}
 
 
-@with_deepspeed
 @pytest.mark.long
-@pytest.mark.parametrize("name", sweep([*CASES], 2))
+@pytest.mark.parametrize("name", [*sweep([*ALONE], 2), *sweep([*SHARED], 2)])
 def test_gradients_are_those_of_documents_one_by_one(tmp_path, name):
-    case, world_size = CASES[name]
+    """In a step in which a rank has no documents at all, too."""
+    case, world_size = (ALONE | SHARED)[name]
     check_gradients(FreshRanks(), case, tmp_path / "corpus", world_size)
 
 
-@with_deepspeed
 @pytest.mark.long
-def test_documents_do_not_see_each_other(tmp_path):
-    check_isolation(FreshRanks(), shared_case(1), tmp_path / "corpus")
+@pytest.mark.parametrize("case", [ALONE["ZeRO-3"][0], shared_case(1)], ids=["alone", "shared"])
+def test_documents_do_not_see_each_other(tmp_path, case):
+    check_isolation(FreshRanks(), case, tmp_path / "corpus")
 
 
-@with_deepspeed
 @pytest.mark.long
-@pytest.mark.parametrize("stage", sweep([1, 3, 2], 1))
-def test_training_is_plain_training_and_goes_on_without_sequence_groups(tmp_path, stage):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_is_plain_training_and_goes_on_with_other_ranks(tmp_path, stage):
+    check_training(FreshRanks(), deepspeed_case(stage, **ADAM), tmp_path / "corpus", 2, sweep((1, 3, 2), 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "is_shared_first"), [*((one, True) for one in sweep([1, 3, 2], 1)), (1, False)])
+def test_a_checkpoint_goes_on_in_and_without_sequence_groups(tmp_path, stage, is_shared_first):
     """With as many ranks from DeepSpeed's checkpoint as it is, with another number from what is made universal."""
-    case = shared_case(stage, optimizer=plain_adam, learning_rate=0.01, growth=10.0)
-    alone = replace(case, loader=case.loader | {"sequence_ranks": 1})
-    check_training(FreshRanks(), case, tmp_path / "corpus", 2, (2, 1), alone)
+    shared = shared_case(stage, **ADAM)
+    alone = replace(shared, loader=shared.loader | {"sequence_ranks": 1})
+    first, then = (shared, alone) if is_shared_first else (alone, shared)
+    resumed = (2, 1) if is_shared_first else sweep((2, 4), 1)
+    check_training(FreshRanks(), first, tmp_path / "corpus", 2, resumed, then)
 
 
-@with_deepspeed
 @pytest.mark.long
-def test_a_checkpoint_of_single_ranks_goes_on_in_sequence_groups(tmp_path):
-    shared = shared_case(1, optimizer=plain_adam, learning_rate=0.01, growth=10.0)
-    case = replace(shared, loader=shared.loader | {"sequence_ranks": 1})
-    check_training(FreshRanks(), case, tmp_path / "corpus", 2, sweep((2, 4), 1), shared)
+def test_engines_that_would_train_something_else_are_refused(tmp_path):
+    write_texts(tmp_path)
+    (messages, _) = FreshRanks().run(2, refusals_of_deepspeed, tmp_path)
+    assert "gradient_accumulation_steps is 4" in messages["accumulation"]
+    assert "ZeRO stage is 0" in messages["stage"]
+    assert 'gradient_allreduce_op is "sum"' in messages["sum"]
+    assert "managed_gradient_accumulation is False" in messages["unmanaged"]
+    assert "cannot be put off to the end of the step" in messages["own sums"]
+    assert "gathers parameters in every forward pass under ZeRO-3" in messages["counts"]
+    assert "is no checkpoint of this loop" in messages["checkpoint"]
 
 
-@with_deepspeed
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"])
+def test_a_checkpoint_of_other_ranks_says_how_it_goes_on(tmp_path, name):
+    """By what it says: the files of other ranks lie on their own nodes."""
+    (tmp_path / "step-4").mkdir()
+    torch.save({"dp_world_size": 2, "module": {}}, tmp_path / "step-4" / name)
+    (tmp_path / "step-4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "latest").write_text("step-4")
+    require_same_ranks(tmp_path, None, 2)
+    for tag in (None, "step-4"):
+        with pytest.raises(CheckpointError, match="was saved by 2 ranks, and there are 1") as refused:
+            require_same_ranks(tmp_path, tag, 1)
+        assert "ds_to_universal --inject_missing_state --input_folder" in str(refused.value)
+
+
+def test_an_update_that_the_engine_left_out_is_told_and_not_counted(gloo_pool, tmp_path):
+    write_texts(tmp_path)
+    assert gloo_pool.run(1, updates_that_overflow, tmp_path) == [[(0, False), (1, True), (1, False), (2, True)]]
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"half of a fi")
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt' cannot be read"):
+        require_same_ranks(tmp_path, None, 1)
+
+
+def test_what_is_no_engine_is_refused(tmp_path):
+    write_texts(tmp_path)
+    with pytest.raises(ConfigError, match="object has no coalesce_grad_reduction"):
+        DeepSpeedLoop(object(), loader_of(tmp_path))
+
+
 @pytest.mark.long
 def test_groups_that_would_train_something_else_are_refused(tmp_path):
     write_texts(tmp_path)
