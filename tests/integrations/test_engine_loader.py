@@ -1,11 +1,9 @@
 """`PackedLoader(engine=NAME)`: format, counts and padding follow from the engine, contradictions are refused."""
 
-from collections import Counter
-
 import pytest
 
 from evenload.errors import ConfigError
-from packed_cases import all_documents, loader_of, tokens_of, write_texts
+from packed_cases import loader_of, write_texts
 
 
 @pytest.mark.parametrize(
@@ -22,36 +20,6 @@ def test_the_engine_sets_what_is_left_out(tmp_path, engine, format, is_equal):
     loader = loader_of(tmp_path, engine=engine, rank=0, world_size=2)
     assert (loader.options.format, loader.options.equal_micro_batches) == (format, is_equal)
     assert loader.start_lines[1].startswith(f"engine        {engine}: ")
-
-
-@pytest.mark.parametrize("strategy", ["auto", "balanced", "best_fit", "wlb"])
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "trainer"])
-def test_every_document_comes_exactly_once_an_epoch_for_an_engine(tmp_path, engine, strategy):
-    texts, world_size = write_texts(tmp_path), 2
-    settings = {"micro_batches": 6} if engine == "trainer" else {}
-    loaders = [
-        loader_of(tmp_path, engine=engine, strategy=strategy, rank=rank, world_size=world_size, epochs=1, **settings)
-        for rank in range(world_size)
-    ]
-    found, counts = [], []
-    for loader in loaders:
-        steps = list(loader.steps())
-        counts.append([len(step) for step in steps])
-        found += [batch for step in steps for batch in step]
-    assert all_documents(found) == Counter(map(tokens_of, texts))
-    if engine != "deepspeed":
-        assert counts[0] == counts[1]
-    if engine == "trainer":
-        assert set(counts[0]) == {6}
-
-
-def test_packs_of_one_shape(tmp_path):
-    texts = write_texts(tmp_path)
-    loader = loader_of(tmp_path, fixed_shapes=True, format="pack", epochs=1)
-    packs = list(loader)
-    assert {pack.num_tokens for pack in packs} == {64}
-    assert sum(pack.num_tokens - pack.num_padding_tokens for pack in packs) == sum(len(tokens_of(t)) for t in texts)
-    assert "each padded to 64 tokens" in "\n".join(loader.start_lines)
 
 
 @pytest.mark.parametrize(

@@ -73,17 +73,9 @@ def test_a_sender_that_computes_nothing_meanwhile():
     alone_s = sum(forward) + sum(backward) + p2p_f + p2p_b
     assert price(found, AS_OURS).packs_s == pytest.approx(alone_s)
     assert price(found, altered(AS_OURS, blocking_sends=True)).packs_s == pytest.approx(alone_s + 2 * 0.5)
-
-
-def test_two_micro_batches_wait_for_a_blocked_sender():
-    found = proposed([64, 64], "best_fit", dp=1, pp=2)
-    times = found.plan.times[0]
-    (first, second), p2p_s = times.forward_s[0], times.p2p_forward_s[0]
-    free, blocked = price(found, AS_OURS), price(found, altered(AS_OURS, blocking_sends=True))
-    assert blocked.packs_s > free.packs_s
-    # Rank 0: F0 send F1 send ..., so its second send ends after both forwards and both transfers.
-    assert 2 * (first + p2p_s) < blocked.packs_s
-    assert second > 0
+    # Of two, the second waits for a sender that is blocked by the first: more than two shapes late.
+    two = proposed([64, 64], "best_fit", dp=1, pp=2)
+    assert price(two, altered(AS_OURS, blocking_sends=True)).packs_s > price(two, AS_OURS).packs_s + 2 * 0.5
 
 
 @settings(max_examples=30, deadline=None)
@@ -175,22 +167,6 @@ def test_sums_in_buckets_by_hand(bucket_parameters, left):
     found = price(proposed([40, 40], "best_fit", dp=2, coefficients=hiding), profile)
     first_s = GATHER_S["embedding"] + GATHER_S["head"]
     assert found.packs_s == pytest.approx(COMPUTE_S + first_s + sum(SUM_S[unit] for unit in left), rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("engine", "pp", "sums"),
-    [
-        ("torchtitan", 1, "pass"),
-        ("torchtitan", 2, "step"),
-        ("deepspeed-zero3", 1, "pass"),
-        ("deepspeed-zero2", 1, "step"),
-        ("fsdp2", 1, "step"),
-        ("megatron", 2, "step"),
-    ],
-)
-def test_when_engines_sum(engine, pp, sums):
-    """As their loops do where nothing is said (docs/engines.md)."""
-    assert ENGINES[engine].reduces_in(even_layout(4, dp=2, pp=pp)) == sums
 
 
 def test_weights_that_are_not_trained_are_gathered_too():
