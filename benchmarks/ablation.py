@@ -34,9 +34,9 @@ from document_order import choices_in_order
 from duration_noise import NOISES, noise_losses
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.packing.bin_packing import assign_replicas
 from evenload.plan.packing.dp_merge import (
@@ -203,7 +203,7 @@ class Cell:
         layout = even_layout(self.model.num_layers, virtual=change.virtual, **self.sizes)
         # Rows that are priced by hand sum gradients after the last backward; so do all.
         found = analytic_coefficients(self.model, self.cluster, layout)
-        coefficients = msgspec.structs.replace(found, reduction_beside=None, gather_beside=None)
+        coefficients = msgspec.structs.replace(found, overlap_reduction=False, overlap_gather=False)
         options = msgspec.structs.replace(OPTIONS, **change.options)
         return StepPlanner(
             self.model, coefficients, layout, usable_bytes(self.cluster), options, host=host_memory(self.cluster)

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.evaluate import planned_steps
-from evenload.hub.model_files import model_from
 from evenload.integrations.catalog import ENGINES
 from evenload.integrations.engine_profile import require_heads
 from evenload.integrations.evaluate import evaluate_engine

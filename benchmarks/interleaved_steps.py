@@ -16,8 +16,8 @@ from evenload.config.planner import run_planner
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.cost.coefficients import CostCoefficients
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.runtime.prepare import prepare_step
-from evenload.runtime.step_source import PreparedStep
+from evenload.plan.planner import RunPlanner
+from evenload.runtime.step_source import PreparedStep, prepare_step
 from evenload.runtime.trainer import Trainer
 
 
@@ -41,11 +41,9 @@ class BenchRank:
         source = trainer.new_loader()
         maker = StepMaker(
             source,
-            planner,
-            config.plan.strategy,
+            RunPlanner(planner, config.plan.strategy, may_delay=False),
             replicas=lambda layout: layout.replicas(mesh.num_ranks),
             max_pack_tokens=config.max_pack_tokens,
-            may_delay=False,
             waiting=mesh.watch.waiting,
         )
         step = maker.next()

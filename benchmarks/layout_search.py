@@ -12,10 +12,10 @@ import argparse
 import time
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
 from evenload.explore.strategy_layouts import StrategyLayouts, search_strategies
-from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from results import RESULTS, Row, append_rows

@@ -41,7 +41,7 @@ VARIANTS = {
 
 def demo_settings(directory: Path) -> list[str]:
     """The demo's data: whole packages of the standard library, and a tokeniser made from it."""
-    from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+    from evenload.data.tokenize import train_byte_pair_tokenizer
 
     tokenizer = directory / "tokenizer.json"
     train_byte_pair_tokenizer(library_texts(1_000_000), VOCABULARY, tokenizer)

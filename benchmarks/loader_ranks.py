@@ -19,11 +19,11 @@ from typing import Any
 import torch.distributed as dist
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.hub import model_from
+from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.collate import collate_pack
 from evenload.feed.step_maker import StepMaker
-from evenload.hub.model_files import model_from
-from evenload.plan.planner import StepPlanner
+from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.types.cluster_catalog import cluster_from
@@ -48,9 +48,8 @@ def run_rank(directory: Path, name: str, rank: int, size: int) -> dict[str, Any]
     coefficients = analytic_coefficients(model, cluster_from(f"h100x{size}"), layout)
     planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=PACK_WINDOW), host="unlimited")
     loader = GlobalBatchLoader(token_config(directory / "short", BATCH, 1), peers=TorchPeers(group))
-    maker = StepMaker(
-        loader, planner, "best_fit", replicas=lambda layout: range(size), max_pack_tokens=PACK_WINDOW, may_delay=False
-    )
+    planner = RunPlanner(planner, "best_fit", may_delay=False)
+    maker = StepMaker(loader, planner, replicas=lambda layout: range(size), max_pack_tokens=PACK_WINDOW)
     step, documents, plan_bytes, start_s = 0, 0, 0, 0.0
     while (planned := maker.next()) is not None:
         for pack in planned.plan.pack_plans[rank].forward:

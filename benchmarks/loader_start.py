@@ -25,10 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evenload.data.batch.global_batch import GlobalBatch
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.batches import GlobalBatch, decode_state, encode_state
 from evenload.data.config import DataConfig
+from evenload.data.loader import GlobalBatchLoader
 from loader_rows import LoaderRow, median_and_spread, run_benchmark
 from loader_sources import (
     library_texts,

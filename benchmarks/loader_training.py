@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 
 from evenload.attention.backends import select_backend
-from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
 from evenload.data.lengths import read_lengths
+from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.collate import collate_pack
-from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.planner import make_planner
 from evenload.plan.planner import StepPlanner

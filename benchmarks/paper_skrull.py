@@ -25,9 +25,9 @@ from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
@@ -101,7 +101,7 @@ def main() -> None:
         plan_options = PlanOptions(max_pack_tokens=window, policy="choose", dp_merge=True)
         # The row that is priced by hand sums gradients after the last backward; so do all.
         coefficients = msgspec.structs.replace(
-            analytic_coefficients(model, cluster, layout), reduction_beside=None, gather_beside=None
+            analytic_coefficients(model, cluster, layout), overlap_reduction=False, overlap_gather=False
         )
         planner = StepPlanner(
             model, coefficients, layout, usable_bytes(cluster), plan_options, host=host_memory(cluster)

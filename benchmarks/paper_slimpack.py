@@ -28,12 +28,12 @@ from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, search_layouts
 from evenload.explore.stage_layers import usable_bytes
 from evenload.explore.time_split import split_step_time
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions

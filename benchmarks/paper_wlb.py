@@ -42,9 +42,9 @@ from rich.table import Table
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.cost.pack_cost import PackCosts
+from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.candidate import imbalance

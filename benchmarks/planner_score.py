@@ -2,7 +2,7 @@
 
 A peer's packs are whole documents and run in 1F1B, as the frameworks they come from run them; Evenload's strategies
 bring their own packs and schedules. All run in Evenload's runtime, so what it does with any pack it does with a peer's:
-halves that hide tensor-parallel transfers, the sharding of packs that context ranks share. All times are predictions of
+the sharding of packs that context ranks share. All times are predictions of
 Evenload's analytic cost model, simulated.
 
 Twice: once as if memory did not matter, which shows the plan alone, and once within a device's memory, where every

@@ -33,11 +33,11 @@ from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.errors import EvenloadError
 from evenload.explore.batches import BatchRule
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.plan.packing.bin_packing import best_fit_decreasing
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions

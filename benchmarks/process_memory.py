@@ -32,7 +32,7 @@ from evenload.config.train_config import BYTES_PER_ELEMENT
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import write_coefficients
 from evenload.cost.measured_on import MeasuredOn
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.report.run_files import read_metrics
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout

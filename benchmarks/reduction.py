@@ -29,7 +29,7 @@ import msgspec
 from transformers import LlamaConfig
 
 from evenload.config.train_config import TrainConfig
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.feed.step_maker import PlannedStep
 from interleaved_steps import bench_rank, spawn_ranks
 from results import Row, median_ratio, run_benchmark
@@ -63,24 +63,24 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     with bench_rank(directory, LAYERS, [f"parallel.dp={DP}", "plan.strategy=balanced"]) as bench:
         steps: dict[str, tuple[TrainConfig, PlannedStep]] = {}
         # As if it paid in any case: what is measured says whether it does.
-        tried = {name: pays(getattr(bench.costs, name)) for name in ("reduction_beside", "gather_beside")}
+        assert bench.costs.overlap is not None
+        costs = msgspec.structs.replace(bench.costs, overlap=pays(bench.costs.overlap))
         for name, (sums, gathers) in VARIANTS.items():
             train = msgspec.structs.replace(bench.config.train, overlap_reduction=sums, overlap_gather=gathers)
             chosen = msgspec.structs.replace(bench.config, train=train)
-            kept = {"reduction_beside": sums, "gather_beside": gathers}
-            priced = msgspec.structs.replace(bench.costs, **{key: tried[key] if kept[key] else None for key in tried})
+            priced = msgspec.structs.replace(costs, overlap_reduction=sums, overlap_gather=gathers)
             steps[name] = chosen, bench.planned_step(priced, chosen)
-        costs = msgspec.structs.replace(bench.costs, **tried)
         # The gathers of a step run in the next one: of two alike the second has those of its kind.
         found = bench.by_turns(steps, rounds, costs, KEYS, repeats=2, goes_on=True)
         bench.trainer.state.optimizer.gathers.finish()
         if rank == 0:
-            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, tried)))
+            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, costs.overlap)))
 
 
-def pays(beside: BesideCompute) -> BesideCompute:
+def pays(overlap: OverlapCost) -> OverlapCost:
     """As measured, and at most as bad as what still runs beside packs."""
-    return msgspec.structs.replace(beside, slowdown=min(beside.slowdown, 0.99 / beside.stretch))
+    most = 0.99 / overlap.communication_slowdown
+    return msgspec.structs.replace(overlap, compute_slowdown=min(overlap.compute_slowdown, most))
 
 
 def measure(quick: bool) -> list[Row]:
@@ -90,14 +90,14 @@ def measure(quick: bool) -> list[Row]:
         with tempfile.TemporaryDirectory() as directory:
             write_run(Path(directory), batch_tokens)
             spawn_ranks(DP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
-            found, beside = msgspec.json.decode(Path(directory, "found.json").read_bytes())
+            found, overlap = msgspec.json.decode(Path(directory, "found.json").read_bytes())
         rows += rows_of(
-            f"dp={DP}, {name} of 512 tokens, {LAYERS} layers, {link_name()}, 1 thread a process", found, beside
+            f"dp={DP}, {name} of 512 tokens, {LAYERS} layers, {link_name()}, 1 thread a process", found, overlap
         )
     return rows
 
 
-def rows_of(case: str, found: dict[str, list[dict]], beside: dict) -> list[Row]:
+def rows_of(case: str, found: dict[str, list[dict]], overlap: dict) -> list[Row]:
     """Of one case."""
     column = {name: {key: [row[key] for row in rows] for key in KEYS} for name, rows in found.items()}
     late = column["after"]
@@ -111,12 +111,15 @@ def rows_of(case: str, found: dict[str, list[dict]], beside: dict) -> list[Row]:
     for name in ("sums", "both"):
         faster = median_ratio(column[name]["step_time_s"], late["step_time_s"])
         rows.append(Row("reduction", case, f"time, {name}", faster, "x", "nothing beside packs"))
-    for kind, key in (("reduction", "reduction_beside"), ("gather", "gather_beside")):
+    rates = (
+        f"{overlap['communication_slowdown']:.2f} times as long beside packs, compute loses "
+        f"{overlap['compute_slowdown']:.0%}"
+    )
+    for kind in ("reduction", "gather"):
         early = column["both"]
         seconds, hidden = early[f"{kind}_s"], early[f"{kind}_hidden_s"]
         expected, expected_hidden = early[f"predicted_{kind}_s"], early[f"predicted_{kind}_hidden_s"]
         told = statistics.median(h / s for h, s in zip(hidden, seconds, strict=True))
-        rates = f"{beside[key]['stretch']:.2f} times as long beside packs, compute loses {beside[key]['slowdown']:.0%}"
         rows += [
             Row("reduction", case, f"{kind} hidden", told, "share", "its seconds"),
             Row("reduction", case, f"{kind} hidden, predicted", expected_hidden[0] / expected[0], "share", rates),

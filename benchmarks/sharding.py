@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.ranked_packs import rank_seconds
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
-from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import StepProblem
 from evenload.plan.sharing.as_run import as_run

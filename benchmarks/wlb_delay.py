@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
-from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayState, arrivals_of, state_after, trained_documents
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions

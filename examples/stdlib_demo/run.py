@@ -26,7 +26,7 @@ from rich.text import Text
 
 from evenload.bench.runs import BenchResult
 from evenload.config.train_config import TrainConfig, load_train_config
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.types.counted import counted
 
 HERE = Path(__file__).parent

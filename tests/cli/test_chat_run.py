@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from chat_cases import CHATML, chat, train_chat_tokenizer
 from evenload.config.train_config import load_train_config
-from evenload.data.encoding.tokenize import FileTokenizer
+from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError
 from reference_training import tiny_config
 from small_run import write_small_costs

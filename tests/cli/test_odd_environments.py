@@ -26,11 +26,11 @@ from evenload.cli.train_run import train_run
 from evenload.config.keys import settings_of
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.cost.coefficients import read_coefficients
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.blocks import HoldOut
 from evenload.data.config import DataConfig
-from evenload.data.reading.held_out import HoldOut
+from evenload.data.hub import model_from
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
-from evenload.hub.model_files import model_from
 from evenload.types.base import PathText
 from evenload.types.layout import even_layout
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run

@@ -12,7 +12,7 @@ from evenload.cli.run_lines import (
     strategy_line,
 )
 from evenload.cli.worker_setup import device_name
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval, processor_of
 from evenload.plan.strategies.registry import STRATEGIES
@@ -28,19 +28,19 @@ def test_every_strategy_says_what_it_does():
     assert strategy_line("slimpack", 1, "replicas share documents").endswith("by simulation; replicas share documents")
 
 
-def test_a_run_says_when_gradients_are_summed():
+def test_a_run_says_when_gradients_are_reduced():
     assert reduction_line([1], None) == ""
     assert reduction_line([4], None).endswith("4 ranks after the last backward (train.overlap_reduction = false)")
-    beside = reduction_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
+    beside = reduction_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
     assert "beside the last backward" in beside
     assert "1.50 times" in beside
     assert "25%" in beside
-    assert "over up to 4 ranks (by layout) unit by unit" in reduction_line([2, 4, 4], BesideCompute())
+    assert "over up to 4 ranks (by layout) unit by unit" in reduction_line([2, 4, 4], OverlapCost())
     # Silent before, where the first layout has no replicas.
     assert "over up to 4 ranks (by layout, in those with replicas)" in reduction_line([1, 4], None)
     assert reduction_line([1, 1], None) == ""
-    costly = reduction_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
-    assert "4 ranks after the last backward: beside it sums last 2.50 times as long as alone" in costly
+    costly = reduction_line([4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9))
+    assert "4 ranks after the last backward: beside it they last 2.50 times as long as alone" in costly
 
 
 def test_a_run_says_that_a_gpu_is_not_known():
@@ -51,16 +51,18 @@ def test_a_run_says_that_a_gpu_is_not_known():
 def test_a_run_says_when_weights_are_gathered():
     assert gather_line([1], None) == ""
     assert gather_line([4], None).endswith("before the next step (train.overlap_gather = false)")
-    beside = gather_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
+    beside = gather_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
     assert "from 4 ranks unit by unit beside the next step's first packs" in beside
     assert "1.50 times as long as alone and keep computing from 25%" in beside
-    assert "beside its packs gathers last 2.50 times" in gather_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
+    assert "beside its packs they last 2.50 times" in gather_line(
+        [4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)
+    )
 
 
 def test_a_run_says_how_keys_and_values_travel():
     assert context_line(1, "all_gather") == ""
+    assert "gathered while attention of local ones" in context_line(2, "all_gather")
     assert "round the ranks" in context_line(2, "ring")
-    assert context_line(2, "all_gather").endswith("gathered while attention of local ones is computed")
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

@@ -13,8 +13,8 @@ from evenload.config.train_config import load_train_config
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import write_coefficients
 from evenload.cost.measured_on import MeasuredOn
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.hub.model_files import model_from
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from plan_calls import run_plan

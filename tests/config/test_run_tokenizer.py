@@ -7,7 +7,7 @@ import pytest
 from evenload.cli.worker_setup import require_runnable
 from evenload.config.tokenizer import require_tokenizer, tokenizer_fact
 from evenload.config.train_config import TrainConfig, load_train_config
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 from reference_training import tiny_config
 

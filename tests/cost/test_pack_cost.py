@@ -205,14 +205,18 @@ def test_offloaded_documents_hide_their_copies_behind_compute_or_wait() -> None:
 
 
 def test_tensor_parallelism_divides_work_and_adds_its_transfers() -> None:
-    """All of them, because the runtime waits for each, unless a share is set."""
+    """Of their bytes the exposed share, and all of their latency; nothing where layers were measured with them."""
     # 4 rings of 4 tokens · 8 hidden · 2 bytes, half of it over the link
-    rings = 4 * (4 * 16 * 0.5 / 100.0 + 0.25)
-    for changes, share in (({}, 1.0), ({"tensor_exposed_share": 0.5}, 0.5)):
+    bytes_s, latency_s = 4 * 4 * 16 * 0.5 / 100.0, 4 * 0.25
+    for changes, rings in (
+        ({}, bytes_s + latency_s),
+        ({"tensor_exposed_share": 0.5}, 0.5 * bytes_s + latency_s),
+        ({"tensor_exposed_share": 0.0}, 0.0),
+    ):
         coefficients = sample_coefficients(**LINKS, **changes)
         costs = PackCosts(sample_model(), coefficients, even_layout(3, tp=2))
         found = costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 4)]]), "forward")[0, 0]
-        assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + share * rings) + 4 * 0.25)
+        assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + rings) + 4 * 0.25)
     with pytest.raises(ConfigError, match="know no link"):
         PackCosts(sample_model(), sample_coefficients(), even_layout(3, tp=2))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from corpus_files import all_batches, data_config, fingerprint_of, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.reading import workers as data_workers
+from evenload.data import workers as data_workers
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
 from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, LargeTokenizer, LateTokenizer, SlowTokenizer
 from rank_threads import run_ranks

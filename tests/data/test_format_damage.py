@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from evenload.data.formats.record import FILE_END, FilePart
+from evenload.data.records import FILE_END, FilePart
 from evenload.errors import DataError
 from format_files import (
     END_ID,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.formats import token_files
-from evenload.data.formats.record import FilePart
+from evenload.data import token_files
+from evenload.data.records import FilePart
 from evenload.errors import ConfigError, DataError
 from format_files import (
     END_ID,

@@ -6,9 +6,9 @@ import pickle
 import fsspec
 import pytest
 
-from evenload.data.formats.readers import open_reader
-from evenload.data.formats.record import FilePart
-from evenload.data.source import files as source_files
+from evenload.data import sources
+from evenload.data.part_files import open_reader
+from evenload.data.records import FilePart
 from evenload.errors import DataError
 from format_files import (
     END_ID,
@@ -37,7 +37,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(source_files, "RETRY_WAITS_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(sources, "RETRY_WAITS_S", (0.01, 0.02, 0.03))
 
 
 @pytest.fixture

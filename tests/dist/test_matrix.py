@@ -44,7 +44,7 @@ PLACES = [
 ]
 
 
-OVERLAPS = ("reduction", "gather", "context", "tensor")
+OVERLAPS = ("reduction", "gather")
 
 
 @pytest.fixture(scope="module")

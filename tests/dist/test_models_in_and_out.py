@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
 from evenload.config.train_config import load_train_config
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import build_stage_model

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
 from evenload.config.train_config import layout_of, load_train_config
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state
+from evenload.data.batches import decode_state
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.checkpoint import Progress
 from sweeps import sweep

@@ -4,6 +4,7 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import (
@@ -15,7 +16,6 @@ from evenload.explore.layout_search import (
     with_virtual_stages,
 )
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions

@@ -8,6 +8,7 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule
 from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
 from evenload.explore.layout_search import (
@@ -20,7 +21,6 @@ from evenload.explore.layout_search import (
 )
 from evenload.explore.stage_layers import balanced_layout, usable_bytes
 from evenload.explore.strategy_layouts import fair_planners, planners_in, search_strategies
-from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.types.cluster_catalog import cluster_from

@@ -10,7 +10,7 @@ import pytest
 
 from engine_examples import losses, write_pages
 from evenload.config.train_config import layout_of, load_train_config
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.types.model_catalog import MODELS
 

@@ -12,9 +12,9 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions

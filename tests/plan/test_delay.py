@@ -8,9 +8,9 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.errors import DataError
-from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayState, Waiting
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions

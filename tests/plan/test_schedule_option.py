@@ -7,8 +7,8 @@ import random
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.stepplan.validate import validate_plan

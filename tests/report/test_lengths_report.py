@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from evenload.data.length_profile import profile_lengths
+from evenload.data.lengths import profile_lengths
 from evenload.report.lengths import (
     LengthsTable,
     axis_end,

@@ -19,7 +19,7 @@ from evenload.check.smaller_run import checked_scope
 from evenload.check.step_runner import StepRunner
 from evenload.check.verdict import Verdict
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.optim.data_parallel import GradientReduction

@@ -7,7 +7,7 @@ import torch
 
 from evenload.config.layouts import layouts_of
 from evenload.config.train_config import load_train_config
-from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.step_metrics import StepReport
@@ -30,8 +30,7 @@ COSTS = CostCoefficients(
     intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     devices_per_node=64,
-    reduction_beside=BesideCompute(),
-    gather_beside=BesideCompute(),
+    overlap=OverlapCost(),
 )
 
 

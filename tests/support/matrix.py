@@ -120,7 +120,7 @@ MEANINGS: Mapping[str, str] = {
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",
-    "overlap": "`train.overlap_reduction`, `train.overlap_gather`",
+    "overlap": "`train.overlap_reduction`, `train.overlap_gather`; with `tp`, transfers in chunks of a few rows",
 }
 
 
@@ -257,8 +257,8 @@ ABSENCES: tuple[Absence, ...] = (
     ),
     Absence(
         ("layout", "overlap"),
-        lambda layout, overlap: not {"dp", "cp"} & LAYOUTS[layout].keys() and overlap == "on",
-        "without replicas no gradients are summed",
+        lambda layout, overlap: not {"dp", "cp", "tp"} & LAYOUTS[layout].keys() and overlap == "on",
+        "without replicas no gradients are summed, and without `tp` nothing is divided into chunks",
     ),
 )
 

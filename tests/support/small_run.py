@@ -8,7 +8,7 @@ import msgspec
 from dist_training import COSTS
 from evenload.cost.coefficients import write_coefficients
 from evenload.cost.measured_on import MeasuredOn
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from reference_training import tiny_config
 
 LONG_TAILED_TEXTS = tuple(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)) for i in range(30))

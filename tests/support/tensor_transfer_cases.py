@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dist_cases import RankUnderTest
+from evenload.runtime.comm.cp_groups import Transfer
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.store import ActivationStore
@@ -24,18 +25,19 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
     (stage,) = rank.stages.values()
     group = mesh.tensor
     assert group is not None
-    counted, whole = [0.0], TOKENS * stage.hidden_size
-    gather, scatter = group.all_gather, group.all_to_all
+    counted, whole = [0], TOKENS * stage.hidden_size
+    group.chunk_rows = TOKENS // 3
+    gather, scatter = group.start_all_gather, group.start_all_to_all
 
-    def all_gather(rows: Tensor, what: str) -> Tensor:
-        counted[0] += rows.numel() * group.shard.size / whole
+    def all_gather(rows: Tensor, what: str) -> Transfer:
+        counted[0] += rows.numel() * group.shard.size
         return gather(rows, what)
 
-    def all_to_all(rows: Tensor, counts: list[int], what: str) -> Tensor:
-        counted[0] += rows.numel() / whole
+    def all_to_all(rows: Tensor, counts: list[int], what: str) -> Transfer:
+        counted[0] += rows.numel()
         return scatter(rows, counts, what)
 
-    group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
+    group.start_all_gather, group.start_all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     lengths = {0: recomputed, 1: TOKENS - recomputed} if recomputed else {0: TOKENS}
     policies: dict[int, ActivationPolicy] = {0: "recompute"} if recomputed else {}
     ranges, found = tuple(Range(doc_id, 0, tokens) for doc_id, tokens in lengths.items()), {}
@@ -44,9 +46,9 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
     pack = PackTokens(ranges, ids, targets, positions)
 
     def count(name: str, action) -> None:
-        counted[0] = 0.0
+        counted[0] = 0
         action()
-        found[name] = counted[0] / num_layers
+        found[name] = counted[0] / whole / num_layers
 
     for split in (False, True):
         stage.begin_step(lengths)

@@ -1,7 +1,6 @@
 """Coefficients of a run from what its ranks measured: one cost file for all of them."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -9,11 +8,11 @@ import numpy as np
 
 from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.link_timings import TransferKind, median_link
-from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
+from evenload.calibrate.rounds import Sample, pack_features
 from evenload.calibrate.weight_timings import TOKENS
-from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.cost.group_comm import weight_gather_seconds
-from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
+from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
@@ -27,13 +26,13 @@ class RankMeasurement:
     """What one rank found.
 
     Args:
-        packs: seconds of one layer; yardstick: of packs that are timed again later, as they are then.
+        packs: seconds of one layer.
         head: (rows, seconds); empty where the rank has no head.
         peak_flops_per_s: of matrix products.
         optimizer_s: of one parameter.
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
-        beside: sums of gradients beside compute; gather_beside: gathers of weights; None = not measured.
+        overlap: None = not measured.
         weight_s: of `weight_timings.TOKENS` tokens' weight gradients on one layer.
     """
 
@@ -44,10 +43,8 @@ class RankMeasurement:
     optimizer_s: float
     copy_s_per_byte: float
     weight_s: float
-    yardstick: tuple[Sample, ...] = ()
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
-    beside: BesideCompute | None = None
-    gather_beside: BesideCompute | None = None
+    overlap: OverlapCost | None = None
 
 
 def most_disturbed(ranks: Sequence[RankMeasurement]) -> Disturbance:
@@ -96,15 +93,13 @@ def coefficients_of(
         tensor_exposed_share=0.0 if tp > 1 else 1.0,
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
-        reduction_beside=_median_beside([rank.beside for rank in ranks]),
-        gather_beside=_median_beside([rank.gather_beside for rank in ranks]),
+        overlap=_median_overlap([rank.overlap for rank in ranks if rank.overlap is not None]),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
             cp=layout.cp,
             pp=layout.pipeline_ranks,
             tp=layout.tp,
-            packs=tuple(_yardstick_packs(ranks)),
             disturbance=most_disturbed(ranks),
         ),
     )
@@ -122,13 +117,12 @@ def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp
     return min(1.0, max(0.0, own_s / linear_s)) if linear_s > 0 else None
 
 
-def _median_beside(ranks: Sequence[BesideCompute | None]) -> BesideCompute | None:
-    """Medians over ranks that know."""
-    known = [one for one in ranks if one is not None]
+def _median_overlap(known: Sequence[OverlapCost]) -> OverlapCost | None:
     if not known:
         return None
-    stretch, slowdown = (float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown"))
-    return BesideCompute(stretch=stretch, slowdown=slowdown)
+    pairs = [(one.communication_slowdown, one.compute_slowdown) for one in known]
+    communication, compute = np.median(pairs, axis=0).tolist()
+    return OverlapCost(communication_slowdown=communication, compute_slowdown=compute)
 
 
 def pass_timings(
@@ -138,20 +132,6 @@ def pass_timings(
     chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]
     features: list[tuple[float, ...]] = [pack_features(one.ranges, one.windows, tile) for one in chosen]
     return features, [sample.seconds for sample in chosen], chosen
-
-
-def _yardstick_packs(ranks: Sequence[RankMeasurement]) -> Iterator[MeasuredPack]:
-    """Packs of the yardstick that were timed, in the order of its rounds."""
-    for direction, ranges in itertools.product(DIRECTIONS, itertools.chain(*YARDSTICK_ROUNDS)):
-        seconds = [
-            one.seconds
-            for rank in ranks
-            for one in rank.yardstick
-            if (one.direction, one.ranges) == (direction, ranges)
-        ]
-        if seconds:
-            slices = tuple(tuple(one) for one in ranges)
-            yield MeasuredPack(direction=direction, slices=slices, seconds=float(np.mean(seconds)))
 
 
 def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int) -> PassCoefficients:

@@ -26,17 +26,16 @@ import torch
 import torch.distributed as dist
 
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of, most_disturbed
-from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits, spread_of_repeats
 from evenload.calibrate.grid_choice import kept_bytes
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
 from evenload.calibrate.link_timings import quick_links
+from evenload.calibrate.overlap import overlap_cost
 from evenload.calibrate.pack_clock import PackClock, pack_clock
 from evenload.calibrate.repeats import median_seconds
 from evenload.calibrate.rounds import (
     NEEDED_ROUNDS,
     QUICK_ROUNDS,
-    YARDSTICK_ROUNDS,
     Packs,
     Sample,
     Timed,
@@ -46,9 +45,9 @@ from evenload.calibrate.rounds import (
     rounds_up_to,
     time_round,
     timed_part,
+    whole,
 )
 from evenload.calibrate.weight_timings import weight_seconds
-from evenload.calibrate.yardstick import reference
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.measured_on import Disturbance
 from evenload.runtime.comm.mesh import Mesh
@@ -143,10 +142,7 @@ def _measured(
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
         weight_s=weight_seconds(wanted[0].stage, clock),
         links=quick_links(mesh),
-        beside=beside_compute(mesh, "sums"),
-        gather_beside=beside_compute(mesh, "gathers"),
-        # Last, because it is compared with what a process takes that has done all of this.
-        yardstick=reference(wanted[0].stage, [one.packs for one in wanted], clock, mesh),
+        overlap=overlap_cost(mesh),
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -157,7 +153,7 @@ def _rounds(
     stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, max_pack_tokens: int
 ) -> list[TimedRound]:
     """What is timed, if there is time for it; the same on ranks of one group, whose devices are alike."""
-    shortest = max(max_document_tokens, longest_of(YARDSTICK_ROUNDS[0]))
+    shortest = max(max_document_tokens, longest_of(whole(128)))
     part = timed_part(stage, model.windows)
     rounds = [TimedRound.of(packs, part, model) for packs in QUICK_ROUNDS if longest_of(packs) <= shortest]
     if stage.device.type == "cuda":

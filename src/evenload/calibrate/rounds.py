@@ -89,17 +89,14 @@ def longest_of(packs: Packs) -> int:
     return max(num_tokens_of(packs).values())
 
 
-_SMALL_ROUNDS: tuple[Packs, ...] = (whole(*[8] * 16),)
-"""Small pieces: they say what a slice costs."""
-YARDSTICK_ROUNDS: tuple[Packs, ...] = (
+NEEDED_ROUNDS: tuple[Packs, ...] = (
+    whole(*[8] * 16),
     whole(128),
     whole(512),
     whole(*[64] * 16),
     whole(*[256] * 4),
     cut(896, 1024),
 )
-"""128 to 1,024 tokens: their seconds are kept beside the coefficients, and they are timed again later (`yardstick`)."""
-NEEDED_ROUNDS = (*_SMALL_ROUNDS, *YARDSTICK_ROUNDS)
 """Fewer leave coefficients undetermined, so these run whatever they cost."""
 QUICK_ROUNDS: tuple[Packs, ...] = (
     *NEEDED_ROUNDS,

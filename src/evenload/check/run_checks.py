@@ -15,7 +15,7 @@ from evenload.check.verdict import Verdict, failed
 from evenload.config.planner import run_host, run_options
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import EvenloadError, RankLostError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.balanced import BALANCED

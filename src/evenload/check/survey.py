@@ -13,7 +13,7 @@ from evenload.check.verdict import Verdict, failed, passed, skipped
 from evenload.config.planner import run_planner
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.plan.deferral.delay import DelayState
 from evenload.stepplan.validate import validate_plan

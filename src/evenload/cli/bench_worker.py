@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from evenload.bench.interleaved import run_interleaved
-from evenload.bench.recorded import BenchInputs, option_tables_of
-from evenload.bench.runs import BenchResult, StrategyRuns, loss_difference
+from evenload.bench.runs import BenchInputs, BenchResult, StrategyRuns, loss_difference, option_tables_of
 from evenload.cli.plan_arguments import chosen_strategies
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, require_runnable, run_coefficients, started_rank
@@ -154,7 +153,7 @@ def run_bench_worker(
         console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
         trainer = Trainer(config, setup.mesh)
         # Every step is measured by itself, gathering its weights included: no other step is known to follow.
-        costs = msgspec.structs.replace(run_coefficients(trainer, cache, setup.threads, console), gather_beside=None)
+        costs = msgspec.structs.replace(run_coefficients(trainer, cache, setup.threads, console), overlap_gather=False)
         facts = _facts(config, trainer, costs, setup)
         console.print(" | ".join(f"{key} {value}" for key, value in facts), soft_wrap=True)
         num_steps = len(plan.strategies) * plan.num_batches * (plan.num_rounds + 1)

@@ -19,7 +19,7 @@ from evenload.cli.plan_arguments import (
     length_source,
     unit_line,
 )
-from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths, require_windows
+from evenload.data.lengths import DEFAULT_WINDOWS, profile_lengths, require_windows
 from evenload.report.lengths import LengthsTable, write_lengths_page, write_lengths_png
 
 PIPED_WIDTH = 140

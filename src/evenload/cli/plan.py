@@ -23,7 +23,7 @@ from evenload.cli.plan_found import (
     say,
     worst_line,
 )
-from evenload.data.length_profile import profile_lengths
+from evenload.data.lengths import profile_lengths
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation, headline

@@ -19,10 +19,10 @@ from evenload.cli.options import COUNTS, parse_tokens
 from evenload.config.keys import set_options
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.config import DataConfig, OnCorrupt, RecordKind
-from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.encoding.tokenize import open_tokenizer
 from evenload.data.lengths import LengthTable, count_documents, read_length_table
 from evenload.data.number_files import holds_numbers
+from evenload.data.open_encoder import open_encoder
+from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES
 from evenload.plan.problem.options import PlanOptions

@@ -21,19 +21,19 @@ from evenload.config.sections import with_adapters
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import BESIDE, BesideCompute, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
 from evenload.cost.coverage import (
     completed_from_cluster,
     in_measured_precision,
     require_measured_on,
 )
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
 from evenload.explore.stage_layers import usable_bytes
-from evenload.hub.model_files import model_from
 from evenload.integrations.catalog import engine_named
 from evenload.plan.problem.options import PlanOptions
 from evenload.report.units import format_percent
@@ -58,8 +58,8 @@ class PlanCosts:
         measured: from a cost file; None = from the cluster's data sheet.
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
-        overlap_reduction: a run sums gradients beside packs; overlap_gather: it gathers updated weights beside those of
-            the next step.
+        overlap_reduction: a run reduces gradients beside packs; overlap_gather: it gathers updated weights beside those
+            of the next step.
         attention: backend of a run.
         reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
@@ -79,12 +79,12 @@ class PlanCosts:
         found = analytic_coefficients(self.model, self.cluster, layout, self.attention)  # also checks the layout
         if self.measured is not None:
             found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
-        beside: dict[str, BesideCompute | None] = {
-            name: (getattr(found, name) or self._assumed) if is_wanted else None
-            for name, is_wanted in self._overlaps.items()
-        }
         return msgspec.structs.replace(
-            found, **beside, context_exchange=self.context_exchange or found.context_exchange
+            found,
+            overlap=found.overlap or self._assumed_overlap,
+            overlap_reduction=self.overlap_reduction,
+            overlap_gather=self.overlap_gather,
+            context_exchange=self.context_exchange or found.context_exchange,
         )
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
@@ -93,24 +93,16 @@ class PlanCosts:
         if self.measured is None:
             return unmeasured
         described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
-        lacking = [name for name, is_wanted in self._overlaps.items() if is_wanted and not getattr(self.measured, name)]
-        if lacking and layout.world_size > layout.pp:
-            taken = "they hide nothing" if self._assumed is None else "data-sheet assumptions are taken"
-            described.append(
-                f"{', '.join(lacking)}: what transfers and compute cost each other was not measured; {taken}"
-            )
+        is_wanted = self.overlap_reduction or self.overlap_gather
+        if is_wanted and self.measured.overlap is None and max(layout.data_sizes) > 1:
+            taken = "nothing is hidden" if self._assumed_overlap is None else "a GPU's is assumed"
+            described.append(f"how much collectives and compute slow each other was not measured; {taken}")
         return (*filter(None, described), *self._completions(layout), *unmeasured)
 
     @property
-    def _overlaps(self) -> dict[str, bool]:
-        """Fields of costs, and whether a run has that overlap."""
-        wanted = (self.overlap_reduction, self.overlap_gather)
-        return dict(zip(BESIDE, wanted, strict=True))
-
-    @property
-    def _assumed(self) -> BesideCompute | None:
-        """What is taken where it was not measured: on a CPU, whose cores move the bytes, that nothing hides."""
-        return None if self._is_of_cpu else BesideCompute()
+    def _assumed_overlap(self) -> OverlapCost | None:
+        """Taken where it was not measured: on a CPU, whose cores move the bytes, that nothing hides."""
+        return None if self._is_of_cpu else OverlapCost()
 
     @property
     def _is_of_cpu(self) -> bool:

@@ -21,8 +21,8 @@ from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
 from evenload.config.sections import RunConfig
 from evenload.config.train_config import BYTES_PER_ELEMENT
 from evenload.cost.coefficients import CostCoefficients
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.hub.model_files import model_from
 from evenload.runtime.device import require_device
 from evenload.runtime.model.built_in import config_from, spec_of, with_few_layers
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from evenload.bench.runs import QUIET_WAITED_SHARE
-from evenload.cost.coefficients import BesideCompute, CostCoefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost
 from evenload.cost.coverage import completed_between_layouts
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
@@ -25,8 +25,7 @@ from evenload.report.run_files import MetricRow
 from evenload.report.table import format_action, progress_text, step_line
 from evenload.report.units import format_count, format_plain, format_seconds
 from evenload.runtime.comm.mesh import Meshes
-from evenload.runtime.stages.live_stages import Switch
-from evenload.runtime.stages.opened_twins import Twins
+from evenload.runtime.stages.live_stages import Switch, Twins
 from evenload.types.counted import counted
 from evenload.types.data_sheets import data_sheet_flops_per_s
 from evenload.types.layout import ParallelLayout
@@ -46,41 +45,46 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
-def _beside(beside: BesideCompute) -> str:
-    """What transfers and compute cost each other, after "they"."""
-    return (
-        f"last {beside.stretch:.2f} times as long as alone and keep computing from {beside.slowdown:.0%} of that time"
-    )
+def reduction_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
+    """Say when gradients are reduced, over so many ranks in each layout of the run; "" where each rank has its weights
+    alone in all of them.
 
-
-def reduction_line(copies: Collection[int], beside: BesideCompute | None) -> str:
-    """When gradients are summed, over so many ranks in each layout of the run; "" where each rank has its weights alone
-    in all of them."""
+    Args:
+        overlap: None = none is configured.
+    """
     if max(copies) == 1:
         return ""
-    over = f"gradients are summed over {_over(copies)}"
-    if beside is None:
+    over = f"gradients are reduced over {_over(copies)}"
+    if overlap is None:
         return f"{over} after the last backward (train.overlap_reduction = false)"
-    if not beside.pays:
-        return f"{over} after the last backward: beside it sums {_beside(beside)}, as measured"
-    return f"{over} unit by unit beside the last backward, where sums are taken to {_beside(beside)}"
+    if not overlap.pays:
+        return f"{over} after the last backward: beside it they {_slowdowns(overlap)}, as measured"
+    return f"{over} unit by unit beside the last backward, where they are taken to {_slowdowns(overlap)}"
 
 
-def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
-    """When updated weights are gathered; arguments and answer as `reduction_line`."""
+def gather_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
+    """Say when updated weights are gathered; arguments and result as `reduction_line`."""
     if max(copies) == 1:
         return ""
     over = f"updated weights are gathered from {_over(copies)}"
-    if beside is None:
+    if overlap is None:
         return f"{over} before the next step (train.overlap_gather = false)"
-    if not beside.pays:
-        return f"{over} before the next step: beside its packs gathers {_beside(beside)}, as measured"
-    return f"{over} unit by unit beside the next step's first packs, where gathers are taken to {_beside(beside)}"
+    if not overlap.pays:
+        return f"{over} before the next step: beside its packs they {_slowdowns(overlap)}, as measured"
+    return f"{over} unit by unit beside the next step's first packs, where they are taken to {_slowdowns(overlap)}"
+
+
+def _slowdowns(overlap: OverlapCost) -> str:
+    """What collectives and compute cost each other, after "they"."""
+    return (
+        f"last {overlap.communication_slowdown:.2f} times as long as alone and keep computing from "
+        f"{overlap.compute_slowdown:.0%} of that time"
+    )
 
 
 def context_line(largest_group: int, exchange: str) -> str:
-    """How keys and values travel in a run whose largest group that may share documents has so many ranks; "" where no
-    ranks may."""
+    """Say how keys and values travel in a run whose largest group that may share documents has so many ranks; "" where
+    no ranks may."""
     if largest_group == 1:
         return ""
     if exchange == "ring":

@@ -199,8 +199,8 @@ def _run_steps(
         steps = trainer.train(
             costs,
             memory_cap_bytes,
-            asked_to_stop=lambda: stop.signal,
-            on_made_up=partial(_tell_made_up, told, console),
+            stop_requested=lambda: stop.signal,
+            on_late_pass=partial(_show_late_pass, told, console),
         )
         for report in steps:
             profiled = profile.after_step(trainer.steps_done)
@@ -223,7 +223,7 @@ def _run_steps(
     return last
 
 
-def _tell_made_up(told: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
+def _show_late_pass(told: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
     """A pass that an earlier start left out."""
     files, calls = told
     files.add_validation(validation)
@@ -288,9 +288,9 @@ def _show_start(
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     copies = [max(one.data_sizes) for one in trainer.meshes.layouts]
-    if summed := reduction_line(copies, costs.reduction_beside):
-        console.print(summed, soft_wrap=True)
-        console.print(gather_line(copies, costs.gather_beside), soft_wrap=True)
+    if reduced := reduction_line(copies, costs.overlap if costs.overlap_reduction else None):
+        console.print(reduced, soft_wrap=True)
+        console.print(gather_line(copies, costs.overlap if costs.overlap_gather else None), soft_wrap=True)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
     if travelling := context_line(largest_group, config.parallel.cp_exchange):
         console.print(travelling, soft_wrap=True)

@@ -5,7 +5,7 @@ Each rule stands with what it protects, where it is checked again when the run b
 processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
 (`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_ring`), layers and stages (`types.layout`),
 tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.coverage`), sources and what
-their files hold (`data.reading.part_files`). tests/support/matrix.py lists the pairs; all others are trained in
+their files hold (`data.part_files`). tests/support/matrix.py lists the pairs; all others are trained in
 tests/dist/test_matrix.py.
 """
 
@@ -24,26 +24,24 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenload.attention.backends import select_backend
-from evenload.calibrate.beside_timings import Transferred, measured_beside
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
+from evenload.calibrate.overlap import measured_overlap
 from evenload.cli.plan_inputs import cost_file_warnings
 from evenload.config.layouts import layouts_of, require_optimizer
 from evenload.config.planner import process_memory_bytes
 from evenload.config.sections import RunConfig, validation_data
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig
-from evenload.cost.coefficients import BesideCompute, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
 from evenload.cost.coverage import missing_costs, require_covered
 from evenload.data.config import mixture_configs
-from evenload.data.reading.part_files import open_part
+from evenload.data.hub import local_path
+from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
-from evenload.hub.hub_files import local_path
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
-from evenload.runtime.comm.scalars import least_of_ranks
-from evenload.runtime.comm.warm_up import warm_up
+from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.export_files import require_same_ids
@@ -51,7 +49,7 @@ from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_ring import require_no_window
-from evenload.runtime.stages.sampler import require_whole_model
+from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
 from evenload.types.transfers import ChannelChoice, channel_mode
@@ -219,18 +217,19 @@ def run_coefficients(
     return msgspec.structs.replace(
         found,
         context_exchange=config.parallel.cp_exchange,
-        reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.train.overlap_reduction else None,
-        gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.train.overlap_gather else None,
+        overlap=_overlap(trainer, found.overlap),
+        overlap_reduction=config.train.overlap_reduction,
+        overlap_gather=config.train.overlap_gather,
     )
 
 
-def _beside(trainer: Trainer, what: Transferred, known: BesideCompute | None) -> BesideCompute | None:
-    """What these transfers and packs cost each other: measured where costs do not say it, as those of a layout in which
-    nothing was summed, or of a run without overlap. Collective there."""
-    meshes = trainer.meshes
-    if known is not None or not meshes.sum_gradients:
+def _overlap(trainer: Trainer, known: OverlapCost | None) -> OverlapCost | None:
+    """Return how collectives and compute slow each other: measured where costs do not say it, as those of a layout in
+    which nothing was reduced; assumed on a GPU. Collective there."""
+    train, meshes = trainer.config.train, trainer.meshes
+    if known is not None or not meshes.sum_gradients or not (train.overlap_reduction or train.overlap_gather):
         return known
-    return measured_beside(meshes, what) or BesideCompute()
+    return measured_overlap(meshes) or OverlapCost()
 
 
 def _found_or_measured(

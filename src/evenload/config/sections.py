@@ -286,7 +286,7 @@ _OF_SHARE = (*_OWN, "batch_documents", "batch_tokens")
 
 class ValidationConfig(RecordSettings):
     """Losses of other data while the model trains, by forwards alone. The data are documents of their own (`sources`,
-    `mixture`), or a share of those of `[data]`, which then are not trained (`data.reading.held_out`). What is not set
+    `mixture`), or a share of those of `[data]`, which then are not trained (`data.blocks`). What is not set
     is as in `[data]`; all documents of the sources are read once, in the same order every time, and no token is left
     out but by `data.overlong`.
 

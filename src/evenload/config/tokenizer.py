@@ -9,18 +9,18 @@ from pathlib import Path
 import msgspec
 
 from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
-from evenload.data.encoding.open_encoder import open_encoder, stop_warnings
-from evenload.data.encoding.tokenize import (
+from evenload.data.hub import is_hub_name, local_path
+from evenload.data.open_encoder import open_encoder, stop_warnings
+from evenload.data.tokenize import (
     BYTES,
     MAX_BYTE_VOCABULARY,
     ByteTokenizer,
     DocumentTokenizer,
     describe_tokenizer,
     open_tokenizer,
+    read_settings,
 )
-from evenload.data.encoding.tokenizer_settings import read_settings
 from evenload.errors import ConfigError
-from evenload.hub.hub_files import is_hub_name, local_path
 
 TOKENIZER_FILE, GENERATION_FILE, MODEL_FILE = "tokenizer.json", "generation_config.json", "config.json"
 

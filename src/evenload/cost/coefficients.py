@@ -27,7 +27,6 @@ A pack on a stage takes the longer of the two. Where both were measured (`calibr
 host's seconds; data sheets have none and put launches into `pack_s`, on top of the device's, which is never less.
 """
 
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -45,8 +44,6 @@ _SECONDS = (
     "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
 
-BESIDE = ("reduction_beside", "gather_beside")
-"""Fields with what transfers and compute cost each other."""
 _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 """Where the link inside a node is not known."""
 
@@ -73,44 +70,33 @@ class PassCoefficients(Frozen):
     host_pack_s: float = 0.0
 
 
-class BesideCompute(Frozen):
-    """Reduce-scatters of gradients or all-gathers of weights that run while packs are computed: what each costs the
-    other.
+class OverlapCost(Frozen):
+    """How much collective communication and compute slow each other while both run: reduce-scatters of gradients beside
+    backwards, all-gathers of weights beside forwards.
 
     Args:
-        stretch: seconds of a transfer beside compute over its seconds alone.
-        slowdown: seconds that compute loses in each of them, 0..1. Where cores that compute move the bytes it is near
-            1, and nothing is gained; the default is for devices that copy beside their kernels, and not measured.
+        communication_slowdown: seconds of a collective beside compute over its seconds alone.
+        compute_slowdown: share of the time of such a collective that compute loses, 0..1. Where cores that compute move
+            the bytes it is near 1, and nothing is gained; the default is for devices that copy beside their kernels,
+            and not measured.
+
+    Raises:
+        ConfigError: a factor that is not above 0, or a share that is not in 0..1.
     """
 
-    stretch: float = 1.0
-    slowdown: float = 0.2
+    communication_slowdown: float = 1.0
+    compute_slowdown: float = 0.2
 
     def __post_init__(self) -> None:
-        if not self.stretch > 0:
-            raise ConfigError(f"stretch of transfers beside compute is {self.stretch}, must be above 0")
-        if not 0 <= self.slowdown <= 1:
-            raise ConfigError(f"slowdown by transfers beside compute is {self.slowdown}, must be in 0..1")
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """All of what was measured, in the order of the fields."""
-        return msgspec.structs.astuple(self)
+        if not self.communication_slowdown > 0:
+            raise ConfigError(f"overlap: communication_slowdown is {self.communication_slowdown}, must be above 0")
+        if not 0 <= self.compute_slowdown <= 1:
+            raise ConfigError(f"overlap: compute_slowdown is {self.compute_slowdown}, must be in 0..1")
 
     @property
     def pays(self) -> bool:
-        """A transfer keeps less from computing than it takes alone; else it had better not run beside it."""
-        return self.stretch * self.slowdown < 1
-
-    @property
-    def gained_share(self) -> float:
-        """Of the seconds of a sum alone, what a step saves by running it beside compute; below 0 where it loses."""
-        return 1 - self.stretch * self.slowdown
-
-    @property
-    def computed_share(self) -> float:
-        """Seconds of compute that go on beside a sum, over its seconds alone; at least the smallest float above 0."""
-        return max(self.stretch * (1 - self.slowdown), sys.float_info.min)
+        """Say whether a collective keeps less from computing than it takes alone; else it had better run alone."""
+        return self.communication_slowdown * self.compute_slowdown < 1
 
 
 class CostCoefficients(Frozen):
@@ -134,7 +120,8 @@ class CostCoefficients(Frozen):
         nics_per_node: adapters of a node, of which `inter_node` is one; None = `inter_node` is what a group gets in
             all, as measured.
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
-        tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
+        tensor_exposed_share: of the bytes of a tensor-parallel group's transfers, what does not hide behind matrix
+            products; 0 = layers were measured with all of their transfers.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
         weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Less than
             half where elementwise work, which stays in I, is a part of these seconds; None = not measured, and half is
@@ -143,10 +130,11 @@ class CostCoefficients(Frozen):
             V of others hide; below 1 because both slow each other down.
         copy_s_per_byte: read one byte and write it elsewhere on the device.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
-        reduction_beside: gradients are summed unit by unit while later ones are computed, and what that costs both;
-            None = after the last backward (`train.overlap_reduction`).
-        gather_beside: updated weights are gathered unit by unit while the next step begins, and what that costs both;
-            None = before it begins (`train.overlap_gather`).
+        overlap: how much packs slow, and are slowed by, gradients that are reduced and weights that are gathered
+            meanwhile, unit by unit; None = not measured, and neither runs beside compute.
+        overlap_reduction: gradients are reduced while later ones are computed (`train.overlap_reduction`), else after
+            the last backward; overlap_gather: updated weights are gathered while the next step begins
+            (`train.overlap_gather`), else before it.
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
@@ -182,8 +170,9 @@ class CostCoefficients(Frozen):
     context_hidden_share: float = 0.8
     copy_s_per_byte: float = 0.0
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
-    reduction_beside: BesideCompute | None = None
-    gather_beside: BesideCompute | None = None
+    overlap: OverlapCost | None = None
+    overlap_reduction: bool = True
+    overlap_gather: bool = True
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None
@@ -231,9 +220,21 @@ class CostCoefficients(Frozen):
         """A profile was changed after it was measured, by hand or by another program."""
         if self.profile is None:
             return False
-        kept = ((getattr(self, str(name)), measured) for name, *measured in self.profile.beside)
-        is_other = any(own is not None and own.seconds[: len(measured)] != tuple(measured) for own, measured in kept)
-        return is_other or self.profile.digest != digest_of(self)
+        return self.profile.digest != digest_of(self)
+
+    @property
+    def reduction_overlap(self) -> OverlapCost | None:
+        """Return what reducing gradients beside backwards costs; None where they are reduced after the last one: it is
+        not configured, not measured, or does not pay."""
+        return self._overlap_if(is_wanted=self.overlap_reduction)
+
+    @property
+    def gather_overlap(self) -> OverlapCost | None:
+        """Return what gathering weights beside forwards costs; None where they are gathered before the first one."""
+        return self._overlap_if(is_wanted=self.overlap_gather)
+
+    def _overlap_if(self, *, is_wanted: bool) -> OverlapCost | None:
+        return self.overlap if is_wanted and self.overlap is not None and self.overlap.pays else None
 
     def stage_link(self) -> LinkSpec:
         """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""

@@ -2,11 +2,11 @@
 
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
 before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
-for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of it does not hide
-behind matrix products: all of it, because the runtime waits for each. Recomputing makes the output of attention again,
-so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept. A backward split
-into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of both blocks and the
-gradients of both outputs again: 4 more.
+for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of their bytes does not hide behind
+matrix products (`cost.analytic` says how the share comes about); their latency does not. Recomputing makes the output
+of attention again, so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept.
+A backward split into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of
+both blocks and the gradients of both outputs again: 4 more.
 
 Context parallelism: K and V of a pack are all-gathered before attention, and dK and dV are reduce-scattered behind it
 in backward. K and V are gathered in backward again only of documents that are never cut: of others every rank has kept
@@ -34,6 +34,8 @@ from evenload.types.model import ModelSpec
 
 TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
 """All-gathers and reduce-scatters of a layer's hidden states."""
+TENSOR_CHUNKS = 4
+"""Transfers that a collective of a pack's hidden states is divided into at most, so that products hide all but one."""
 WEIGHT_RINGS = 4
 """All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`."""
 
@@ -69,7 +71,7 @@ def tensor_seconds(
     model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
 ) -> tuple[float, float]:
     """(seconds a token, seconds a pack) of one layer that are exposed."""
-    return tensor_ring_seconds(model, coefficients, tp, TENSOR_RINGS[direction] * coefficients.tensor_exposed_share)
+    return _exposed_seconds(model, coefficients, tp, TENSOR_RINGS[direction])
 
 
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
@@ -90,8 +92,14 @@ def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: in
 
 def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
     """(seconds a token, seconds a pack) of one layer's transfers that recomputing makes again, exposed."""
-    rings = (2 if model.post_norm else 1) * coefficients.tensor_exposed_share
-    return tensor_ring_seconds(model, coefficients, tp, rings)
+    return _exposed_seconds(model, coefficients, tp, 2 if model.post_norm else 1)
+
+
+def _exposed_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: int) -> tuple[float, float]:
+    """Of `tensor_ring_seconds` what is exposed; nothing where layers were measured with their transfers."""
+    token_s, pack_s = tensor_ring_seconds(model, coefficients, tp, rings)
+    share = coefficients.tensor_exposed_share
+    return share * token_s, pack_s if share else 0.0
 
 
 def context_seconds(

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import format_pack, move_batch
 from evenload.integrations.engine_loop import (

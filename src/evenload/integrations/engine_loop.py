@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.integrations.planner import model_spec_of

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from evenload.data.config import DataConfig, trains_given_ids
-from evenload.data.encoding.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
-from evenload.data.formats.hf_dataset import is_iterable_dataset
+from evenload.data.hf_dataset import is_iterable_dataset
+from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
 from evenload.types.nearest_name import did_you_mean
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batch.peers import Alone, Peers
+from evenload.data.batches import Alone, Peers
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, resolve_format

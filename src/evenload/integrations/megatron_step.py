@@ -280,8 +280,8 @@ def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
         )
     if config.num_moe_experts is not None:
         yield (
-            f"num_moe_experts is {config.num_moe_experts}: a router counts the tokens of a micro-batch, so "
-            "gradients depend on how documents are packed, and a replica with fewer micro-batches leaves the experts of others "
+            f"num_moe_experts is {config.num_moe_experts}: a router counts the tokens of a micro-batch, so gradients "
+            "depend on how documents are packed, and a replica with fewer micro-batches leaves the experts of others "
             "waiting for ever. Train a dense model here, mixtures of experts with 'evenload train'"
         )
     if (virtual := config.virtual_pipeline_model_parallel_size) is not None:

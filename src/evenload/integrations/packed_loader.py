@@ -24,13 +24,13 @@ import msgspec
 import numpy as np
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import LoaderState, decode_state, encode_state, state_at_epoch
+from evenload.data.batches import LoaderState, decode_state, encode_state, state_at_epoch
 from evenload.data.config import DataConfig
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
-from evenload.data.encoding.open_encoder import stop_warnings
-from evenload.data.encoding.tokenize import FileTokenizer
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.data.ledger import untaught_warning
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.open_encoder import stop_warnings
+from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
 from evenload.feed.read_ahead import ReadAhead
@@ -42,8 +42,7 @@ from evenload.integrations.loader_options import LoaderOptions, LoaderPlace, fin
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
 from evenload.integrations.projection import project
 from evenload.plan.deferral.delay import DelayState
-from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration.planner_state import PlannerState
+from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.counted import counted
 from evenload.types.plan import StepPlan
@@ -164,7 +163,6 @@ class PackedLoader:
             default_batch_tokens=max_tokens * place.world_size,
             evaluation=evaluation,
         )
-        planning = options.planning()
         options.check_data(config, place)
         vocab_size = known_vocabulary(model)
         require_choice(config, tokenizer, vocab_size)
@@ -181,10 +179,8 @@ class PackedLoader:
         self._maker = StepMaker(
             self._loader,
             planner,
-            strategy,
             replicas=lambda layout: place.replicas,
             max_pack_tokens=max_tokens,
-            may_delay=strategy_named(strategy).delays(planning) and not evaluation,
         )
         self.options, self.config, self._place = options, self._loader.config, place
         self.rank, self.world_size = place.rank, place.world_size
@@ -192,9 +188,9 @@ class PackedLoader:
         self.ledger_lines: tuple[str, ...] = ()
         self._ahead: ReadAhead[PackedStep] | None = None
         self._has_logged = False
-        self._stand_at(self._loader.state(), PlannerState(), 0)
+        self._stand_at(self._loader.state(), DelayState(), 0)
         fact = tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
-        self.start_lines: Sequence[str] = _start_lines(config, fact, options, place, planner.costs)
+        self.start_lines: Sequence[str] = _start_lines(config, fact, options, place, planner.planner.costs)
         if place.is_first:
             self.start_lines = [*self.start_lines, *(f"source        {line}" for line in self._loader.source_lines())]
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
@@ -220,7 +216,7 @@ class PackedLoader:
         planner = _planner_of(model, self.options, self._place)
         self._maker.planner = planner
         self.model_is_assumed = False
-        line = _balance_line(planner.costs, assumed=False)
+        line = _balance_line(planner.planner.costs, assumed=False)
         self.start_lines = [line, *self.start_lines[1:]]
         if self._place.is_first:
             _log.info("PackedLoader\n  %s", line)
@@ -275,7 +271,7 @@ class PackedLoader:
             "version": STATE_VERSION,
             "epoch": self.epoch,
             "loader": encode_state(loader).decode(),
-            "planner": msgspec.json.encode(planner.delay).decode(),
+            "planner": msgspec.json.encode(planner).decode(),
             "world_size": self.world_size,
             **mid._asdict(),
         }
@@ -300,7 +296,7 @@ class PackedLoader:
                 f"{counted(state_dict['world_size'], 'rank')}; now there are {self.world_size}. Save between two steps "
                 "to go on with another number"
             )
-        planner = PlannerState(delay=msgspec.json.decode(state_dict["planner"], type=DelayState))
+        planner = msgspec.json.decode(state_dict["planner"], type=DelayState)
         self._go_on(decode_state(state_dict["loader"].encode()), planner, int(state_dict["epoch"]))
         self._mid_step = _MidStep(given, state_dict["plan_digest"] if given else "")
 
@@ -316,7 +312,7 @@ class PackedLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _go_on(self, loader: LoaderState, planner: PlannerState, epoch: int) -> None:
+    def _go_on(self, loader: LoaderState, planner: DelayState, epoch: int) -> None:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -324,7 +320,7 @@ class PackedLoader:
         self._maker.planner_state = planner
         self._stand_at(loader, planner, epoch)
 
-    def _stand_at(self, loader: LoaderState, planner: PlannerState, epoch: int) -> None:
+    def _stand_at(self, loader: LoaderState, planner: DelayState, epoch: int) -> None:
         self._before = self._after = (loader, planner)
         self._open: PackedStep | None = None
         self._peeked: PackedStep | None = None
@@ -396,10 +392,12 @@ class PackedLoader:
         return mid.given
 
 
-def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> StepPlanner:
-    engine = None if options.engine is None else options.profile
+def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPlanner:
+    planning, engine = options.planning(), None if options.engine is None else options.profile
     ranks = {"dp": place.world_size, "cp": options.sequence_ranks}
-    return make_planner(model, options.costs, options.planning(), **ranks, engine=engine, shape=options.shape)
+    planner = make_planner(model, options.costs, planning, **ranks, engine=engine, shape=options.shape)
+    may_delay = strategy_named(options.strategy).delays(planning) and not options.evaluation
+    return RunPlanner(planner, options.strategy, may_delay)
 
 
 def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.cost.first_forward import forward_units
 from evenload.cost.last_backward import pack_features, stage_units, unit_seconds
 from evenload.cost.memory import trained_parameters_per_rank
@@ -109,10 +109,12 @@ def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
     """Return the cost model with what the engine hides of transfers, and how far it has to reduce."""
     known = costs.coefficients
     changes: dict[str, object] = {}
+    if known.source == "analytic":
+        changes["tensor_exposed_share"] = 1.0  # as without userbuffers or asynchronous tensor parallelism
     if not profile.overlaps_reduction:
-        changes["reduction_beside"] = None
+        changes["overlap_reduction"] = False
     if profile.gathers_in(costs.layout) != "pass":
-        changes["gather_beside"] = None  # gathered at the end of a step, when nothing computes
+        changes["overlap_gather"] = False  # gathered at the end of a step, when nothing computes
     if not profile.sharded_update and known.reduce_bandwidth_bytes_per_s is not None:
         # Every rank gets the whole sum: what a reduce-scatter moves, and as much again.
         changes["reduce_bandwidth_bytes_per_s"] = known.reduce_bandwidth_bytes_per_s / 2
@@ -188,7 +190,7 @@ def _with_blocking_sends(costs: PackCosts, tasks: PipelineTasks) -> PipelineTask
 def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[SimulatedReplica]) -> tuple[float, float]:
     """End of the last micro-batch, and what comes after it."""
     # Weights that are gathered in every pass are in its seconds, and not once more at the first packs of a step.
-    end = step_end(_with_coefficients(costs, gather_beside=None), simulated)
+    end = step_end(_with_coefficients(costs, overlap_gather=False), simulated)
     if profile.sharded_update:
         end_s = costs.optimizer_seconds()
     else:
@@ -234,7 +236,7 @@ def with_pass_transfers(
         found = np.full(len(pack_s), gathers_s[0] + reductions_s[-1])
         overlapping = zip([*gathers_s[1:], 0.0], [0.0, *reductions_s[:-1]], strict=True)
         for at, (next_s, last_s) in enumerate(overlapping):
-            transfers = (next_s, coefficients.gather_beside), (last_s, coefficients.reduction_beside)
+            transfers = (next_s, coefficients.gather_overlap), (last_s, coefficients.reduction_overlap)
             found += overlapped_seconds(unit_s[:, at], transfers)
         return found
 
@@ -278,7 +280,7 @@ def _bucket_reductions(costs: PackCosts, bucket_parameters: int) -> dict[int, fl
 
 
 def overlapped_seconds(
-    compute_s: NDArray[np.float64], transfers: Sequence[tuple[float, BesideCompute | None]]
+    compute_s: NDArray[np.float64], transfers: Sequence[tuple[float, OverlapCost | None]]
 ) -> NDArray[np.float64]:
     """Return when compute and transfers that begin together have all ended, the transfers one after the other.
 
@@ -292,13 +294,13 @@ def overlapped_seconds(
         if overlap is None or not overlap.pays:
             now_s += transfer_s
             continue
-        rate, stretched_s = 1 - overlap.slowdown, transfer_s * overlap.stretch
+        rate, stretched_s = 1 - overlap.compute_slowdown, transfer_s * overlap.communication_slowdown
         if not rate:
             now_s += stretched_s
             continue
         # The transfer ends first, and compute goes on; or compute ends first, and the transfer alone.
         ends_first = stretched_s * rate <= left_s
-        compute_first_s = left_s / rate + transfer_s - left_s / rate / overlap.stretch
+        compute_first_s = left_s / rate + transfer_s - left_s / rate / overlap.communication_slowdown
         now_s += np.where(ends_first, stretched_s, compute_first_s)
         left_s = np.where(ends_first, left_s - stretched_s * rate, 0.0)
     return now_s + left_s

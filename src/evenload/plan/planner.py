@@ -351,3 +351,40 @@ def _uneven(packs: SliceColumns, pack_s: np.ndarray) -> float:
 
 def _slowest_stage(pack_s: np.ndarray) -> np.ndarray:
     return pack_s.max(axis=1) if len(pack_s) else np.zeros(0)
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlanner:
+    """Plans the steps of a run (`feed.step_maker.Planner`) by one strategy in one layout.
+
+    Args:
+        may_delay: strategies that defer documents may do so; else every step trains its whole batch.
+    """
+
+    planner: StepPlanner
+    strategy: str
+    may_delay: bool = True
+
+    @property
+    def known_steps(self) -> int:
+        """Steps whose lengths it wants to know: the coming one."""
+        return 1
+
+    @property
+    def state_type(self) -> type[DelayState]:
+        """What it carries from step to step."""
+        return DelayState
+
+    def plan_step(
+        self,
+        step: int,
+        documents: tuple[Document, ...],
+        state: DelayState,
+        *,
+        coming: Sequence[tuple[Document, ...]] = (),
+        is_last: bool = False,
+    ) -> tuple[StepPlan, DelayState, None]:
+        """Plan a step; the state after it, and no decision about the layout. Raises as `StepPlanner.plan`."""
+        delay = state if self.may_delay else None
+        proposal = self.planner.propose(step, documents, self.strategy, state=delay, is_last=is_last)
+        return proposal.require_feasible(), proposal.state or DelayState(), None

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,14 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.replica_block import ReplicaBlock, block_sizes
 
 
+class Waits(Protocol):
+    """A group whose transfers are waited for."""
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for the others; `RankLostError` where one of them died or is stuck."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Transfer:
     """One transfer under way; `what` is for messages: "the keys and values of forward pack 3 (layer 0)"."""
@@ -33,7 +42,7 @@ class Transfer:
     result: Tensor
     works: tuple[dist.Work, ...]
     sent: Tensor
-    group: "ContextGroup"
+    group: "Waits"
     what: str
 
     def wait(self) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenload.data.encoding.token_table import TokenTable, table_of
+from evenload.data.blocks import TokenTable, table_of
 from evenload.errors import InvalidPlanError
 from evenload.feed.collate import collate_pack, collate_ranges
 from evenload.runtime.comm.cp_groups import ContextGroup

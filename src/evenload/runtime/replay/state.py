@@ -1,6 +1,7 @@
 """`ReplayState`: what the running pass of a stage is, which every replaced module of its layers reads."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,15 +35,48 @@ class GatherOnce:
         return self._last[1]
 
 
+class BlockInput:
+    """The input of a block of a tensor-parallel layer, all rows of which are on their way.
+
+    Attributes:
+        own: rows of this rank, [n, hidden]; `key` names them (`GatherOnce`).
+        rows: those of all ranks, [T, hidden], which `arrive` fills.
+        weight_gradients: what adds those of the linears that read the input, once their own gradients are known.
+    """
+
+    def __init__(self, own: Tensor, rows: RowExchange) -> None:
+        self.own, self.key = own, object()
+        self.rows = own.new_empty((rows.num_rows, *own.shape[1:]))
+        self.weight_gradients: list[Callable[[], None]] = []
+        self._under_way = deque((chunk.rows, chunk.exchange.start_gather(own[chunk.own])) for chunk in rows.chunks)
+
+    def arrive(self) -> Iterator[slice]:
+        """Wait for the chunks that are not there yet, one by one: which rows each has."""
+        while self._under_way:
+            chunk, fill = self._under_way.popleft()
+            fill(self.rows[chunk])
+            yield chunk
+
+    def whole(self) -> Tensor:
+        """All rows, once they are there."""
+        for _ in self.arrive():
+            pass
+        return self.rows
+
+    @property
+    def is_there(self) -> bool:
+        """Nothing is under way any more."""
+        return not self._under_way
+
+
 @dataclass(eq=False)
 class TensorRows:
-    """Rows of the running pack on a tensor-parallel group; `block_input` are own rows of the running block's input,
-    which `block_key` names, and `again` gathers rows in W."""
+    """Rows of the running pack on a tensor-parallel group; `block` is the input of the block that is running, and
+    `again` gathers rows in W."""
 
     rows: RowExchange
     ranges: tuple[Range, ...]
-    block_input: Tensor | None = None
-    block_key: object = None
+    block: "BlockInput | None" = None
     again: GatherOnce = field(init=False)
     _remade: tuple[RowExchange, Tensor, Tensor] | None = None
 
@@ -89,6 +123,11 @@ class ReplayState:
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
     tensor_rows: TensorRows | None = None
+
+    def makes_again(self, site: tuple[int, str]) -> bool:
+        """Whether products at a site of the running backward pack are made from their input."""
+        assert self.store is not None
+        return self.remade is not None or self.store.recomputes(site)
 
     def divide_rows(self, device: torch.device) -> None:
         """Find the rows of the running pack whose products are not stored."""

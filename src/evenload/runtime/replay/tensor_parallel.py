@@ -9,7 +9,17 @@ Forward moves a layer's hidden states 4 times; backward 6 times, because a block
 weight gradients instead of being kept (Korthikanti et al. 2022, §4.2). What is recorded is what one rank has: own rows
 of the layer's input and of what o (and down) return, own columns of the rest, so all of it falls by tp.
 
-A backward split into I and W keeps own rows too, of inputs and of gradients, and gathers them again in W.
+What hides the transfers:
+
+    forward    gather a block's input in chunks      the first product (q, gate) of the chunk before
+               sum and scatter in chunks             the product (o, down) of the next chunk
+    backward   gather o's and down's gradients       as in forward, in chunks
+               gather a block's input                all that comes before its weight gradients
+               sum and scatter the input's gradient  the block's weight gradients (q k v, gate up)
+
+Chunks are runs of a pack's rows (as in torch's asynchronous tensor parallelism), so every row has the same product as
+without. All ranks of a group start their transfers in one order. Nothing hides what W of a split backward gathers
+again: it keeps own rows of inputs and of gradients.
 
 Layers stay transformers' own: the two blocks of a layer get a hook that gathers, and the linears recorded by replay
 become `ColumnLinear` or `RowLinear` by their names. Gradients of what every rank holds whole (norms, biases behind a
@@ -18,16 +28,18 @@ sum) are partial, of own rows or own heads; `data_parallel` sums them over the g
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from evenload.runtime.comm.tensor_group import RowExchange
+from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
 from evenload.runtime.replay.known_output import known_output
 from evenload.runtime.replay.linear import ReplayLinear
-from evenload.runtime.replay.state import ReplayState, TensorRows
-from evenload.runtime.replay.weight_products import add_now_or_later, add_weight_gradient, is_frozen
+from evenload.runtime.replay.state import BlockInput, ReplayState, TensorRows
+from evenload.runtime.replay.weight_products import add_weight_gradient, is_frozen
 from evenload.types.architectures.architecture import Architecture
 
 
@@ -43,16 +55,45 @@ def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState,
             module.register_forward_hook(functools.partial(_scatter_output, state))
     for name in architecture.blocks:
         block: nn.Module = getattr(layer, name)
-        block.register_forward_pre_hook(functools.partial(_gather_input, state), with_kwargs=True)
+        has_adapters = any(is_adapter(inner) for inner, _ in block.named_modules())
+        readers = [module for module in block.modules() if isinstance(module, ColumnLinear)]
+        hook = functools.partial(_gather_input, state, (layer_index, name), readers, has_adapters=has_adapters)
+        block.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _gather_input(state: ReplayState, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]."""
+def _gather_input(
+    state: ReplayState,
+    site: tuple[int, str],
+    readers: Sequence["ColumnLinear"],
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    *,
+    has_adapters: bool,
+) -> tuple[tuple, dict]:
+    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]. In record the first of `readers` waits for
+    them; in replay, where products are known, their weight gradients. Adapters, and products that are made again, need
+    them at once."""
     pack = state.tensor_rows
     assert pack is not None
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    pack.block_input, pack.block_key = own.detach()[0], object()
-    gathered = gather_rows(own.squeeze(0), pack.rows)[None]
+    block = pack.block = BlockInput(own.detach()[0], pack.rows)
+    is_read_later = state.mode == "record" or (
+        state.products is None and not state.makes_again(site) and not all(is_frozen(one.weight) for one in readers)
+    )
+    if has_adapters or not is_read_later:
+        block.whole()
+
+    rows = pack.rows
+
+    def backward(grad: Tensor) -> Tensor:
+        arrive = rows.start_sum_scatter(grad)
+        for add in block.weight_gradients:
+            add()
+        block.weight_gradients.clear()
+        return arrive()
+
+    gathered = known_output(block.rows, backward, own.squeeze(0))[None]
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": gathered}
     return (gathered, *args[1:]), kwargs
@@ -66,22 +107,35 @@ def _scatter_output(state: ReplayState, module: nn.Module, args: tuple, output: 
 
 
 class ColumnLinear(ReplayLinear):
-    """All rows times own columns of the output: as any recorded linear, but for what waits for W."""
+    """All rows times own columns of the output."""
+
+    def product(self, rows: Tensor) -> Tensor:
+        assert self.replay.tensor_rows is not None
+        block = self.replay.tensor_rows.block
+        assert block is not None
+        if block.is_there:
+            return super().product(rows)
+        output = rows.new_empty(rows.shape[0], self.weight.shape[0])
+        for chunk in block.arrive():
+            torch.mm(block.rows[chunk], self.weight.t(), out=output[chunk])
+        return output if self.bias is None else output.add_(self.bias)
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
-        state, pack = self.replay, self.replay.tensor_rows
+        pack, weight, bias, products = self.replay.tensor_rows, self.weight, self.bias, self.replay.products
         assert pack is not None
-        if state.products is None:
-            return super().known(input, output)
-        weight, bias, products, own_input = self.weight, self.bias, state.products, pack.block_input
-        assert own_input is not None
-        again, key = pack.again, pack.block_key
+        assert pack.block is not None
+        block, again, key = pack.block, pack.again, pack.block.key
 
-        def add(own_rows: Tensor, grad_rows: Tensor) -> None:
+        def add_later(own_rows: Tensor, grad_rows: Tensor) -> None:
             add_weight_gradient(weight, bias, again(own_rows, key), grad_rows)
 
         def backward(grad: Tensor) -> Tensor:
-            add_now_or_later(products, weight, add, own_input, grad.flatten(0, -2))
+            if is_frozen(weight):
+                pass
+            elif products is not None:
+                products.defer(add_later, block.own, grad[0])
+            else:
+                block.weight_gradients.append(lambda: add_weight_gradient(weight, bias, block.whole(), grad[0]))
             return grad @ weight
 
         return known_output(output, backward, input)
@@ -119,7 +173,12 @@ class RowLinear(ReplayLinear):
 
         def backward(grad: Tensor) -> Tensor:
             own = grad[0]
-            everyone = exchange.gather(own)
+            everyone = own.new_empty(exchange.num_rows, own.shape[1])
+            input_grad = own.new_empty(exchange.num_rows, weight.shape[1])
+            under_way = [chunk.exchange.start_gather(own[chunk.own]) for chunk in exchange.chunks]
+            for chunk, fill in zip(exchange.chunks, under_way, strict=True):
+                fill(everyone[chunk.rows])
+                torch.mm(everyone[chunk.rows], weight, out=input_grad[chunk.rows])
             if not is_frozen(weight):
                 if bias is not None:
                     bias.main_grad += own.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
@@ -127,12 +186,17 @@ class RowLinear(ReplayLinear):
                     add_weight_gradient(weight, None, rows, everyone)
                 else:
                     products.defer(add_later, rows, own)
-            return (everyone @ weight)[None]
+            return input_grad[None]
 
         return known_output(output, backward, input)
 
     def _sum_product(self, rows: Tensor, exchange: RowExchange) -> Tensor:
-        output = exchange.sum_scatter(nn.functional.linear(rows, self.weight))
+        arriving = [
+            chunk.exchange.start_sum_scatter(nn.functional.linear(rows[chunk.rows], self.weight))
+            for chunk in exchange.chunks
+        ]
+        parts = [arrive() for arrive in arriving]
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Once a row, behind the sum.
         return output if self.bias is None else output + self.bias
 
