@@ -128,7 +128,7 @@ def test_a_step_without_a_loss_is_refused(tmp_path):
     ("loader", "message"),
     [
         ({"group": None}, "'group'.* is not yours to set: torchtitan's mesh"),
-        ({"format": "hf"}, "'format'.* the installed torchtitan says"),
+        ({"format": "hf"}, "'format'.* the installed torchtitan determines"),
         ({"max_tokens": 256}, "set training.seq_len = 256"),
     ],
 )
@@ -160,7 +160,10 @@ CHANGES = {
     "context": (lambda config: setattr(config.parallelism, "context_parallel_degree", 2), "'evenload train' shares"),
     "tensor": (lambda config: setattr(config.parallelism, "tensor_parallel_degree", 2), "not tried with packs"),
     "chunks": (lambda config: config.dataloader.loader.update(pack_multiple=6), "'pack_multiple'. = 4"),
-    "no layers": (lambda config: setattr(config.model_spec, "model", SimpleNamespace()), "no layers to look at"),
+    "no layers": (
+        lambda config: setattr(config.model_spec, "model", SimpleNamespace()),
+        "no layers that could be checked",
+    ),
     "no attention": (
         lambda config: setattr(config.model_spec, "model", SimpleNamespace(layers=[SimpleNamespace()])),
         "layer 0 .*no attention that is known",

@@ -10,9 +10,9 @@
 | `megatron` | Megatron-Core, fields of `PackedSeqParams` | shifted, 0 with `loss_mask` 0 where there is no loss |
 | `pack` | everything else | the `PackBatch` itself |
 
-Every format says where documents begin: cumulative lengths in int32 from 0, the longest as host integers (so that no
-kernel asks the device), positions from 0 in every document. No attention mask is made. T = tokens of the pack, all on
-the CPU; everything but the labels shares the pack's memory.
+Every format marks where documents begin: cumulative lengths in int32 from 0, the longest as host integers (so that no
+kernel waits for the device), positions from 0 in every document. No attention mask is made. T = tokens of the pack, all
+on the CPU; everything but the labels shares the pack's memory.
 """
 
 import ast
@@ -30,11 +30,11 @@ from evenload.feed.collate import PackBatch
 BatchFormat = Literal["hf", "varlen", "torchtitan", "torchtitan_folded", "torchtitan_batched", "megatron", "pack"]
 BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
-"""Those whose keys can say that the keys of attention are more than the queries."""
+"""Those in which attention may have more keys than queries."""
 
 # Size of a batch in torchtitan's settings: sequences, or tokens.
 _BATCHED, _FOLDED = "local_batch_size", "num_tokens_per_microbatch_per_dp_rank"
-_EXPLICIT = 'say format="torchtitan_folded" ([T]) or format="torchtitan_batched" ([1, T], torchtitan up to 0.3.0)'
+_EXPLICIT = 'give format="torchtitan_folded" ([T]) or format="torchtitan_batched" ([1, T], torchtitan up to 0.3.0)'
 
 
 class VarlenMetadata(NamedTuple):
@@ -66,14 +66,13 @@ def resolve_format(format: BatchFormat) -> BatchFormat:
 def _torchtitan_is_folded() -> bool:
     """Whether the installed torchtitan takes [T], and not [1, T] as up to its release 0.3.0.
 
-    The change came between releases, so a version number does not tell. What tells is the size of a batch in
-    torchtitan's training settings, which was renamed by the same change. They are read as text: importing torchtitan
-    takes seconds and all of its requirements.
+    The change came between releases, so a version number does not show it; the size of a batch in torchtitan's training
+    settings does, which was renamed by the same change. They are read as text: importing torchtitan takes seconds.
     """
     spec = importlib.util.find_spec("torchtitan")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            f"format 'torchtitan' asks the installed torchtitan for its shape, and it is not installed; {_EXPLICIT}"
+            f"format 'torchtitan' has the shape of the installed torchtitan, and it is not installed; {_EXPLICIT}"
         )
     file = Path(next(iter(spec.submodule_search_locations)), "config", "configs.py")
     try:
@@ -125,7 +124,7 @@ def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
     Returns:
         `input_ids`, `labels`, `position_ids`: int64[1, T]; `cu_seq_lens_q`, `cu_seq_lens_k`: int32[documents + 1];
         `max_length_q`, `max_length_k`: int; `num_items_in_batch`: int64[]; `use_cache`: False, because with a cache
-        the models do not look for restarting positions, and the documents of a pack would attend to each other.
+        the models ignore restarting positions, and the documents of a pack would attend to each other.
     """
     labels = np.full_like(pack.targets, IGNORE_INDEX)
     # The target of a document's last token is -100, so that of the token before a document's first one is.

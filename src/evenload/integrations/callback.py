@@ -50,7 +50,7 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Says how this start of a run ended.
+    """Describes how this start of a run ended.
 
     Args:
         steps_done: in all.
@@ -111,7 +111,7 @@ _NAMES = {
     "peak_memory_bytes": "memory/peak_bytes",
     "predicted_peak_memory_bytes": "memory/predicted_peak_bytes",
 }
-"""Keys of `metrics.jsonl`, and the names that people know from other trainers, which stay; trackers log no others."""
+"""Keys of `metrics.jsonl`, and the names that people know from other trainers, which stay; trackers log only these."""
 
 
 def reported_metrics(report: "StepReport") -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The engines that train Evenload's plans, a typed record each, and `LOOP`: any loop over a `PackedLoader`.
 
-docs/engines.md says from which source each fact is known. A new engine is a record here, a file with its adapter
-beside this one, a test of the conformance suite and a section of that page.
+docs/engines.md names the source of each fact. A new engine is a record here, a file with its adapter in this folder, a
+test of the conformance suite and a section of that page.
 """
 
 from typing import Literal
@@ -137,7 +137,7 @@ LOOP = EngineProfile(
         "context": "A plain loop runs a whole model on every rank",
     },
 )
-"""What a `PackedLoader` without an engine knows of its caller: nothing."""
+"""The caller of a `PackedLoader` without an engine, of which nothing is known."""
 
 
 def engine_named(name: str) -> EngineProfile:

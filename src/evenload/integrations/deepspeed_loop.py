@@ -2,7 +2,7 @@
 
 Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and multiplied by the
 number that DeepSpeed divides gradients by, because it takes a mean. Its own accumulation divides by
-`gradient_accumulation_steps`, which must be 1: the plan says how many micro-batches a step has.
+`gradient_accumulation_steps`, which must be 1: the plan has the number of micro-batches.
 
 Gradients are reduced after every micro-batch, or once a step (`engine.coalesce_grad_reduction()`), which keeps whole
 gradients on every rank until then. That reduces the parameters that have a gradient, so each needs one on all ranks or
@@ -64,7 +64,7 @@ class DeepSpeedLoop(EngineLoop):
             ranks run equally many.
 
     Raises:
-        ConfigError: an engine that would train something else, or wait for ever; a loader as `EngineLoop` says.
+        ConfigError: an engine that would train something else, or wait for ever; a loader that `EngineLoop` refuses.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class DeepSpeedLoop(EngineLoop):
 def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
     """Raise a `CheckpointError` where a checkpoint is of another number of ranks. Collective.
 
-    DeepSpeed would find out after it has loaded the weights, and not say what to do.
+    DeepSpeed would fail after it has loaded the weights, without a remedy.
 
     Args:
         tag: None = that of the newest one.
@@ -180,7 +180,7 @@ def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
 
 
 def _folder_and_ranks(directory: Path, tag: str | None) -> tuple[Path, int | None]:
-    """A checkpoint's folder, and what it says of its ranks; None where DeepSpeed will find none itself.
+    """A checkpoint's folder and the number of ranks in it; None where DeepSpeed will find none itself.
 
     The files of the other ranks are not counted: they may lie on the disks of other nodes.
     """
@@ -213,7 +213,7 @@ def _unfit(engine: Any) -> Iterator[str]:
         )
     if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
         yield (
-            f"ZeRO stage is {stage}: without ZeRO the engine cannot put off the sum of gradients; set "
+            f"ZeRO stage is {stage}: without ZeRO the engine cannot defer the sum of gradients; set "
             '"zero_optimization": {"stage": 1} (or 2, 3)'
         )
     if not getattr(engine, "gradient_average", True):
@@ -223,13 +223,13 @@ def _unfit(engine: Any) -> Iterator[str]:
         )
     if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
         yield (
-            "managed_gradient_accumulation is False, with which the engine neither puts off sums of gradients nor "
+            "managed_gradient_accumulation is False, with which the engine neither defers sums of gradients nor "
             "learns the end of a step; leave it out"
         )
     if (steps := engine.gradient_accumulation_steps()) != 1:
         yield (
             f"gradient_accumulation_steps is {steps}, by which DeepSpeed would divide the gradients; they are divided "
-            "by the global batch's label tokens already. Set it to 1 (the plan says how many micro-batches a step has)"
+            "by the global batch's label tokens already. Set it to 1 (the plan has the number of micro-batches)"
         )
     # With sequence groups the engine shards, sums and counts over both dimensions.
     if (size := engine.seq_dp_world_size) != dist.get_world_size():
@@ -281,8 +281,8 @@ def _averaged_over(engine: Any) -> int:
 class SequenceGroups:
     """Gives DeepSpeed its groups of ranks that share sequences, as its `mpu`, without tensor-parallel ranks.
 
-    DeepSpeed's own module calls them model-parallel, too. Handed to the engine as it is, checkpoints say that they are
-    of as many tensor-parallel ranks and cannot be made universal, and universal ones cannot be loaded.
+    DeepSpeed's own module calls them model-parallel, too: with it, checkpoints claim as many tensor-parallel ranks, so
+    that they cannot be made universal, and universal ones cannot be loaded.
     """
 
     def __init__(self, groups: Any) -> None:

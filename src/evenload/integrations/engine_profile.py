@@ -1,6 +1,6 @@
 """What a training engine can run of a plan, and how: one typed record an engine, and the refusals that follow from it.
 
-Planning, projection and price read these facts; none of them asks for an engine's name.
+Planning, projection and price read these facts; none of them reads an engine's name.
 """
 
 from collections.abc import Mapping
@@ -43,10 +43,10 @@ _INSTEAD: Mapping[Topic, str] = {
 
 
 class Limitation(Frozen):
-    """Says what an engine cannot do.
+    """Describes what an engine cannot do.
 
     Args:
-        topic: what was asked of it.
+        topic: what was requested of it.
         why: the reason.
         instead: the nearest thing that works.
     """
@@ -81,7 +81,7 @@ class EngineProfile(Frozen):
         blocking_sends: a rank computes nothing while it sends activations, and sends their shape first.
         sharded_update: a rank updates its share of the weights; else every rank updates all of them.
         slices: it can run packs of parts of documents.
-        cannot: why it cannot do what its user may ask for.
+        cannot: why it cannot do what its user may request.
         not_adapted: what the engine does and is priced for, but Evenload's adapter refuses, and why.
     """
 
@@ -204,7 +204,7 @@ def _require_options(profile: EngineProfile, options: PlanOptions, layout: Paral
         shared = "has some heads a rank" if profile.context_parallel == "heads" else "cuts it into equal parts"
         raise ConfigError(
             f"engine {profile.name}: plan.options.cp_sharding is '{options.cp_sharding}'. Its context-parallel group "
-            f"shares every document of a micro-batch: it {shared}. Leave it out, or say 'per_document'"
+            f"shares every document of a micro-batch: it {shared}. Leave it out, or set 'per_document'"
         )
     if options.schedule != CHOOSE and options.schedule not in profile.schedules:
         request = f"plan.options.schedule is '{options.schedule}'"

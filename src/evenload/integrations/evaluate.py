@@ -60,8 +60,8 @@ class EngineEvaluation:
 
     Args:
         engine, title: of the profile.
-        results: in the order asked for; best: the fastest, "" where none could be planned.
-        left_out: what the engine cannot run, where all strategies were asked for.
+        results: in the order of the request; best: the fastest, "" where none could be planned.
+        left_out: what the engine cannot run, where all strategies were requested.
         not_adapted: of the plans in this layout what Evenload's adapter to the engine refuses to run.
     """
 
@@ -147,7 +147,7 @@ def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _
         try:
             counts.add(_priced(planner, batches, name).count or 1)
         except PLANNING_ERRORS:
-            continue  # its own row says why
+            continue  # its own row has the reason
     runs: list[_Run] = []
     failed: list[Exception] = []
     for count in sorted(counts):

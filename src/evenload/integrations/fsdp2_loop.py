@@ -55,7 +55,7 @@ class Fsdp2Loop(EngineLoop):
 
     Raises:
         ConfigError: parameters that FSDP2 does not reduce over all ranks, or that lie elsewhere than their gradients
-            are made (offload); a loader as `EngineLoop` says.
+            are made (offload); a loader that `EngineLoop` refuses.
     """
 
     def __init__(

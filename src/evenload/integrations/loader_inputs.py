@@ -73,7 +73,7 @@ def data_config(
         evaluation: everything once, in order.
 
     Raises:
-        ConfigError: unknown or contradicting settings; a data set without a column that says what a record is.
+        ConfigError: unknown or contradicting settings; a data set whose columns do not show what a record is.
     """
     settings = dict(settings)
     _check_names(settings)
@@ -116,7 +116,7 @@ def _check_names(settings: Mapping[str, Any]) -> None:
 
 
 def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a data set's records hold, by its columns, where the caller does not say."""
+    """What a data set's records hold, by its columns, where the caller gives none."""
     if "record" in settings or data.column_names is None:
         return {}
     columns = set(data.column_names)
@@ -181,13 +181,13 @@ def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[Dat
 
 
 def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -> None:
-    """Refuse plain bytes that nobody asked for where the caller's model has another vocabulary: a `ConfigError`."""
+    """Refuse plain bytes that nobody chose, where the caller's model has another vocabulary: a `ConfigError`."""
     if tokenizer is not None or config.tokenizer is not None or vocab_size is None or trains_given_ids(config):
         return
     if vocab_size > MAX_BYTE_VOCABULARY:
         raise ConfigError(
             f"tokenizer is not given, and the model's vocabulary of {vocab_size:,} ids is not one of bytes; give the "
-            f'model\'s tokeniser or its directory, or say tokenizer="{BYTES}" to train a model from scratch on bytes'
+            f'model\'s tokeniser or its directory, or give tokenizer="{BYTES}" to train a model from scratch on bytes'
         )
 
 

@@ -1,7 +1,7 @@
 """How a `PackedLoader` packs (`LoaderOptions`), and which rank it serves (`LoaderPlace`).
 
 A caller's loop runs forward and backward of a whole micro-batch and knows documents only. So strategies that cut
-documents are refused unless the caller says that its attention reads the keys of earlier slices. Contradictions are
+documents are refused unless the caller declares that its attention reads the keys of earlier slices. Contradictions are
 refused before anything is opened.
 
 | the caller gives | ranks that share a global batch | reading |
@@ -45,7 +45,7 @@ class LoaderOptions:
     """Holds the options of a `PackedLoader`, all of which are keyword arguments of it.
 
     Args:
-        max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` says less.
+        max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` has less.
         tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or one of ours. No
             special tokens are added but the end of a document. Default: that of a `DataConfig`, else bytes; the first
             lines name it. Has to be given where `model` is the caller's own and records are to be tokenised.
@@ -249,13 +249,13 @@ class LoaderOptions:
         if not self.accept_slices:
             raise ConfigError(
                 f"strategy '{self.strategy}' cuts documents: a micro-batch holds tokens whose keys and values are in "
-                "an earlier one, and its backward passes come in another order, which a plain loop runs wrong without "
-                f"a word. Choose one of {whole}, train with 'evenload train', or say accept_slices=True if your loop "
-                "keeps keys and values of earlier slices and follows step.plan"
+                "an earlier one, and its backward passes come in another order, which a plain loop runs wrong "
+                f"silently. Choose one of {whole}, train with 'evenload train', or give accept_slices=True if your "
+                "loop keeps keys and values of earlier slices and follows step.plan"
             )
         if self.format not in PREFIX_FORMATS:
             raise ConfigError(
-                f"strategy '{self.strategy}' cuts documents, and format '{self.format}' cannot say that a slice "
+                f"strategy '{self.strategy}' cuts documents, and format '{self.format}' cannot express that a slice "
                 f"attends to more keys than it has queries; use format {' or '.join(PREFIX_FORMATS)}"
             )
 
@@ -292,7 +292,7 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank is {rank} and world_size {world_size}; give both or none")
     if rank is not None and group is not None:
-        raise ConfigError("rank and world_size are given with group, which says both; leave them out")
+        raise ConfigError("rank and world_size are given with group, which implies both; leave them out")
     if group is not None and not is_distributed:
         raise ConfigError("group is given, but torch.distributed is not initialised")
     reads_alone = rank is not None or not is_distributed

@@ -137,7 +137,7 @@ class MegatronTrainStep:
             data_iterator=iter(batches),
             model=self._model,
             num_microbatches=len(batches),
-            # Not read where neighbours tell each other shapes; without a pipeline there are none.
+            # Not read where neighbours send each other shapes; without a pipeline there are none.
             seq_length=max(batch["tokens"].shape[1] for batch in batches),
             micro_batch_size=1,
             forward_only=False,

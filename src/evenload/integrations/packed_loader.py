@@ -303,7 +303,7 @@ class PackedLoader:
     def close(self) -> None:
         """End threads and worker processes; iterating again goes on where the loader stands. Collective where ranks
         read together, after the same step."""
-        # Steps that were made ahead are lost with the thread, so the state says where to read again.
+        # Steps that were made ahead are lost with the thread, so the state is where to read again.
         self.load_state_dict(self.state_dict())
 
     def __enter__(self) -> "PackedLoader":
@@ -351,7 +351,7 @@ class PackedLoader:
         self._has_logged = True
         if not step.num_label_tokens:
             _log.warning(
-                "step %d has no token with a loss, so its gradient is 0 (documents %s ...); look at the labels of the "
+                "step %d has no token with a loss, so its gradient is 0 (documents %s ...); check the labels of the "
                 "source",
                 step.plan.step,
                 [document.doc_id for document in step.plan.documents[:5]],

@@ -5,7 +5,7 @@
 What is the engine's own: which micro-batches there are and how long they are (`projection`), the order in which a
 pipeline runs them, whether a rank computes while it sends, whether ranks wait for each other in every micro-batch, when
 gradients are reduced and weights gathered, and who updates what. Seconds of compute are those of Evenload's runtime
-with all activations stored; docs/engines.md says what that leaves out. O(documents + micro-batches · stages).
+with all activations stored; docs/engines.md lists what that leaves out. O(documents + micro-batches · stages).
 """
 
 import itertools

@@ -20,7 +20,7 @@ from evenload.types.plan import StepPlan
 
 
 class StepShape(Frozen):
-    """Says what the caller's run fixes of a step's micro-batches, in addition to what the engine needs.
+    """Holds what the caller's run fixes of a step's micro-batches, in addition to what the engine needs.
 
     Args:
         micro_batches: of every rank, exactly; None = as many as the plan and the engine need.
@@ -69,8 +69,8 @@ def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> EngineS
 
     Raises:
         ConfigError: the plan holds what the engine cannot run (slices, documents shared among replicas or kept on one
-            rank of a context group, a pipeline); or a rank needs more micro-batches, or a pack more tokens than `shape`
-            says.
+            rank of a context group, a pipeline); or a rank needs more micro-batches, or a pack more tokens than
+            `shape` has.
     """
     require_layout(profile, plan.layout)
     replicas = [_replica(plan, packs, profile) for packs in plan.pack_plans]

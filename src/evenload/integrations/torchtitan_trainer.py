@@ -46,8 +46,8 @@ except ImportError as err:
 
 _STATE = "evenload"
 _OF_TORCHTITAN = {
-    **dict.fromkeys(("rank", "world_size", "group"), "torchtitan's mesh says which ranks share a global batch"),
-    **dict.fromkeys(("engine", "format", "equal_micro_batches"), "the installed torchtitan says what it takes"),
+    **dict.fromkeys(("rank", "world_size", "group"), "torchtitan's mesh defines which ranks share a global batch"),
+    **dict.fromkeys(("engine", "format", "equal_micro_batches"), "the installed torchtitan determines it"),
     "accept_slices": "torchtitan's attention reads the keys of its own micro-batch alone",
     "evaluation": "not tried with torchtitan's Validator, which takes a loader of its own in validator.dataloader",
 }
@@ -115,7 +115,7 @@ class PackedDataLoader(BaseDataLoader):
         if not step.num_label_tokens:
             raise DataError(
                 f"step {step.plan.step} has no token with a loss, and torchtitan divides by their number (documents "
-                f"{[document.doc_id for document in step.plan.documents[:5]]} ...); look at the labels of the source, "
+                f"{[document.doc_id for document in step.plan.documents[:5]]} ...); check the labels of the source, "
                 "or make batches larger"
             )
         return len(step) - self._given
@@ -273,7 +273,7 @@ def _untrainable(config: Any) -> Iterator[str]:
     if training.local_batch_size != 1 or training.global_batch_size != -1:
         yield (
             f"training.local_batch_size is {training.local_batch_size} and global_batch_size "
-            f"{training.global_batch_size}; a micro-batch is one pack, and the plan says how many a step has: set "
+            f"{training.global_batch_size}; a micro-batch is one pack, and the plan has their number: set "
             "local_batch_size = 1, leave global_batch_size at -1, and give loader={'batch_tokens': ...}"
         )
     multiple, chunks = config.dataloader.loader.get("pack_multiple", 1), _loss_chunks(config)
@@ -296,8 +296,8 @@ def _attending_across(model_spec: Any) -> Iterator[str]:
     layers = getattr(model_spec.model, "layers", None)
     if not layers:
         yield (
-            f"{model_spec.name} ({type(model_spec.model).__qualname__}) has no layers to look at, so nothing says that "
-            f"documents of a pack would not see each other; {fix}"
+            f"{model_spec.name} ({type(model_spec.model).__qualname__}) has no layers that could be checked, so "
+            f"documents of a pack might see each other; {fix}"
         )
     for index, layer in enumerate(layers or ()):
         inner = getattr(getattr(layer, "attention", None), "inner_attention", None)

@@ -45,7 +45,7 @@ _OTHERWISE: Mapping[str, str] = {
     "auto_find_batch_size": "the loader decides what a batch is; lower its max_tokens instead",
     "dataset_text_field": "the loader reads the column text_column of its settings",
     **dict.fromkeys(
-        ("completion_only_loss", "assistant_only_loss"), "the loader's setting record says what has a loss"
+        ("completion_only_loss", "assistant_only_loss"), "the loader's setting record decides what has a loss"
     ),
     "chat_template_path": "the loader writes conversations by its setting chat_template",
     "eos_token": "the loader ends documents with its setting eos_token; for generation set the tokeniser's",
@@ -97,7 +97,7 @@ class PackedTrainerMixin:
         return _TrainBatches(self._train_loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The evaluation loader's batches; a `ConfigError` where there is none, or another data set is asked for."""
+        """The evaluation loader's batches; a `ConfigError` where there is none, or another data set is given."""
         if self._eval_loader is None or eval_dataset not in (None, self.eval_dataset):  # type: ignore[missing-attribute]
             raise ConfigError(
                 f"evaluate({'' if eval_dataset is None else '...'}): give the data to PackedTrainer as "
@@ -120,7 +120,7 @@ class PackedTrainerMixin:
         counts = [sample.pop(_COUNT) for sample in samples]
         if len({int(count) for count in counts}) > 1 or len(samples) != num_batches:
             raise ConfigError(
-                f"the Trainer asked for {num_batches} micro-batches and got {len(samples)}, of steps with "
+                f"the Trainer requested {num_batches} micro-batches and got {len(samples)}, of steps with "
                 f"{[int(count) for count in counts]} label tokens: it has lost its place between two steps. Resume "
                 "from a checkpoint that was saved after a step"
             )
@@ -239,7 +239,7 @@ def _refuse_settings(
     for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "formatting_func"):
         if settings.get(name) is not None:
             raise ConfigError(
-                f"{name} has no meaning beside a loader: data come from train_loader and eval_loader, and evaluation "
+                f"{name} has no meaning with a loader: data come from train_loader and eval_loader, and evaluation "
                 "gives the mean loss; leave it out"
             )
     steps = args.gradient_accumulation_steps
