@@ -38,7 +38,7 @@ test: .venv/dev  ## everything CI checks of code and pages: lint, types, import 
 # Of what holds float64 results to 1e-9 or tighter, so much that every mechanism is in it.
 ROUNDING_TESTS := $(addprefix tests/,attention/test_range_attention.py check/test_exact_casts.py \
   runtime/test_architectures.py runtime/test_replay.py runtime/test_lora.py integrations/test_packed_training.py \
-  integrations/test_trainer.py integrations/test_trl.py dist/test_context_attention.py \
+  integrations/test_trainer.py dist/test_context_attention.py \
   dist/test_flexpipe_training.py::test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike)
 
 test-rounding: .venv/dev  ## the exactness tests as a processor without vector units rounds; 2 minutes on 2 cores
@@ -70,7 +70,7 @@ test-torch:  ## what differs among versions of PyTorch, under another one: make 
 TITAN := .venv/torchtitan
 
 test-engines: $(TITAN)/installed  ## training on engines that cannot stand beside `dev`: torchtitan; 0.15 GB more
-	$(TITAN)/bin/python -m pytest -n 0 --durations=5 tests/engines/test_torchtitan_trainer.py
+	$(TITAN)/bin/python -m pytest -n 0 --durations=5 tests/integrations/test_torchtitan_trainer.py
 
 # Half a minute on 2 cores, PyTorch being there.
 $(TITAN)/installed: .venv/dev constraints-torchtitan.txt

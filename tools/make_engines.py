@@ -1,9 +1,9 @@
-"""The tables of docs/engines.md, from their rows: plans for Megatron's dynamic context parallelism, steps measured on
-the engines, and what engines are predicted to cost.
+"""Write the tables of docs/engines.md from their rows: steps measured on the engines, and what engines are predicted to
+cost.
 
 python tools/make_engines.py      part of `make docs`; a test fails when page and rows differ
 
-Rows are the newest of `dynamic_cp`, `engine_steps` and `engine_prices` in benchmarks/results/results.csv.
+Rows are the newest of `engine_steps` and `engine_prices` in benchmarks/results/results.csv.
 """
 
 import csv
@@ -12,16 +12,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "engines.md"
 RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
-BEGIN, END = "<!-- dynamic context parallelism: make docs -->\n", "<!-- end of dynamic context parallelism -->\n"
-COLUMNS = {
-    "default_dynamic_cp": "Megatron's dynamic groups over `dp_balanced`",
-    "measured by NVIDIA": "the same, measured by NVIDIA",
-    "ours": "ours over `dp_balanced`",
-    "ours over default_dynamic_cp": "ours over Megatron's",
-    "ours over default_dynamic_cp, worst step": "worst step",
-    "steps that take Megatron's answer": "steps that take Megatron's answer",
-}
-"""Metrics of the rows, and headings."""
 STEPS_BEGIN, STEPS_END = "<!-- steps of engines: make docs -->\n", "<!-- end of steps of engines -->\n"
 STEPS_COLUMNS = {
     "auto faster": "`auto` over it, measured",
@@ -33,15 +23,8 @@ STEPS_COLUMNS = {
 PRICES_BEGIN, PRICES_END = "<!-- prices of engines: make docs -->\n", "<!-- end of prices of engines -->\n"
 
 
-def comparison() -> str:
-    """Markdown lines of dynamic context parallelism: a table, and where its rows are from."""
-    found = newest_rows("dynamic_cp")
-    titles = {case: case.removesuffix(" GPUs") for case in found}
-    return _table("GPUs", COLUMNS, found, titles, "dynamic_cp.py")
-
-
 def steps() -> str:
-    """The same of steps on the engines; a line where nothing was measured."""
+    """Return the Markdown table of steps on the engines; a line where nothing was measured."""
     found = newest_rows("engine_steps")
     if not found:
         return "No rows yet: `python benchmarks/engine_steps.py --append`.\n"
@@ -99,10 +82,7 @@ def _cell(row: dict[str, str]) -> str:
 def page_with_comparison() -> str:
     """The page with all blocks replaced."""
     page = PAGE.read_text(encoding="utf-8")
-    blocks = (
-        *((BEGIN, END, comparison()), (STEPS_BEGIN, STEPS_END, steps())),
-        (PRICES_BEGIN, PRICES_END, prices()),
-    )
+    blocks = (STEPS_BEGIN, STEPS_END, steps()), (PRICES_BEGIN, PRICES_END, prices())
     for begin, end, block in blocks:
         before, rest = page.split(begin)
         page = before + begin + block + end + rest.split(end)[1]

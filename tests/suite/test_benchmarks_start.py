@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 SOON = {
-    *("attention", "dynamic_cp", "engine_prices", "paper_flexpipe", "paper_skrull", "planning", "planning_memory"),
+    *("attention", "engine_prices", "paper_flexpipe", "paper_skrull", "planning", "planning_memory"),
     *("sharding", "simulator", "wlb_delay"),
 }
 """Those that end within seconds; the others take up to five minutes each."""
