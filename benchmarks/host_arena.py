@@ -23,7 +23,7 @@ from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import BlockIndex
 from evenload.runtime.replay.host_arena import HostArena
 from evenload.runtime.replay.rank_packs import pack_ranges

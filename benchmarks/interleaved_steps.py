@@ -17,8 +17,7 @@ from evenload.config.train_config import TrainConfig, layout_of, load_train_conf
 from evenload.cost.coefficients import CostCoefficients
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import RunPlanner
-from evenload.runtime.prepare import prepare_step
-from evenload.runtime.step_source import PreparedStep
+from evenload.runtime.step_source import PreparedStep, prepare_step
 from evenload.runtime.trainer import Trainer
 
 

@@ -39,8 +39,8 @@ from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.step_source import prepare_step
 from evenload.types.document import Document
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout

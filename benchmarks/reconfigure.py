@@ -38,8 +38,7 @@ from evenload.cost.coverage import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import RunPlanner
-from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.comm.warm_up import warm_up
+from evenload.runtime.comm.mesh import create_meshes, warm_up
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_source import prepared_step

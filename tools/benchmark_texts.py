@@ -16,8 +16,9 @@ analytic cost model of H100, for every planner alike; no GPU was used. Compare t
 
 One global batch, one process, one cost model, one simulator; llama-7b on 32 H100. Packs of whole documents run in 1F1B,
 and packs of planners without an own data-parallel assignment are dealt round robin in the planner's order. All packs
-are priced as Evenload's runtime computes them, peers' too. `slimpack` and `auto` may share a long document among replicas, as `evenload plan` lets them; no peer
-can. Every plan is checked: each document once, each token once each way.
+are priced as Evenload's runtime computes them, peers' too. `slimpack` and `auto` may share a long document among
+replicas, as `evenload plan` lets them; no peer can. Every plan is checked: each document
+once, each token once each way.
 
 | column | meaning |
 |---|---|

@@ -102,7 +102,7 @@ def test_the_account_and_the_updates_of_left_out_steps_are_resumed(gloo_pool, co
     assert re.search(r"trained +15 documents", "\n".join(again.ledger))
 
 
-def test_a_step_without_any_label_is_told(gloo_pool, config_file, tmp_path):
+def test_a_step_without_any_label_is_taken(gloo_pool, config_file, tmp_path):
     """Documents of one token have nothing to predict."""
     for path in (tmp_path / "corpus").iterdir():
         path.write_text("a" if int(path.stem) < 5 else "more than a letter")

@@ -16,7 +16,7 @@ from evenload.config.train_config import load_train_config
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 from evenload.runtime.model.configured import load_config
-from evenload.runtime.stages.sampler import Sampler
+from evenload.runtime.stages.evaluation import Sampler
 from training_cases import write_training_config
 from validation_cases import validated_run
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import BlockIndex
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.micropack import ActivationPolicy

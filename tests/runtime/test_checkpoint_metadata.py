@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 import evenload
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.directory import skipped_checkpoints
-from evenload.runtime.checkpoint.metadata import read_metadata
+from evenload.runtime.checkpoint.pieces import read_metadata
 
 
 def index(file: str = "__0_0.distcp") -> Metadata:

@@ -116,7 +116,7 @@ def test_an_export_onto_its_own_source_changes_nothing(base):
     assert {file.name: file.read_bytes() for file in base.iterdir()} == before
 
 
-def test_a_file_that_cannot_be_copied_is_told(base, tmp_path):
+def test_a_file_that_cannot_be_copied_is_taken(base, tmp_path):
     with pytest.raises(ConfigError, match=r"exported to .*, but a file of its tokeniser could not be copied there"):
         copy_tokenizer(tmp_path / "missing", data_of(tokenizer=str(base)), str(base))
 

@@ -11,8 +11,7 @@ from evenload.data.blocks import TokenTable
 from evenload.data.ledger import LedgerState
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.reconfiguration.planner_state import PlannerState
-from evenload.runtime.stages.live_stages import Switch
-from evenload.runtime.stages.monitor import Monitor
+from evenload.runtime.stages.live_stages import Monitor, Switch
 from evenload.types.layout import even_layout
 from flex_cases import PUBLISHED, ROOM, SHORT, documents, make
 from predicted_timeline import predicted_timeline

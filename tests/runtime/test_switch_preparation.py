@@ -14,8 +14,7 @@ from evenload.runtime.stages.copy_timings import _Reading
 from evenload.runtime.stages.live_pieces import LivePiece
 from evenload.runtime.stages.live_stages import LiveStages
 from evenload.runtime.stages.rank_state import RankState
-from evenload.runtime.stages.sparse_memory import SparseMemory
-from evenload.runtime.stages.twin_memory import PieceMemory, placed
+from evenload.runtime.stages.twin_memory import PieceMemory, SparseMemory, placed
 from evenload.runtime.step_trainer import StepTrainer
 from evenload.types.layout import even_layout
 from taken_memory import taken_bytes

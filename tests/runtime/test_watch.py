@@ -77,7 +77,7 @@ def test_the_silent_rank_is_told_from_one_that_lives() -> None:
     watches = [RankWatch(rank, f"rank {rank}", 3, store) for rank in range(3)]
     for watch in watches:
         watch.step = 5
-        watch.note(parse_action("1F7"))
+        watch.record(parse_action("1F7"))
     watches[2].close()  # shows no more signs, as a dead one
     try:
         with pytest.raises(RankLostError) as caught, watches[0].waiting("the barrier"):

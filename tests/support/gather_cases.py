@@ -73,7 +73,7 @@ def one_unit_after_the_other(num_units: int) -> list[list[float]]:
             dist.recv(word, 0, group=mesh.control)
         gathers.seal()
     gathers.finish()
-    (trace,) = gathers.untold(mesh)
+    (trace,) = gathers.take_traces(mesh)
     assert trace.unit.tolist() == list(range(num_units))
-    assert gathers.untold(mesh) == []
+    assert gathers.take_traces(mesh) == []
     return seen

@@ -37,10 +37,9 @@ from evenload.explore.packs_beside_transfers import times_beside_transfers
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.strategy import LeftOutStrategy
-from evenload.runtime.comm.scalars import most_of_ranks
-from evenload.runtime.prepare import prepare_step
+from evenload.runtime.comm.mesh import most_of_ranks
 from evenload.runtime.step_metrics import StepReport
-from evenload.runtime.step_source import PreparedStep
+from evenload.runtime.step_source import PreparedStep, prepare_step
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from evenload.cost.coefficients import OverlapCost
-from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
+from evenload.runtime.comm.collectives import ThreadQueue, all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.comm.side_queue import ThreadQueue
 
 _ELEMENTS = 1 << 19
 """float32 of one transfer, over all ranks of its group."""

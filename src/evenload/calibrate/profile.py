@@ -38,8 +38,7 @@ from evenload.calibrate.repeats import num_outliers
 from evenload.calibrate.rounds import GRID
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.profile_record import Profile, TimedPack, digest_of
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec

@@ -25,8 +25,7 @@ from evenload.report.run_files import MetricRow
 from evenload.report.table import format_action, progress_text, step_line
 from evenload.report.units import format_count, format_plain, format_seconds
 from evenload.runtime.comm.mesh import Meshes
-from evenload.runtime.stages.live_stages import Switch
-from evenload.runtime.stages.opened_twins import Twins
+from evenload.runtime.stages.live_stages import Switch, Twins
 from evenload.types.counted import counted
 from evenload.types.data_sheets import data_sheet_flops_per_s
 from evenload.types.layout import ParallelLayout

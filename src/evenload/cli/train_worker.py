@@ -199,8 +199,8 @@ def _run_steps(
         steps = trainer.train(
             costs,
             memory_cap_bytes,
-            asked_to_stop=lambda: stop.signal,
-            on_made_up=partial(_tell_made_up, told, console),
+            stop_requested=lambda: stop.signal,
+            on_late_pass=partial(_show_late_pass, told, console),
         )
         for report in steps:
             profiled = profile.after_step(trainer.steps_done)
@@ -223,7 +223,7 @@ def _run_steps(
     return last
 
 
-def _tell_made_up(told: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
+def _show_late_pass(told: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
     """A pass that an earlier start left out."""
     files, calls = told
     files.add_validation(validation)

@@ -41,9 +41,7 @@ from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.plan.search.usable_cores import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
-from evenload.runtime.comm.scalars import least_of_ranks
-from evenload.runtime.comm.warm_up import warm_up
+from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.export_files import require_same_ids
@@ -51,7 +49,7 @@ from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_ring import require_no_window
-from evenload.runtime.stages.sampler import require_whole_model
+from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
 from evenload.types.transfers import ChannelChoice, channel_mode

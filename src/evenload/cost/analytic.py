@@ -126,4 +126,6 @@ def _exposed_share(model: ModelSpec, found: CostCoefficients, tp: int, products_
     rings = sum(TENSOR_RINGS.values())
     whole_share = 1.0 - CHUNKED_RINGS / rings / TENSOR_CHUNKS
     transfer_s, _ = tensor_ring_seconds(model, found, tp, rings)
-    return 1.0 - BesideCompute().gained_share * min(whole_share, HIDING_SHARE * products_s / transfer_s)
+    assumed = OverlapCost()
+    gained_share = 1.0 - assumed.communication_slowdown * assumed.compute_slowdown
+    return 1.0 - gained_share * min(whole_share, HIDING_SHARE * products_s / transfer_s)

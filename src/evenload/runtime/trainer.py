@@ -26,15 +26,13 @@ from evenload.plan.reconfiguration.planner_state import PlannerState, resumed_fl
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run
-from evenload.runtime.checkpoint.saves import Saves
-from evenload.runtime.checkpoint.writer import CheckpointWriter
+from evenload.runtime.checkpoint.writer import CheckpointWriter, Saves
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.between_steps import BetweenSteps, RunUnderWay
-from evenload.runtime.stages.live_stages import LiveStages
-from evenload.runtime.stages.monitor import Monitor
+from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation
+from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import StepsLeft, StepSource
@@ -62,7 +60,7 @@ class Trainer:
         self.tokenizer_warnings = tokenizer_warnings(config.data, tokenizer, config.model.path)
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
-        self._between = BetweenSteps(config, tokenizer, self.model, self.meshes)
+        self._evaluation = Evaluation(config, tokenizer, self.model, self.meshes)
         self.steps_done = 0
         self.totals = RunTotals()
         self._loader_state = self._loader.state()
@@ -131,7 +129,7 @@ class Trainer:
         flex = resumed_flex(progress.flex, self.meshes.layouts)
         self._planner_state = PlannerState(delay=progress.planner, flex=flex)
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
-        self.resume_warning = self._between.take_over(progress)
+        self.resume_warning = self._evaluation.resume(progress)
         self.step_trainer.non_finite.num_skipped = progress.skipped_steps
         self._saves.note_resumed(self.steps_done)
         return path
@@ -141,8 +139,8 @@ class Trainer:
         coefficients: CostCoefficients,
         memory_cap_bytes: int,
         stop_after: int | None = None,
-        asked_to_stop: Callable[[], int] = lambda: 0,
-        on_made_up: Callable[[Validation], None] = lambda validation: None,
+        stop_requested: Callable[[], int] = lambda: 0,
+        on_late_pass: Callable[[Validation], None] = lambda validation: None,
     ) -> Iterator[StepReport | None]:
         """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Collective.
 
@@ -151,11 +149,11 @@ class Trainer:
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
                 Consume the iterator to its end: ranks prepare steps ahead, together.
-            asked_to_stop: number of a signal after which this rank shall stop, or 0. Asked once a step, and before
+            stop_requested: number of a signal after which this rank shall stop, or 0. Asked once a step, and before
                 every batch of validation data, the rest of which is then left out; when any rank was asked, all end
                 after that step, and `stop_signal` says which signal it was.
-            on_made_up: told on rank 0 of a pass over the validation data that was due after the last step of an earlier
-                start, and is made before the first one here.
+            on_late_pass: called on rank 0 with a pass over the validation data that was due after the last step of an
+                earlier start, and is made before the first one here.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
@@ -170,18 +168,18 @@ class Trainer:
         monitor = self._monitor(planner)
         source = self._source(planner, monitor, StepsLeft.after(self.steps_done, last_step, run_steps))
         self._saves.begin()
-        run = RunUnderWay(
+        run = EvaluatedRun(
             self.state,
             planner,
             is_last=partial(self._is_last, source, last_step),
-            asked_to_stop=asked_to_stop,
+            stop_requested=stop_requested,
             settle_saves=self._saves.settle,
         )
-        self._make_up(run, on_made_up)
+        self._run_late_pass(run, on_late_pass)
         is_first, ended_s = True, time.perf_counter()
         while not self.stop_signal:
             wait_from_s = time.perf_counter()
-            self.mesh.watch.note("the wait for its next documents and plan")
+            self.mesh.watch.record("the wait for its next documents and plan")
             prepared = source.next()
             if prepared is None:
                 self.state.optimizer.gathers.finish()
@@ -196,8 +194,8 @@ class Trainer:
                 coefficients,
                 learning_rate=self.config.optimizer.rate(step, run_steps),
                 data_wait_s=data_wait_s,
-                stop_signal=asked_to_stop(),
-                goes_on=step + 1 != last_step and not self._between.validates_after(step + 1),
+                stop_signal=stop_requested(),
+                goes_on=step + 1 != last_step and not self._evaluation.validates_after(step + 1),
                 coming_layout=source.coming_layout,
             )
             before_s, ended_s = ended_s, time.perf_counter()
@@ -212,34 +210,34 @@ class Trainer:
         self.state.optimizer.gathers.finish()
         source.close()
 
-    def _make_up(self, run: RunUnderWay, on_made_up: Callable[[Validation], None]) -> None:
+    def _run_late_pass(self, run: EvaluatedRun, on_late_pass: Callable[[Validation], None]) -> None:
         """Before the first step, the pass over the validation data that an earlier start left out. Collective."""
-        looked = self._between.make_up(self.steps_done, run)
-        self.stop_signal = looked.stop_signal
-        if looked.validation is None:
+        evaluated = self._evaluation.run_if_due(self.steps_done, run)
+        self.stop_signal = evaluated.stop_signal
+        if evaluated.validation is None:
             return
         if run.is_last():  # no later save says that it was made
             self._saves.save(self.steps_done, again=True)
-        elif looked.is_best:
+        elif evaluated.is_best:
             self.save()
         if self.mesh.rank == 0:
-            on_made_up(looked.validation)
+            on_late_pass(evaluated.validation)
 
     def _validated_and_saved(
-        self, report: StepReport | None, run: RunUnderWay, *, is_time_to_save: bool
+        self, report: StepReport | None, run: EvaluatedRun, *, is_time_to_save: bool
     ) -> StepReport | None:
         """After a step, what is due: losses of the validation data, samples, a checkpoint. Collective."""
         try:
-            looked = self._between.look(self.steps_done, run, is_stopping=bool(self.stop_signal))
+            evaluated = self._evaluation.after_step(self.steps_done, run, is_stopping=bool(self.stop_signal))
         except (DataError, ConfigError, InfeasiblePlanError, InvalidPlanError):
             # Of the validation data, on every rank: the steps that were trained are whole.
             self.save()
             raise
-        self.stop_signal = self.stop_signal or looked.stop_signal
-        is_time = is_time_to_save or looked.is_best
+        self.stop_signal = self.stop_signal or evaluated.stop_signal
+        is_time = is_time_to_save or evaluated.is_best
         saved, failed_save = self._saves.after_step(self.steps_done, is_time=is_time)
         return report and replace(
-            report, saved=saved, failed_save=failed_save, validation=looked.validation, samples=looked.samples
+            report, saved=saved, failed_save=failed_save, validation=evaluated.validation, samples=evaluated.samples
         )
 
     def _is_last(self, source: StepSource, last_step: int | None) -> bool:
@@ -303,9 +301,9 @@ class Trainer:
             planner=self._planner_state.delay,
             flex=self._planner_state.flex,
             layouts_known=self._layouts_known,
-            best=self._between.best,
-            validated_steps=self._between.validated_steps,
-            validation_digest=self._between.digest,
+            best=self._evaluation.best,
+            validated_steps=self._evaluation.validated_steps,
+            validation_digest=self._evaluation.digest,
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 

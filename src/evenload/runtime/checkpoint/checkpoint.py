@@ -38,10 +38,21 @@ from evenload.errors import ConfigError
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.reconfiguration.fmop import FlexState
-from evenload.runtime.checkpoint.best_checkpoints import BestPass
-from evenload.runtime.checkpoint.directory import PROGRESS_FILE, checkpoint_to_resume, is_step_name, steps_in_name
-from evenload.runtime.checkpoint.metadata import CheckedReader, read_metadata
-from evenload.runtime.checkpoint.pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
+from evenload.runtime.checkpoint.directory import (
+    PROGRESS_FILE,
+    BestPass,
+    checkpoint_to_resume,
+    is_step_name,
+    steps_in_name,
+)
+from evenload.runtime.checkpoint.pieces import (
+    CheckedReader,
+    PieceLoadPlanner,
+    TensorPieces,
+    pieces_of_range,
+    read_metadata,
+    whole_tensor,
+)
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.optimizer import AVERAGE, ShardedOptimizer

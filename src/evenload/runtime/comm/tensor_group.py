@@ -1,7 +1,7 @@
 """`TensorGroup`: the ranks that hold parts of the same matrices, and how rows of packs lie on them.
 
 Inside attention and feed-forward blocks every rank has all rows of a pack and some columns; between blocks it has
-whole rows of some tokens (sequence parallelism, Korthikanti et al. 2022), those of `row_shard`.
+whole rows of some tokens (sequence parallelism, Korthikanti et al. 2022).
 
     gather       rows of all ranks -> all rows, in pack order; one all-gather, padded to the fullest rank
     sum_scatter  all rows of every rank -> own rows, summed; one all-to-all, summed here in at least fp32 and in rank
@@ -11,8 +11,13 @@ whole rows of some tokens (sequence parallelism, Korthikanti et al. 2022), those
 Both also in chunks of a pack's rows (`RowExchange.chunks`), so that the product of one chunk runs while the next is
 under way (`runtime/replay/tensor_parallel.py`). Transfers of a group run in the order in which they are started.
 
-Shapes come from the plan, so nothing is negotiated and no rank waits for its device. Price: a copy of the rows on top
-of the transfer, as rows of different ranks alternate.
+Token p of document d belongs to rank (d + p) mod tp (`RowShard`). That must not depend on the pack, because a backward
+pack needs other ranges than were recorded. So any slice is divided to within one row, short documents do not all fall
+to the same rank, and no recorded row ever moves. Korthikanti et al. cut a batch into contiguous parts, which only works
+when backward has the forward's rows.
+
+Shapes come from the plan, so nothing is negotiated and no rank waits for its device. Price: a copy of the rows with
+the transfer, as rows of different ranks alternate.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,13 +36,33 @@ from evenload.attention.range_attention import work_dtype
 from evenload.cost.group_comm import TENSOR_CHUNKS
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.cp_groups import Transfer
-from evenload.runtime.comm.row_shard import RowShard, row_owners
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
 from evenload.types.token_range import Range
 
 CHUNK_ROWS = 512
 """Rows of a pack that a chunk has at least: smaller products keep no GPU busy."""
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """Which rows a rank of a tensor-parallel group has between blocks."""
+
+    rank: int
+    size: int
+
+    def num_rows(self, ranges: Iterable[Range]) -> int:
+        return sum(self.rows_before(doc_id, stop) - self.rows_before(doc_id, start) for doc_id, start, stop in ranges)
+
+    def rows_before(self, doc_id: int, position: int) -> int:
+        """Own rows among a document's tokens `[0, position)`."""
+        return (position - (self.rank - doc_id) % self.size + self.size - 1) // self.size
+
+
+def row_owners(ranges: Iterable[Range], size: int) -> NDArray[np.int64]:
+    """The rank that has each row of token ranges; int64[T]."""
+    owners = [np.arange(start, stop, dtype=np.int64) + doc_id for doc_id, start, stop in ranges]
+    return np.concatenate([*owners, np.zeros(0, np.int64)]) % size
 
 
 class TensorGroup:

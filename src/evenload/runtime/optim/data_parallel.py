@@ -44,9 +44,8 @@ from torch import Tensor
 
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
+from evenload.runtime.comm.collectives import Span, all_gather_single, collective_queue, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.side_queue import Span, side_queue
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
@@ -105,7 +104,7 @@ class GradientReduction:
         self._queued: list[int] = []
         self._released: set[int] = set()
         self._squares: dict[int, Tensor] = {}
-        self._queue = side_queue(mesh.device, is_beside=is_overlapped and bool(self._left))
+        self._queue = collective_queue(mesh.device, is_overlapped=is_overlapped and bool(self._left))
 
     def __enter__(self) -> Self:
         return self
@@ -246,11 +245,11 @@ class WeightGathers:
     def __init__(self, mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self.is_overlapped = is_overlapped and mesh.data_size > 1
         self._mesh = mesh
-        self._queue = side_queue(mesh.device, is_beside=self.is_overlapped)
+        self._queue = collective_queue(mesh.device, is_overlapped=self.is_overlapped)
         self._units: list[int] = []
         self._last: dict[int, int] = {}  # by unit that nobody has waited for, the number of its last gather
         self._waits: list[Span] = []
-        self._is_told = False
+        self._is_taken = False
 
     def put(self, buffer: FlatBuffer) -> None:
         """This rank's shard of a buffer's values is final."""
@@ -279,13 +278,13 @@ class WeightGathers:
                 self._queue.wait()
             self._last.clear()
 
-    def untold(self, mesh: Mesh) -> list[GatherTrace]:
+    def take_traces(self, mesh: Mesh) -> list[GatherTrace]:
         """What has not been told yet, nothing in another layout than that of the update; finishes all. Waits for a
         GPU."""
         self.finish()
-        if self._is_told or mesh is not self._mesh:
+        if self._is_taken or mesh is not self._mesh:
             return []
-        self._is_told = True
+        self._is_taken = True
         spans, clock = self._queue.wait(), self._queue.clock
         spans_s, waits_s = (
             np.array([clock.seconds(span) for span in marks], np.float64).reshape(-1, 2)

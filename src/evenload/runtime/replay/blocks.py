@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.host_arena import HostRows
 from evenload.types.micropack import ActivationPolicy
 from evenload.types.token_range import Range

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor
 
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import StoredBlock
 from evenload.runtime.replay.held_bytes import HeldBytes
 from evenload.runtime.replay.store import ActivationStore, num_rows

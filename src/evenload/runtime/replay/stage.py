@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import RangeAttention, Scoring, work_dtype
-from evenload.runtime.comm.row_shard import RowShard
-from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, exchange_ranges
+from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, exchange_ranges
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
 from evenload.runtime.replay.head import add_embedding_gradient, embed, head_gradient, row_losses

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import BlockIndex, StoredBlock
 from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
 from evenload.runtime.replay.host_copies import Copy, HostCopies, host_copies

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from evenload.runtime.comm import side_queue as module
-from evenload.runtime.comm.side_queue import InlineQueue, StreamQueue, ThreadQueue, side_queue
+from evenload.runtime.comm import collectives as module
+from evenload.runtime.comm.collectives import InlineQueue, StreamQueue, ThreadQueue, collective_queue
 from evenload.runtime.device import HostClock
 from fake_streams import Device
 
@@ -21,7 +21,7 @@ def device(request, monkeypatch):
 
 
 def test_a_gpus_sums_read_what_was_computed_before_and_are_there_for_what_comes_after(device):
-    queue = side_queue(torch.device("cuda"), is_beside=True)
+    queue = collective_queue(torch.device("cuda"), is_overlapped=True)
     assert isinstance(queue, StreamQueue)
     grads, shards, seen = [torch.zeros(2) for _ in range(2)], [torch.zeros(2) for _ in range(2)], []
     for grad, shard in zip(grads, shards, strict=True):
@@ -35,7 +35,7 @@ def test_a_gpus_sums_read_what_was_computed_before_and_are_there_for_what_comes_
 
 
 def test_a_thread_runs_calls_in_order_while_the_caller_goes_on():
-    queue, may_run, done = side_queue(CPU, is_beside=True), threading.Event(), []
+    queue, may_run, done = collective_queue(CPU, is_overlapped=True), threading.Event(), []
     assert isinstance(queue, ThreadQueue)
     queue.put(may_run.wait)
     for number in range(3):
@@ -43,7 +43,7 @@ def test_a_thread_runs_calls_in_order_while_the_caller_goes_on():
     assert not done
     may_run.set()
     spans = queue.wait()
-    assert done == [(number, "evenload-side-queue") for number in range(3)]
+    assert done == [(number, "evenload-collectives") for number in range(3)]
     times = [mark for span in spans for mark in span]
     assert len(times) == 8
     assert times == sorted(times)
@@ -117,7 +117,7 @@ def test_a_closed_queue_ends_its_thread_without_what_has_not_begun():
 
 
 def test_not_beside_compute_a_call_runs_where_it_is_put():
-    queue, done = side_queue(CPU, is_beside=False), []
+    queue, done = collective_queue(CPU, is_overlapped=False), []
     assert isinstance(queue, InlineQueue)
     queue.put(lambda: done.append(threading.current_thread()))
     assert done == [threading.current_thread()]
