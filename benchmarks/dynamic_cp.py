@@ -36,7 +36,7 @@ from evenload.engines.placed_groups import fastest_groups
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
-from results import Row, run_benchmark
+from harness import Row, run
 
 MODEL = ModelSpec(
     name="gpt-12-layers",
@@ -141,4 +141,4 @@ def step_end_seconds(costs: PackCosts) -> float:
 
 
 if __name__ == "__main__":
-    run_benchmark(measure, __doc__ or "")
+    run({"dynamic_cp": measure})

@@ -31,7 +31,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
-from results import Row, run_benchmark
+from harness import Row, run
 
 LENGTHS = Path(__file__).parent.parent / "examples" / "lengths"
 TABLES = ("github_dirs", "stdlib", "docs")
@@ -97,4 +97,4 @@ def measure(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    run_benchmark(measure, __doc__ or "")
+    run({"engine_prices": measure})

@@ -32,10 +32,11 @@ from evenload.errors import ConfigError
 from evenload.plan.strategies.registry import strategy_named
 from evenload.report.units import format_change, format_seconds
 from evenload.types.layout import even_layout
-from results import commit_name
-from token_runs import save_tokens
+from harness import commit_name
+from setups import ROOT  # puts tests/support on the path
 
-ROOT = Path(__file__).resolve().parent.parent
+from token_run import save_tokens  # isort: skip
+
 LEDGER = Path(__file__).parent / "accuracy" / "cpu.csv"
 STRATEGIES = ("padded", "best_fit", "balanced", "wlb", "skrull", "slimpack", "auto")
 BATCHES, ROUNDS = 2, 7
