@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from evenload.plan.packing.whole_packs import price_packs, run_packs
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.strategies.registry import register
+from evenload.plan.strategies.registry import STRATEGIES, register
 from evenload.plan.strategies.strategy import Strategy
 from setups import documents_of
 
@@ -59,7 +59,6 @@ GIVEN = Strategy(
     # No solver, but what has a limit runs where it is named only: `auto` must not choose among more than users have.
     solver_limit_s=lambda options: 0.0,
 )
-register(GIVEN)
 
 
 def propose_given(planner: StepPlanner, lengths: NDArray[np.int64], replicas: Replicas) -> Proposal:
@@ -68,6 +67,8 @@ def propose_given(planner: StepPlanner, lengths: NDArray[np.int64], replicas: Re
     Raises:
         AssertionError: a document stands twice, or in no pack.
     """
+    if GIVEN.name not in STRATEGIES:
+        register(GIVEN)
     assert sorted(index for packs in replicas for pack in packs for index in pack) == list(range(len(lengths)))
     _given.append([[pack for pack in packs if pack] for packs in replicas])
     try:
