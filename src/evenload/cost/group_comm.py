@@ -17,7 +17,7 @@ they travel in parts all but the first behind that of the parts before (`cost.co
 
 Ranks that meet in a layer for these transfers take `meeting_s` longer for it than rows and transfers by themselves:
 each of them is late at times, who waited has to be woken, and launches come on top. It is a constant of a layer and
-direction, whatever the pack holds (docs/decisions/0056-meetings.md).
+direction, whatever the pack holds (docs/decisions/08-prices.md).
 
 A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 transfers of 1/n each, and
 in backward their gradients in n, the last of which brings them home and hides behind nothing. The others hide behind

@@ -9,7 +9,7 @@ One save at a time: the next one waits for the one under way. When any rank fail
 was written is removed, and every earlier checkpoint is as it was.
 
 Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more;
-the thread takes CPU time and disk bandwidth. Why not `async_save`: docs/decisions/0018.
+the thread takes CPU time and disk bandwidth. Why not `async_save`: docs/decisions/16-checkpoints-stops-and-losses.md.
 """
 
 import hashlib

@@ -8,7 +8,7 @@ the embedding's last. That is the order in which a stage's last backward complet
 that hold the same units sum them in one order, which nothing but the layout decides. Nobody waits for a sum before the
 last action of the step; so no action ever waits for another rank's sums. Where a device runs all its transfers in one
 queue a sum may stand in front of an action's transfer; that this makes no circle holds as long as no replica waits for
-another inside a pack (docs/decisions/0036). Steps whose packs replicas share sum after the last action. The sums are
+another inside a pack (docs/decisions/03). Steps whose packs replicas share sum after the last action. The sums are
 the same calls on the same tensors either way, so results are equal to the bit.
 
 The norm of the gradient is summed in two phases: each unit's squares behind its sum, on the same queue, and after the

@@ -20,7 +20,7 @@ def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_p
     """The same on all ranks.
 
     Args:
-        shares_packs: replicas wait for each other inside of packs, where sums may make a circle (decision 36).
+        shares_packs: replicas wait for each other inside of packs, where sums may make a circle (docs/decisions/03).
         coefficients: without `reduction_beside` nothing is summed, without `gather_beside` nothing gathered beside
             packs; `cli.worker_setup.run_coefficients` measures both.
         goes_on: another step follows.

@@ -9,7 +9,7 @@ K and V of all ranks' rows of shared slices travel in all-gathers, and go to the
 reduce-scatters sum dK and dV of the slices for the ranks that own the rows. They travel in as many *parts* as the plan
 says, each of some key heads with the query heads that read them: while one part is computed the others are under way,
 forward and backward. Heads never meet in attention, so nothing is merged, whatever the size of the group
-(docs/decisions/0038-context-transfers-in-parts.md).
+(docs/decisions/06-context-parallel.md).
 
 What stays between slices: of a document that is cut in forward or backward every rank keeps all K and V, gathered,
 and accumulates dK and dV of its own queries; so every key and every gradient travels once. Of a document that is never
