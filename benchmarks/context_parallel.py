@@ -29,7 +29,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import Executor
-from evenload.runtime.prepare import prepare_step
+from evenload.runtime.step_source import prepare_step
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
 from evenload.types.plan import StepPlan, seal

@@ -23,8 +23,8 @@ import torch
 
 from cpu_ranks import cpu_rank, leave, llama, spawn_ranks, write_run
 from evenload.calibrate.calibrate import calibrate
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer

@@ -18,15 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.engines.catalog import ENGINES
 from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.evaluate import evaluate_engine
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import require_heads
-from evenload.explore.evaluate import planned_steps
-from evenload.explore.sampled_batches import BatchRule, SampledBatch
-from evenload.hub.model_files import model_from
+from evenload.explore.batches import BatchRule, SampledBatch, planned_steps
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from

@@ -107,7 +107,7 @@ def train_torchtitan(race: Race) -> list[Trained]:
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.trainer import Trainer
 
-    from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+    from evenload.data.tokenize import train_byte_pair_tokenizer
     from evenload.integrations.engines.torchtitan_trainer import packed_config
 
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts the process group

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.plan.packing.bin_packing import assign_replicas, longest_first
 from evenload.plan.packing.exact import exact_groups
 from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedily

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import encode_state
+from evenload.data.batches import encode_state
 from evenload.data.config import DataConfig
-from evenload.data.encoding.tokenize import FileTokenizer
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.tokenize import FileTokenizer
 from evenload.feed.collate import collate_pack
-from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.plan.problem.options import PlanOptions
 from evenload.stepplan.validate import validate_plan

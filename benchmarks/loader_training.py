@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 
 from cpu_ranks import llama
-from evenload.data.batch.loader import GlobalBatchLoader
 from evenload.data.config import DataConfig
-from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.data.loader import GlobalBatchLoader
+from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.step_planner import make_planner
 from evenload.plan.planner import StepPlanner

@@ -3,7 +3,7 @@
 Every case is `evenload bench` on a small Llama with random weights: the same two global batches under every strategy,
 by real processes, interleaved step by step. Layouts PP2, DP2, CP2 and PP2 x DP2, two tables of lengths
 (examples/lengths, scaled down to what two cores train in half a second), two sizes of model. Every case calibrates its
-own costs, and times the packs of the calibration again between its steps. Prints measured beside predicted step and
+own costs. Prints measured and predicted step and
 pack times, and appends rows to benchmarks/accuracy/cpu.csv, with the cost file and batches beside it.
 
     python benchmarks/measured.py [--case NAME ...] [--list] [--resume] [--dry-run]
@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 from transformers import LlamaConfig
 
-from evenload.bench.ledger import append_result, current_rows, read_ledger
 from evenload.bench.runs import BenchResult
 from evenload.errors import ConfigError
 from evenload.plan.strategies.registry import strategy_named
@@ -35,6 +34,8 @@ from evenload.types.layout import even_layout
 from harness import commit_name
 from setups import ROOT  # puts tests/support on the path
 
+sys.path.insert(0, str(ROOT / "tools"))
+from ledger import append_result, current_rows, read_ledger  # isort: skip
 from token_run import save_tokens  # isort: skip
 
 LEDGER = Path(__file__).parent / "accuracy" / "cpu.csv"

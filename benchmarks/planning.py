@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
 from evenload.explore.strategy_layouts import search_strategies
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES

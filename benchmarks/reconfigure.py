@@ -30,14 +30,14 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from cpu_ranks import COSTS, llama, spawn_ranks, write_run
+from evenload.config.layouts import layouts_of
+from evenload.config.planner import run_planner
+from evenload.config.train_config import load_train_config
 from evenload.cost.coverage import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
-from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.comm.warm_up import warm_up
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.config.train_config import load_train_config
+from evenload.plan.planner import RunPlanner
+from evenload.runtime.comm.mesh import create_meshes, warm_up
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_source import prepared_step
@@ -97,8 +97,7 @@ class Rank:
         planner = run_planner(trainer.config, trainer.model, trainer.meshes.layouts[index], self.costs, MEMORY_BYTES)
         maker = StepMaker(
             loader,
-            planner,
-            trainer.config.plan.strategy,
+            RunPlanner(planner, trainer.config.plan.strategy),
             replicas=lambda layout: layout.replicas(WORLD),
             max_pack_tokens=trainer.config.max_pack_tokens,
             waiting=mesh.watch.waiting,

@@ -34,12 +34,12 @@ from rich.console import Console
 
 from cpu_ranks import llama, spawn_ranks, write_token_run
 from evenload.cli.worker_setup import run_coefficients, started_rank
-from evenload.cost.coefficients import BesideCompute, CostCoefficients
+from evenload.config.planner import run_planner
+from evenload.config.train_config import TrainConfig, layout_of, load_train_config
+from evenload.cost.coefficients import CostCoefficients, OverlapCost
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
-from evenload.runtime.prepare import prepare_step
-from evenload.runtime.step_source import PreparedStep
+from evenload.plan.planner import RunPlanner
+from evenload.runtime.step_source import PreparedStep, prepare_step
 from evenload.runtime.trainer import Trainer
 from harness import Row, median_ratio, run
 from shaped_link import link_name
@@ -77,11 +77,9 @@ class BenchRank:
         source = trainer.new_loader()
         maker = StepMaker(
             source,
-            planner,
-            config.plan.strategy,
+            RunPlanner(planner, config.plan.strategy, may_delay=False),
             replicas=lambda layout: layout.replicas(mesh.num_ranks),
             max_pack_tokens=config.max_pack_tokens,
-            may_delay=False,
             waiting=mesh.watch.waiting,
         )
         step = maker.next()
@@ -135,24 +133,24 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     with bench_rank(directory, LAYERS, [f"parallel.dp={DP}", "plan.strategy=balanced"]) as bench:
         steps: dict[str, tuple[TrainConfig, PlannedStep]] = {}
         # As if it paid in any case: what is measured says whether it does.
-        tried = {name: pays(getattr(bench.costs, name)) for name in ("reduction_beside", "gather_beside")}
+        assert bench.costs.overlap is not None
+        costs = msgspec.structs.replace(bench.costs, overlap=pays(bench.costs.overlap))
         for name, (sums, gathers) in VARIANTS.items():
             train = msgspec.structs.replace(bench.config.train, overlap_reduction=sums, overlap_gather=gathers)
             chosen = msgspec.structs.replace(bench.config, train=train)
-            kept = {"reduction_beside": sums, "gather_beside": gathers}
-            priced = msgspec.structs.replace(bench.costs, **{key: tried[key] if kept[key] else None for key in tried})
+            priced = msgspec.structs.replace(costs, overlap_reduction=sums, overlap_gather=gathers)
             steps[name] = chosen, bench.planned_step(priced, chosen)
-        costs = msgspec.structs.replace(bench.costs, **tried)
         # The gathers of a step run in the next one: of two alike the second has those of its kind.
         found = bench.by_turns(steps, rounds, costs, KEYS, repeats=2, goes_on=True)
         bench.trainer.state.optimizer.gathers.finish()
         if rank == 0:
-            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, tried)))
+            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, costs.overlap)))
 
 
-def pays(beside: BesideCompute) -> BesideCompute:
-    """As measured, and at most as bad as what still runs beside packs."""
-    return msgspec.structs.replace(beside, slowdown=min(beside.slowdown, 0.99 / beside.stretch))
+def pays(overlap: OverlapCost) -> OverlapCost:
+    """As measured, and at most as bad as what still runs during packs."""
+    most = 0.99 / overlap.communication_slowdown
+    return msgspec.structs.replace(overlap, compute_slowdown=min(overlap.compute_slowdown, most))
 
 
 def measure(quick: bool) -> Iterator[Row]:
@@ -161,12 +159,12 @@ def measure(quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory:
         write_token_run(Path(directory), model, LENGTHS, f"batch_tokens = {BATCH_TOKENS}", steps=1, device="cpu")
         spawn_ranks(DP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
-        found, beside = msgspec.json.decode(Path(directory, "found.json").read_bytes())
+        found, overlap = msgspec.json.decode(Path(directory, "found.json").read_bytes())
     case = f"dp={DP}, 2 packs a replica of 512 tokens, {LAYERS} layers, {link_name()}, 1 thread a process"
-    yield from rows_of(case, found, beside)
+    yield from rows_of(case, found, overlap)
 
 
-def rows_of(case: str, found: dict[str, list[dict]], beside: dict) -> list[Row]:
+def rows_of(case: str, found: dict[str, list[dict]], overlap: dict) -> list[Row]:
     """Of one case."""
     column = {name: {key: [row[key] for row in rows] for key in KEYS} for name, rows in found.items()}
     late = column["after"]
@@ -180,12 +178,15 @@ def rows_of(case: str, found: dict[str, list[dict]], beside: dict) -> list[Row]:
     for name in ("sums", "both"):
         faster = median_ratio(column[name]["step_time_s"], late["step_time_s"])
         rows.append(Row("reduction", case, f"time, {name}", faster, "x", "nothing beside packs"))
-    for kind, key in (("reduction", "reduction_beside"), ("gather", "gather_beside")):
+    rates = (
+        f"{overlap['communication_slowdown']:.2f} times as long during packs, compute loses "
+        f"{overlap['compute_slowdown']:.0%}"
+    )
+    for kind in ("reduction", "gather"):
         early = column["both"]
         seconds, hidden = early[f"{kind}_s"], early[f"{kind}_hidden_s"]
         expected, expected_hidden = early[f"predicted_{kind}_s"], early[f"predicted_{kind}_hidden_s"]
         told = statistics.median(h / s for h, s in zip(hidden, seconds, strict=True))
-        rates = f"{beside[key]['stretch']:.2f} times as long beside packs, compute loses {beside[key]['slowdown']:.0%}"
         rows += [
             Row("reduction", case, f"{kind} hidden", told, "share", "its seconds"),
             Row("reduction", case, f"{kind} hidden, predicted", expected_hidden[0] / expected[0], "share", rates),

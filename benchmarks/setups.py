@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
-from evenload.explore.default_layout import usable_bytes
-from evenload.explore.sampled_batches import BatchRule
-from evenload.hub.model_files import model_from
+from evenload.explore.batches import BatchRule
+from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster import ClusterSpec

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from cpu_ranks import llama, rank_stages
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.executor import Executor
-from evenload.runtime.prepare import prepare_step
+from evenload.runtime.step_source import prepare_step
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import Direction, MicroPack, PackPlan

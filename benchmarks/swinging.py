@@ -30,11 +30,10 @@ import torch.distributed as dist
 
 from cpu_ranks import COSTS, cpu_rank, leave, llama, spawn_ranks, write_run
 from evenload.calibrate.calibrate import calibrate
+from evenload.config.layouts import layouts_of
+from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.cost.coefficients import CostCoefficients
-from evenload.runtime.comm.mesh import Meshes, create_meshes
-from evenload.runtime.comm.warm_up import warm_up
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import TrainConfig, load_train_config
+from evenload.runtime.comm.mesh import Meshes, create_meshes, warm_up
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen

@@ -284,9 +284,9 @@ void bind_trials(nb::module_& m) {
         .def(nb::init<double, double, double>(), nb::arg("token_bytes"), nb::arg("rings"), nb::arg("placed_bytes"));
     nb::class_<evenload::PassTable>(m, "PassTable")
         .def(nb::init<std::vector<double>, std::vector<double>, evenload::ContextTraffic, evenload::ContextTraffic, double,
-                      double, double, double>(),
+                      double>(),
              nb::arg("matrix"), nb::arg("host"), nb::arg("whole"), nb::arg("cut"), nb::arg("home_token_bytes") = 0.0,
-             nb::arg("home_hops") = 0.0, nb::arg("context_part_s") = 0.0, nb::arg("meeting_s") = 0.0);
+             nb::arg("home_hops") = 0.0);
     nb::class_<CostTable>(m, "CostTable")
         .def(nb::init<>())
         .def_rw("num_stages", &CostTable::num_stages)
@@ -297,16 +297,12 @@ void bind_trials(nb::module_& m) {
         .def_rw("devices_per_node", &CostTable::devices_per_node)
         .def_rw("causal", &CostTable::causal)
         .def_rw("windows", &CostTable::windows)
-        .def_rw("small_pack_tokens", &CostTable::small_pack_tokens)
         .def_rw("forward", &CostTable::forward)
         .def_rw("backward", &CostTable::backward)
         .def_rw("shared_tile", &CostTable::shared_tile)
         .def_rw("context_hidden_share", &CostTable::context_hidden_share)
         .def_rw("copy_s_per_byte", &CostTable::copy_s_per_byte)
         .def_rw("context_ring", &CostTable::context_ring)
-        .def_rw("context_most_parts", &CostTable::context_most_parts)
-        .def_rw("context_gained_share", &CostTable::context_gained_share)
-        .def_rw("context_computed_share", &CostTable::context_computed_share)
         .def_rw("intra_node", &CostTable::intra_node)
         .def_rw("inter_node", &CostTable::inter_node)
         .def_rw("host", &CostTable::host)
@@ -334,7 +330,6 @@ void bind_trials(nb::module_& m) {
         .def_rw("gathered_backward_bytes", &CostTable::gathered_backward_bytes)
         .def_rw("weight_token_s", &CostTable::weight_token_s)
         .def_rw("weight_pack_s", &CostTable::weight_pack_s)
-        .def_rw("weight_small_pack_s", &CostTable::weight_small_pack_s)
         .def_rw("weight_share", &CostTable::weight_share)
         .def_rw("weight_gather_token_s", &CostTable::weight_gather_token_s)
         .def_rw("weight_gather_pack_s", &CostTable::weight_gather_pack_s)

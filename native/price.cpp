@@ -31,9 +31,7 @@ void price_split(const CostTable& table, const PackView& backward, const std::ve
         for (int64_t i = backward.pack_offset[j]; i < backward.pack_offset[j + 1]; ++i) {
             tokens += ceil_div(backward.rows_of(i, j), backward.ranks_of(i));
         }
-        const double missing = table.missing_share(static_cast<double>(tokens));
-        const double line_s = static_cast<double>(tokens) * table.weight_token_s + table.weight_pack_s;
-        const double layer_s = line_s + missing * table.weight_small_pack_s;
+        const double layer_s = static_cast<double>(tokens) * table.weight_token_s + table.weight_pack_s;
         const double gather_s = static_cast<double>(tokens) * table.weight_gather_token_s + table.weight_gather_pack_s;
         for (int64_t s = 0; s < P; ++s) {
             const int64_t cell = j * P + s;

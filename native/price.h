@@ -12,8 +12,8 @@ namespace evenload {
 
 inline constexpr int64_t kPolicies = 3;  // codes of cost/activation.py: replay, recompute, offload
 inline constexpr int64_t kRecompute = 1, kOffload = 2;
-// Features of packs: tokens, slices, 1, what it lacks of tokens, then pairs and prefix of every window.
-inline constexpr int64_t kMissing = 3, kPairs = 4, kPrefix = 5;
+// Features of packs: tokens, slices, 1, then pairs and prefix of every window.
+inline constexpr int64_t kPairs = 3, kPrefix = 4;
 
 struct Link {
     double bandwidth_bytes_per_s = 0.0;  // 0 = not known; whoever builds the table refuses what would need it
@@ -32,8 +32,6 @@ struct PassTable {
     ContextTraffic whole, cut;     // of documents that are never cut, and of others
     double home_token_bytes = 0.0;  // ring: gradients' last hop, back to the rank that has the rows
     double home_hops = 0.0;
-    double context_part_s = 0.0;  // of every part but the first in which keys and values travel
-    double meeting_s = 0.0;       // of every layer in which ranks meet for them
 };
 
 // Everything about model, device and layout that prices need; made once by cost/native_table.py.
@@ -41,15 +39,10 @@ struct CostTable {
     int64_t num_stages = 0, num_ranks = 0, tile = 1, layout_cp = 1, layout_tp = 1, devices_per_node = 1;
     bool causal = true;
     std::vector<int64_t> windows;  // 0 = full attention
-    int64_t small_pack_tokens = 0;  // packs of fewer lack some of them; 0 = none do
     PassTable forward, backward;
     int64_t shared_tile = 1;       // slices of shared packs with fewer tokens a chunk stay whole on one rank
     double context_hidden_share = 0.0, copy_s_per_byte = 0.0;
     bool context_ring = false;  // a slice's whole prefix travels with it
-    // Transfers of keys and values beside attention (cost/context_waiting.py): in how many parts at most, of their
-    // seconds alone what running them so saves, and what attention computes meanwhile.
-    int64_t context_most_parts = 1;
-    double context_gained_share = 0.0, context_computed_share = 1.0;
     Link intra_node, inter_node, host;
     std::vector<double> layers;                                      // [stages]
     std::vector<double> linear_again_token_s, linear_again_pack_s;   // [stages], what recomputing pays again
@@ -66,16 +59,11 @@ struct CostTable {
     int64_t slice_temp_bytes = 0, prefix_key_bytes = 0;
     int64_t grouped_key_bytes = 0, grouped_key_head_bytes = 0, grouped_key_most_bytes = 0;
     // Split backward (cost/split_backward.py).
-    double weight_token_s = 0.0, weight_pack_s = 0.0, weight_small_pack_s = 0.0, weight_share = 0.0;
+    double weight_token_s = 0.0, weight_pack_s = 0.0, weight_share = 0.0;
     double weight_gather_token_s = 0.0, weight_gather_pack_s = 0.0;  // tensor-parallel transfers that W makes again
     std::vector<int64_t> weight_held_bytes, weight_new_bytes;        // [stages] per token
 
     int64_t num_features() const { return kPairs + 2 * static_cast<int64_t>(windows.size()); }
-    // Of the tokens that a pack should have, the share that it lacks (cost/slice_features.py).
-    double missing_share(double tokens) const {
-        if (!small_pack_tokens || !(tokens > 0)) return 0.0;
-        return std::max(0.0, 1.0 - tokens / static_cast<double>(small_pack_tokens));
-    }
 };
 
 // Packs as flat columns (types/columns.py::SliceColumns).

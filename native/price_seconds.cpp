@@ -69,10 +69,9 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
     }
 }
 
-// One layer's transfers of keys and values of a pack: what attention may hide, of this the latency of one part, and what
-// nothing hides.
+// One layer's transfers of keys and values of a pack: what attention may hide, and what nothing hides.
 struct ContextSeconds {
-    double transfer_s = 0.0, latency_s = 0.0, plain_s = 0.0;
+    double transfer_s = 0.0, plain_s = 0.0;
 };
 
 ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, double whole, double cut, int64_t ranks) {
@@ -84,9 +83,8 @@ ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, do
     const double placed = whole * pass.whole.placed_bytes + cut * pass.cut.placed_bytes;
     const double home_s =
         (whole + cut) * pass.home_token_bytes / size / link.bandwidth_bytes_per_s + pass.home_hops * link.latency_s;
-    const double latency_s = hops * link.latency_s;
-    const double plain_s = placed * table.copy_s_per_byte + home_s + pass.meeting_s;
-    return {moved / link.bandwidth_bytes_per_s + latency_s, latency_s, plain_s};
+    const double plain_s = placed * table.copy_s_per_byte + home_s;
+    return {moved / link.bandwidth_bytes_per_s + hops * link.latency_s, plain_s};
 }
 
 // Attention of a pack with these features on a stage, without prefixes.
@@ -94,45 +92,6 @@ double attention_seconds(const std::vector<double>& features, const PassTable& p
     double seconds = features[kPairs] * pass.matrix[kPairs * stages + stage];
     for (size_t f = kPairs + 2; f < features.size(); f += 2) seconds = seconds + features[f] * pass.matrix[f * stages + stage];
     return seconds;
-}
-
-// Attention of documents that lie whole on a rank, and of all of a pack.
-struct StageAttention {
-    double local_s = 0.0, all_s = 0.0;
-};
-
-// In how many parts a pack's keys and values travel (cost/context_waiting.py).
-int64_t context_parts(const CostTable& table, const PassTable& pass, const ContextSeconds& context,
-                      const std::vector<StageAttention>& attention) {
-    if (table.context_most_parts == 1) return 1;
-    double local_s = attention[0].local_s, all_s = attention[0].all_s, layers = 0.0;
-    for (size_t s = 1; s < attention.size(); ++s) {
-        local_s = local_s + attention[s].local_s;
-        all_s = all_s + attention[s].all_s;
-    }
-    for (double count : table.layers) layers += count;
-    local_s = local_s / layers;
-    all_s = all_s / layers;
-    const double left_s = std::min(context.transfer_s - table.context_hidden_share * local_s, all_s - local_s);
-    const double gain_s = table.context_gained_share * left_s;
-    if (!(gain_s > 0)) return 1;
-    const double part_s = pass.context_part_s + context.latency_s;
-    const double wanted = std::floor(0.5 + std::sqrt(0.25 + gain_s / part_s));
-    return static_cast<int64_t>(std::min(std::max(wanted, 1.0), static_cast<double>(table.context_most_parts)));
-}
-
-// What a pack's keys and values cost on a stage beyond attention.
-double context_waiting_s(const CostTable& table, const PassTable& pass, const ContextSeconds& context, int64_t parts,
-                         const StageAttention& attention, double layers) {
-    const auto count = static_cast<double>(parts), more = static_cast<double>(parts - 1);
-    const double transfer_s = (context.transfer_s + more * context.latency_s) * layers;
-    double hidden_s = table.context_hidden_share * attention.local_s;
-    const double later = more / count;
-    const double beside_s =
-        std::min(transfer_s * later, (attention.all_s - attention.local_s) * later / table.context_computed_share);
-    hidden_s = hidden_s + table.context_gained_share * beside_s;
-    const double plain_s = context.plain_s + more * pass.context_part_s;
-    return std::max(0.0, transfer_s - hidden_s) + plain_s * layers;
 }
 
 }  // namespace
@@ -144,7 +103,6 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
     if (!policy.empty()) out.copy_s.assign(m * P, 0.0);
     const bool shared = any_shared(packs);
     std::vector<double> features(F), local(shared ? F : 0);  // of all slices, and of those whole on one rank
-    std::vector<StageAttention> attention(shared ? P : 0);
     std::array<double, kPolicies> policy_tokens{};
     const bool has_policy = !policy.empty();
     // Offloading prices every pack alike, so that a pack without offloaded tokens waits for nothing: max with 0.
@@ -170,28 +128,22 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
             }
         }
         features[2] = 1.0;
-        features[kMissing] = table.missing_share(features[0]);
         const ContextSeconds context =
             shared ? context_layer_s(table, pass, whole_tokens, cut_tokens, pack_ranks) : ContextSeconds{};
         const auto size = static_cast<double>(pack_ranks);
-        int64_t parts = 1;
-        if (shared) {
-            for (int64_t s = 0; s < P; ++s) {
-                double local_s = attention_seconds(local, pass, s, P);
-                const double all_s = attention_seconds(features, pass, s, P);
-                if (table.context_ring) local_s = local_s + (all_s - local_s) * ((size - 1) / size);
-                attention[s] = {local_s, all_s};
-            }
-            parts = context_parts(table, pass, context, attention);
-        }
         for (int64_t s = 0; s < P; ++s) {
             double seconds = features[0] * pass.matrix[s];
             for (int64_t f = 1; f < F; ++f) seconds = seconds + features[f] * pass.matrix[f * P + s];
             // A device is never ahead of the host that queues its work.
             seconds = std::max(seconds, features[1] * pass.host[s] + features[2] * pass.host[P + s]);
-            if (shared) {
-                seconds =
-                    seconds + context_waiting_s(table, pass, context, parts, attention[s], table.layers[s]);
+            if (shared) {  // what keys and values cost beyond attention
+                double local_s = attention_seconds(local, pass, s, P);
+                if (table.context_ring) {
+                    const double all_s = attention_seconds(features, pass, s, P);
+                    local_s = local_s + (all_s - local_s) * ((size - 1) / size);
+                }
+                const double exposed_s = context.transfer_s * table.layers[s] - table.context_hidden_share * local_s;
+                seconds = seconds + (std::max(0.0, exposed_s) + context.plain_s * table.layers[s]);
             }
             if (is_backward && policy_tokens[kRecompute] > 0) {
                 seconds = seconds + (policy_tokens[kRecompute] * table.linear_again_token_s[s] +

@@ -19,7 +19,12 @@ README = ROOT / "README.md"
 API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "python": (
         "Planning and training as functions, and callbacks",
-        ("evenload/__init__.py", "evenload/api/*.py", "evenload/integrations/callback.py"),
+        (
+            "evenload/__init__.py",
+            "evenload/cli/plan_call.py",
+            "evenload/cli/train_call.py",
+            "evenload/integrations/callback.py",
+        ),
     ),
     "loader": (
         "The loader, and other people's loops",
@@ -36,9 +41,9 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "settings": (
         "Settings of data and runs",
         (
-            "evenload/data/config.py", "evenload/runtime/config/train_config.py",
-            "evenload/runtime/config/run_config.py", "evenload/runtime/config/log_config.py",
-            "evenload/runtime/config/lora_config.py",
+            "evenload/data/config.py", "evenload/config/train_config.py",
+            "evenload/config/sections.py", "evenload/config/sections.py",
+            "evenload/config/sections.py",
         ),
     ),
     "errors": ("Errors", ("evenload/errors.py",)),

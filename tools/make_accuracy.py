@@ -14,16 +14,14 @@ from statistics import mean, median
 
 import numpy as np
 
-from evenload.bench.ledger import LedgerRow, current_rows, read_ledger
-from evenload.bench.quiet_rounds import QUIET_SPREAD
-from evenload.bench.runs import QUIET_DRIFT, QUIET_WAITED_SHARE
+from evenload.bench.runs import QUIET_SPREAD, QUIET_WAITED_SHARE
 from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR, encode_intervals
 from evenload.plan.strategies.registry import strategy_named
+from ledger import LedgerRow, current_rows, read_ledger
 from ledger_accuracy import (
     APART,
-    BIAS_LIMIT,
+    MEDIAN_LIMIT,
     RANKING_LIMIT,
-    STEP_LIMIT,
     Again,
     coverage,
     held_to_limits,
@@ -52,16 +50,6 @@ Made by `python tools/make_accuracy.py` from the rows in `benchmarks/accuracy`; 
 Every row is one global batch trained by real processes under one strategy, beside what was predicted for the same plan
 before it ran. Strategies of a case train the same batches, interleaved step by step (`evenload bench`). Errors are
 signed: predicted / measured - 1, so a minus promised too much.
-
-A machine changes its speed by some percent within minutes, and a prediction speaks for the speed at which its costs
-were measured. So some packs of the calibration are timed again between the steps; by how much they differ from what
-they took then is the machine's *drift*. Errors below are those of the model, with the drift taken out; the first table
-has them with it as well, and the intervals of printed predictions are made with it. Cost files until 22 November 2026
-kept no pack's seconds; there the drift is against what the fit says of these packs. In rows of commits before `d5b79a4`
-it is against their seconds earlier in the calibration, where they take longer: those drifts are 2 to 6 points too low.
-
-A pack's seconds are held against its price with what sums of gradients beside it take, where rows name commit
-`2eb7cef` or a later one; before, against its price alone, which made a rank's last backward look too short.
 
 Rows are only ever added; where a case was measured again, its newest rows count. Costs, lengths, model, layout and
 options of every row lie beside the file, and a test makes each prediction again: it fails where an error moves by more
@@ -114,54 +102,32 @@ _DISTURBED = f"""\
 
 Cases with more computing threads than cores, whose ranks take cores from each other, which the simulator's devices do
 not; and rows measured beside other work (a rank stood without a core for more than {QUIET_WAITED_SHARE:.0%} of the
-time, three rounds differ by more than {QUIET_SPREAD:.0%} or more rounds by as much as leaves their median known no
-better, or the machine's drift is beyond {QUIET_DRIFT:.0%}).
+time, or rounds differ by more than {QUIET_SPREAD:.0%}).
 """
 
 
 def _summary(rows: Sequence[LedgerRow]) -> str:
-    errors = [row.model_error for row in rows]
-    raw = [row.step_time_error for row in rows]
-    drifts = [row.machine_drift for row in rows if row.machine_drift is not None]
+    errors = [row.step_time_error for row in rows]
     ranking = ranked(Again(row, None) for row in rows)
     inside, total = coverage(rows)
     lines = [
         "| of a quiet machine with a core for every thread | here | limit |",
         "|---|---|---|",
         f"| rows, cases | {len(rows)}, {len({(row.case, row.layout) for row in rows})} | |",
-        *_drift_lines(drifts, raw),
-        f"| step time: largest error | {max(errors, key=abs):+.1%} | {STEP_LIMIT:.0%} |",
-        f"| step time: median and 90th percentile of absolute errors | {_median_abs(errors)}, {_p90_abs(errors)} | |",
-        f"| step time: mean error (bias) | {mean(errors):+.1%} | {BIAS_LIMIT:.0%} |",
+        f"| step time: median of absolute errors | {_median_abs(errors)} | {MEDIAN_LIMIT:.0%} |",
+        f"| step time: 90th percentile of absolute errors, largest error, mean error | {_p90_abs(errors)}, "
+        f"{max(errors, key=abs):+.1%}, {mean(errors):+.1%} | |",
         f"| pack time: median and 90th percentile of absolute errors, mean over rows | "
         f"{mean(row.pack_time_error_median_abs for row in rows):.1%}, "
-        f"{mean(row.pack_time_error_p90_abs for row in rows):.1%} | 5 %, 10 % |",
-        *_repeat_lines(rows),
+        f"{mean(row.pack_time_error_p90_abs for row in rows):.1%} | |",
+        f"| the same pack in one round against its median over the rounds: 90th percentile, mean over rows | "
+        f"{mean(row.pack_repeat_p90 for row in rows):.1%} | |",
         f"| memory: largest error | {max((row.memory_error for row in rows), key=abs):+.1%} | |",
         f"| pairs of strategies that differ by more than {APART:.0%}, in the right order | "
         f"{ranking.right} of {ranking.pairs} | {RANKING_LIMIT:.0%} |",
         f"| rows inside the 90 % interval made from all other cases | {inside} of {total} | 85-95 % |",
     ]
     return "\n".join([*lines, ""])
-
-
-def _repeat_lines(rows: Sequence[LedgerRow]) -> list[str]:
-    repeats = [row.pack_repeat_p90 for row in rows if row.pack_repeat_p90 is not None]
-    if not repeats:
-        return []
-    return [
-        f"| the same pack in one round against its median over the rounds: 90th percentile, mean over {len(repeats)} "
-        f"rows that kept it | {mean(repeats):.1%} | |"
-    ]
-
-
-def _drift_lines(drifts: Sequence[float], raw: Sequence[float]) -> list[str]:
-    if not drifts:
-        return []
-    return [
-        f"| the machine's drift: lowest, highest | {min(drifts):+.1%}, {max(drifts):+.1%} | |",
-        f"| step time with that drift: largest error, mean | {max(raw, key=abs):+.1%}, {mean(raw):+.1%} | |",
-    ]
 
 
 def _by_kind(rows: Sequence[LedgerRow]) -> str:
@@ -172,7 +138,7 @@ def _by_kind(rows: Sequence[LedgerRow]) -> str:
     key = lambda row: (row.costs, kind_of(row), _family(row.strategy))  # noqa: E731
     for kind, found in groupby(sorted(rows, key=key), key):
         mine = list(found)
-        errors = [row.model_error for row in mine]
+        errors = [row.step_time_error for row in mine]
         lines.append(
             f"| {' | '.join(kind)} | {len(mine)} | {mean(errors):+.1%} | {_median_abs(errors)} | {_p90_abs(errors)} | "
             f"{mean(row.pack_time_error_median_abs for row in mine):.1%} | "
@@ -182,7 +148,7 @@ def _by_kind(rows: Sequence[LedgerRow]) -> str:
 
 
 def _worst(rows: Sequence[LedgerRow]) -> str:
-    return _table_of(sorted(rows, key=lambda row: -abs(row.model_error))[:WORST])
+    return _table_of(sorted(rows, key=lambda row: -abs(row.step_time_error))[:WORST])
 
 
 def _table_of(rows: Iterable[LedgerRow]) -> str:
@@ -192,7 +158,7 @@ def _table_of(rows: Iterable[LedgerRow]) -> str:
     ]
     lines += [
         f"| {row.case} | {row.layout} | {row.strategy}, {row.batch} | {row.step_time_s:.3g} s | "
-        f"{row.model_error:+.1%} | {row.pack_time_error_total:+.1%} | {_why(row)} |"
+        f"{row.step_time_error:+.1%} | {row.pack_time_error_total:+.1%} | {_why(row)} |"
         for row in rows
     ]
     return "\n".join([*lines, ""])
@@ -203,11 +169,10 @@ def _why(row: LedgerRow) -> str:
     if row.demand > 1:
         return f"{row.demand:g} computing threads a core: ranks wait for each other's cores"
     if not row.is_quiet:
-        drift = f", drift {row.machine_drift:+.0%}" if row.machine_drift is not None else ""
-        return (
-            f"busy machine: {row.waited_share:.0%} of the time without a core, rounds differ by {row.spread:.0%}{drift}"
-        )
-    if row.model_error * row.pack_time_error_total > 0 and abs(row.pack_time_error_total) > abs(row.model_error / 2):
+        return f"busy machine: {row.waited_share:.0%} of the time without a core, rounds differ by {row.spread:.0%}"
+    if row.step_time_error * row.pack_time_error_total > 0 and abs(row.pack_time_error_total) > abs(
+        row.step_time_error / 2
+    ):
         return "packs: their seconds are off by as much"
     return "between packs: waiting, transfers, reduction, optimizer"
 
@@ -216,7 +181,7 @@ def _intervals(rows: Sequence[LedgerRow]) -> str:
     lines = [
         "Every step time that Evenload prints carries the interval in which nine of ten measured ones lie. It comes",
         "from the rows above where they speak for the kind of case and the model of processor: CV+ with a fold a case",
-        "(`tools/ledger_intervals.py`), so that a case is never judged by itself. Elsewhere it is the largest error",
+        "(`tools/ledger_accuracy.py`), so that a case is never judged by itself. Elsewhere it is the largest error",
         "that comparable simulators published, either way, and says so. These rows are of quiet machines. An",
         "interval of costs that a disturbed calibration measured is wider by what its repeats differed by and its",
         "processes waited for a core; where that is more than 50 % or 15 % there is none, and the line says that the",
@@ -251,7 +216,7 @@ def picture(rows: Sequence[LedgerRow]) -> str:
     groups = [(kind, list(found)) for kind, found in groupby(sorted(rows, key=key), key)]
     height = TOP + ROW * max(1, len(groups)) + 34
     parts = [
-        f'<rect class="within" x="{_x(-STEP_LIMIT)}" y="{TOP - 6}" width="{_x(STEP_LIMIT) - _x(-STEP_LIMIT)}" '
+        f'<rect class="within" x="{_x(-MEDIAN_LIMIT)}" y="{TOP - 6}" width="{_x(MEDIAN_LIMIT) - _x(-MEDIAN_LIMIT)}" '
         f'height="{height - TOP - 22}"/>'
     ]
     for tick in range(-3, 4):
@@ -264,10 +229,10 @@ def picture(rows: Sequence[LedgerRow]) -> str:
         y = TOP + ROW * index + ROW // 2
         parts.append(f'<text class="name" x="12" y="{y - 3}">{escape(kind[0])}</text>')
         parts.append(f'<text class="what" x="12" y="{y + 12}">{escape(kind[1])}</text>')
-        for place, row in enumerate(sorted(mine, key=lambda row: row.model_error)):
+        for place, row in enumerate(sorted(mine, key=lambda row: row.step_time_error)):
             # Neighbours stand on three lines, so that equal errors do not hide each other.
-            parts.append(f'<circle cx="{_x(row.model_error)}" cy="{y + 8 * (place % 3 - 1)}" r="3.5"/>')
-        middle = _x(median(row.model_error for row in mine))
+            parts.append(f'<circle cx="{_x(row.step_time_error)}" cy="{y + 8 * (place % 3 - 1)}" r="3.5"/>')
+        middle = _x(median(row.step_time_error for row in mine))
         parts.append(f'<line class="median" x1="{middle}" y1="{y - 16}" x2="{middle}" y2="{y + 16}"/>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -277,7 +242,7 @@ def picture(rows: Sequence[LedgerRow]) -> str:
         ".what,.tick{font-size:12px;fill:#4c5661}.tick{text-anchor:middle}</style>\n"
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>\n'
         '<text class="name" x="12" y="20">Signed errors of predicted step times</text>\n'
-        f'<text class="what" x="12" y="38">predicted / measured - 1, a dot a row; green: within {STEP_LIMIT:.0%}; '
+        f'<text class="what" x="12" y="38">predicted / measured - 1, a dot a row; green: within {MEDIAN_LIMIT:.0%}; '
         f"orange: the median; beyond {SHOWN:.0%} at the edge</text>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 

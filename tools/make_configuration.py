@@ -9,8 +9,8 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-from evenload.runtime.config.config_keys import settings_of
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.config.keys import settings_of
+from evenload.config.train_config import TrainConfig
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\

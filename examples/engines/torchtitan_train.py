@@ -29,7 +29,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.integrations.engines.torchtitan_trainer import packed_config
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -20,7 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 from evenload import PackedLoader
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.integrations.trainer import PackedTrainerMixin
 
 

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.text import Text
 
 from evenload.bench.runs import BenchResult
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
-from evenload.runtime.config.train_config import TrainConfig, load_train_config
+from evenload.config.train_config import TrainConfig, load_train_config
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.types.counted import counted
 
 HERE = Path(__file__).parent

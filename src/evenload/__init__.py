@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from evenload.types.train_extra import needs_train_extra
 
 if TYPE_CHECKING:
-    from evenload.api.comparison import Comparison
-    from evenload.api.plan_call import plan
-    from evenload.api.train_call import TrainedRun, train
+    from evenload.cli.plan_call import Comparison, plan
+    from evenload.cli.train_call import TrainedRun, train
     from evenload.integrations.callback import Callback
     from evenload.integrations.packed_loader import PackedLoader
 
@@ -27,7 +26,7 @@ __version__: str
 
 def __getattr__(name: str) -> Any:
     if name in ("TrainedRun", "train"):
-        from evenload.api import train_call
+        from evenload.cli import train_call
 
         return getattr(train_call, name)
     if name == "Callback":
@@ -35,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
         return Callback
     if name == "Comparison":
-        from evenload.api.comparison import Comparison
+        from evenload.cli.plan_call import Comparison
 
         return Comparison
     if name == "PackedLoader":

@@ -84,7 +84,6 @@ class PassTable:
         home_token_bytes: float = 0.0,
         home_hops: float = 0.0,
         context_part_s: float = 0.0,
-        meeting_s: float = 0.0,
     ) -> None: ...
 
 class CostTable:
@@ -96,7 +95,6 @@ class CostTable:
     devices_per_node: int
     causal: bool
     windows: list[int]
-    small_pack_tokens: int
     forward: PassTable
     backward: PassTable
     shared_tile: int
@@ -133,7 +131,6 @@ class CostTable:
     gathered_backward_bytes: int
     weight_token_s: float
     weight_pack_s: float
-    weight_small_pack_s: float
     weight_share: float
     weight_gather_token_s: float
     weight_gather_pack_s: float

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ledger_intervals import case_interval, left_out_coverage
+from ledger_accuracy import case_interval, left_out_coverage
 
 
 def drawn(rng: np.random.Generator, cases: int, rows: int, case_sd: float, row_sd: float) -> dict[str, list[float]]:

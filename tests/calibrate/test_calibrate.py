@@ -6,22 +6,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.calibrate.beside_timings import beside_compute, measured_beside
-from evenload.calibrate.beside_trial import beside_rates
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
 from evenload.calibrate.link_timings import quick_links
+from evenload.calibrate.overlap import measured_overlap, overlap_cost
 from evenload.calibrate.pack_clock import pack_clock
-from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.rounds import time_round, whole
 from evenload.calibrate.weight_timings import weight_seconds
-from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.comm.side_queue import ThreadQueue
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
@@ -72,62 +67,18 @@ def _links_of_a_rank(sizes):
     return quick_links(create_meshes([even_layout(4, **sizes)], torch.device("cpu"), TIMEOUT_S).start)
 
 
-def _beside_of_a_rank(sizes, what):
-    found = beside_compute(create_meshes([even_layout(2, **sizes)], torch.device("cpu"), TIMEOUT_S).start, what)
-    return None if found is None else (found.stretch, found.slowdown)
+def _overlap_of_a_rank(sizes):
+    found = overlap_cost(create_meshes([even_layout(2, **sizes)], torch.device("cpu"), TIMEOUT_S).start)
+    return None if found is None else (found.communication_slowdown, found.compute_slowdown)
 
 
-@pytest.mark.parametrize("what", ["sums", "gathers"])
-def test_transfers_beside_compute_are_timed_where_ranks_hold_the_same_weights(gloo_pool, what):
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}], ids=str)
+def test_collectives_beside_compute_are_timed_where_ranks_hold_the_same_weights(gloo_pool, sizes):
     """How much they cost each other is this machine's; that both go on at once is not."""
-    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"dp": 2}, what):
-        assert stretch > 0
-        assert 0 <= slowdown < 1, "products were computed while transfers ran"
-    assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}, what) == [None, None]
-
-
-@pytest.mark.parametrize("what", ["sums", "gathers"])
-def test_context_ranks_meet_while_transfers_run_beside_what_they_compute(gloo_pool, what):
-    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"cp": 2}, what):
-        assert stretch > 0
-        assert 0 <= slowdown <= 1
-
-
-def _calls_of_a_trial(meets):
-    met, moved, computed = [], [], torch.zeros(1)
-    mesh = create_meshes([even_layout(2, cp=2)], torch.device("cpu"), TIMEOUT_S).start
-    (group,) = mesh.context.values()
-
-    def meet():
-        met.append(1)
-        all_gather_single(torch.zeros(2), computed, group=group.process_group)
-
-    transfer = lambda: moved.append(dist.all_reduce(torch.ones(1), group=mesh.data))  # noqa: E731
-    beside_rates(mesh.data, transfer, lambda: ThreadQueue(mesh.device), meet if meets else None)
-    return len(met), len(moved)
-
-
-def test_all_ranks_meet_equally_often_in_a_trial(gloo_pool):
-    """However often transfers let them compute; without meetings nobody does."""
-    (first, moved), (second, other) = gloo_pool.run(2, _calls_of_a_trial, True)
-    assert first == second > 8 * 4, "eight trials, four meetings alone in each"
-    assert moved == other == 8 * 2 * 6
-    assert [met for met, _ in gloo_pool.run(2, _calls_of_a_trial, False)] == [0, 0]
-
-
-def test_gathers_beside_compute_are_timed_where_ranks_may_share_documents(gloo_pool):
-    for stretch, slowdown in gloo_pool.run(2, _beside_of_a_rank, {"cp": 2}, "context"):
-        assert stretch > 0
-        assert 0 <= slowdown < 1, "products were computed while keys and values travelled"
-    assert gloo_pool.run(2, _beside_of_a_rank, {"pp": 2}, "context") == [None, None]
-
-
-def test_a_part_more_of_keys_and_values_is_timed():
-    """Its launches and copies take some time, and no more than a whole layer; with one key head there are none."""
-    stage, _ = tiny_stage()
-    for part_s in part_seconds(stage):
-        assert 0 <= part_s < 0.1
-    assert part_seconds(tiny_stage(num_key_value_heads=1)[0]) == (0.0, 0.0)
+    for communication, compute in gloo_pool.run(2, _overlap_of_a_rank, sizes):
+        assert communication > 0
+        assert 0 <= compute < 1, "products were computed while collectives ran"
+    assert gloo_pool.run(2, _overlap_of_a_rank, {"pp": 2}) == [None, None]
 
 
 def test_weight_gradients_that_are_put_off_are_timed():
@@ -143,20 +94,20 @@ def test_weight_gradients_that_are_put_off_are_timed():
     assert 0 < found_s < whole_s
 
 
-def _beside_of_a_run(sizes_of_layouts):
+def _overlap_of_a_run(sizes_of_layouts):
     layouts = [even_layout(3, **sizes) for sizes in sizes_of_layouts]
-    found = measured_beside(create_meshes(layouts, torch.device("cpu"), TIMEOUT_S), "sums")
-    return None if found is None else (found.stretch, found.slowdown)
+    found = measured_overlap(create_meshes(layouts, torch.device("cpu"), TIMEOUT_S))
+    return None if found is None else (found.communication_slowdown, found.compute_slowdown)
 
 
-def test_a_run_that_starts_without_replicas_times_the_layout_in_which_most_ranks_sum(gloo_pool):
+def test_a_run_that_starts_without_replicas_times_the_layout_with_most_of_them(gloo_pool):
     """Every rank has the same answer, the idle one too."""
-    (found,) = set(gloo_pool.run(3, _beside_of_a_run, [{"pp": 3}, {"dp": 2}]))
+    (found,) = set(gloo_pool.run(3, _overlap_of_a_run, [{"pp": 3}, {"dp": 2}]))
     assert found is not None
-    assert gloo_pool.run(2, _beside_of_a_run, [{"pp": 2}]) == [None, None]
+    assert gloo_pool.run(2, _overlap_of_a_run, [{"pp": 2}]) == [None, None]
 
 
-def test_a_sum_that_fails_ends_the_trial(monkeypatch):
+def test_a_collective_that_fails_ends_the_trial(monkeypatch):
     """A rank that is lost meanwhile: the others must not compute for ever."""
     calls = []
 
@@ -165,12 +116,13 @@ def test_a_sum_that_fails_ends_the_trial(monkeypatch):
         if len(calls) > 8:
             raise RuntimeError("the connection broke")
 
-    monkeypatch.setattr("evenload.calibrate.beside_timings.reduce_scatter_single", sum_or_fail)
+    monkeypatch.setattr("evenload.calibrate.overlap.reduce_scatter_single", sum_or_fail)
+    monkeypatch.setattr("evenload.calibrate.overlap.all_gather_single", lambda *_, **__: None)
     monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
     group, layout = SimpleNamespace(size=lambda: 2), even_layout(4, dp=2)
     mesh = SimpleNamespace(data=group, layout=layout, device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="the connection broke"):
-        beside_compute(mesh, "sums")
+        overlap_cost(mesh)
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):

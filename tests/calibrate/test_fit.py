@@ -14,17 +14,13 @@ from evenload.calibrate.repeats import num_outliers
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features
 
 COEFFICIENTS = st.tuples(
-    *(
-        st.floats(low, high)
-        for low, high in ((1e-7, 1e-4), (1e-7, 1e-3), (1e-5, 1e-2), (1e-5, 1e-2), (1e-10, 1e-7), (1e-9, 1e-6))
-    )
+    *(st.floats(low, high) for low, high in ((1e-7, 1e-4), (1e-7, 1e-3), (1e-5, 1e-2), (1e-10, 1e-7), (1e-9, 1e-6)))
 )
-"""Seconds a token, slice, pack, pack without tokens, pair and token of prefix, from small models on a GPU to large ones
-on a CPU."""
+"""Seconds a token, slice, pack, pair and token of prefix, from small models on a GPU to large ones on a CPU."""
 
 
-def grid_features(rounds, tile=1, small_pack_tokens=96):
-    return [pack_features(ranges, (0,), tile, small_pack_tokens) for packs in rounds for ranges in packs]
+def grid_features(rounds, tile=1):
+    return [pack_features(ranges, (0,), tile) for packs in rounds for ranges in packs]
 
 
 @given(truth=COEFFICIENTS, rounds=st.sampled_from([QUICK_ROUNDS, GRID]), tile=st.sampled_from([1, 64, 256]))
@@ -99,18 +95,11 @@ def test_one_pack_cannot_be_left_out():
 
 def test_features_respect_windows_and_tiles():
     """By hand: rows 6..9 of a document behind a window of 4 see 4 keys each, and 4 tokens of prefix."""
-    assert pack_features(((0, 6, 10),), (4,)) == (4.0, 1.0, 1.0, 0.0, 16.0, 4.0)
+    assert pack_features(((0, 6, 10),), (4,)) == (4.0, 1.0, 1.0, 16.0, 4.0)
     # Two layers, one full: 7 + 8 + 9 + 10 = 34 pairs there.
-    assert pack_features(((0, 6, 10),), (4, 0)) == (4.0, 1.0, 1.0, 0.0, 25.0, 5.0)
+    assert pack_features(((0, 6, 10),), (4, 0)) == (4.0, 1.0, 1.0, 25.0, 5.0)
     # A tile of 16 rows lacks 12, each as dear as the last, which sees 10 keys.
-    assert pack_features(((0, 6, 10),), (0,), 16) == (4.0, 1.0, 1.0, 0.0, 34.0 + 120.0, 6.0)
-
-
-def test_small_packs_lack_tokens():
-    """Of 16 tokens, 4 and 8 together lack a quarter; 16 and more lack none."""
-    assert pack_features(((0, 0, 4), (1, 0, 8)), (0,), small_pack_tokens=16)[3] == 0.25
-    assert pack_features(((0, 0, 16),), (0,), small_pack_tokens=16)[3] == 0.0
-    assert pack_features(((0, 0, 99),), (0,), small_pack_tokens=16)[3] == 0.0
+    assert pack_features(((0, 6, 10),), (0,), 16) == (4.0, 1.0, 1.0, 34.0 + 120.0, 6.0)
 
 
 def test_repeats_far_from_the_median_are_counted():

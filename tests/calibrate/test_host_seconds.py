@@ -1,4 +1,4 @@
-"""Coefficients of hosts and devices that were timed apart, and of small packs, from samples whose truth is known."""
+"""Coefficients of hosts and devices that were timed apart, from samples whose truth is known."""
 
 import dataclasses
 
@@ -16,14 +16,9 @@ from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 
 DEVICE = {
-    "forward": msgspec.structs.replace(
-        FORWARD, prefix_s_per_token=0.003, small_pack_s=20.0, host_slice_s=0.5, host_pack_s=2000.0
-    ),
-    "backward": msgspec.structs.replace(
-        BACKWARD, prefix_s_per_token=0.006, small_pack_s=90.0, host_slice_s=0.75, host_pack_s=6000.0
-    ),
+    "forward": msgspec.structs.replace(FORWARD, prefix_s_per_token=0.003, host_slice_s=0.5, host_pack_s=2000.0),
+    "backward": msgspec.structs.replace(BACKWARD, prefix_s_per_token=0.006, host_slice_s=0.75, host_pack_s=6000.0),
 }
-SMALL_PACK_TOKENS = 96
 
 
 def device_seconds(truth, ranges, windows=(0,)):
@@ -31,11 +26,10 @@ def device_seconds(truth, ranges, windows=(0,)):
         truth.linear_s_per_token,
         truth.slice_s,
         truth.pack_s,
-        truth.small_pack_s,
         truth.attention_s_per_pair,
         truth.prefix_s_per_token,
     )
-    return float(np.dot(pack_features(ranges, windows, small_pack_tokens=SMALL_PACK_TOKENS), rates))
+    return float(np.dot(pack_features(ranges, windows), rates))
 
 
 def sample(direction, ranges, windows, *, is_apart):
@@ -82,7 +76,6 @@ def test_both_come_back_and_neither_bends_the_other(is_apart):
     """Small packs would take their host's seconds, and a fit of what they take would be off for all."""
     ranks = [measured(is_apart=is_apart)] * 2
     found = coefficients_of(ranks, sample_model(), "some GPU", even_layout(3, dp=2))
-    assert found.small_pack_tokens == SMALL_PACK_TOKENS
     for direction, truth in DEVICE.items():
         expected = truth if is_apart else msgspec.structs.replace(truth, host_slice_s=0.0, host_pack_s=0.0)
         fields = msgspec.structs.asdict(getattr(found, direction))
@@ -90,19 +83,3 @@ def test_both_come_back_and_neither_bends_the_other(is_apart):
             name: value if value is None else pytest.approx(value, rel=1e-5)
             for name, value in msgspec.structs.asdict(expected).items()
         }
-
-
-def test_small_packs_in_line_with_others_have_no_knee():
-    """Nor do seconds that repeats scatter by a percent make one."""
-    line = {name: msgspec.structs.replace(truth, small_pack_s=0.0) for name, truth in DEVICE.items()}
-    rng = np.random.default_rng(1)
-    packs = tuple(
-        Sample(direction, ranges, device_seconds(line[direction], ranges) * rng.uniform(0.99, 1.01))
-        for direction in line
-        for packs in QUICK_ROUNDS
-        for ranges in packs
-    )
-    found = coefficients_of(
-        [dataclasses.replace(measured(is_apart=True), packs=packs)], sample_model(), "some GPU", even_layout(3)
-    )
-    assert (found.small_pack_tokens, found.forward.small_pack_s, found.backward.small_pack_s) == (0, 0.0, 0.0)

@@ -9,7 +9,7 @@ import torch
 from cost_samples import sample_model
 from evenload.calibrate.calibrate import _rounds
 from evenload.calibrate.rounds import QUICK_ROUNDS, longest_of, rounds_up_to
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 
 
 def tokens_of(packs):

@@ -19,7 +19,7 @@ from dist_training import COSTS
 from evenload.check.smaller_run import checked_scope
 from evenload.check.survey import check_ledger, check_memory, survey_batches
 from evenload.check.verdict import Verdict, exit_code
-from evenload.runtime.config.train_config import layout_of, load_train_config
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.weight_files import stored_weights
 from evenload.types.scaled_units import format_bytes

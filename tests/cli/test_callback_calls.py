@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from evenload.cli.callback_calls import CallbackCalls
+from evenload.config.sections import LogConfig
 from evenload.errors import CheckpointError, ConfigError, EvenloadError
 from evenload.integrations.callback import Callback
-from evenload.runtime.config.log_config import LogConfig
 from evenload.types.layout import even_layout
 
 TRAINER = SimpleNamespace(

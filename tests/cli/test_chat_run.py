@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from chat_cases import CHATML, chat, train_chat_tokenizer
-from evenload.data.encoding.tokenize import FileTokenizer
+from evenload.config.train_config import load_train_config
+from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.config.train_config import load_train_config
 from reference_training import tiny_config
 from small_run import write_small_costs
 
@@ -71,7 +71,7 @@ def test_a_run_says_what_teaches_nothing_and_exports_the_end_of_its_documents(pr
 
 
 def test_settings_that_change_ids_are_refused_before_processes_start(project, monkeypatch):
-    from evenload.cli.start_checks import require_runnable
+    from evenload.cli.worker_setup import require_runnable
 
     monkeypatch.chdir(project)
     config = load_train_config(project / "config.toml", [])

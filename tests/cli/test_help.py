@@ -6,7 +6,7 @@ import tomllib
 from typer.testing import CliRunner
 
 from evenload.cli.main import app
-from evenload.runtime.config.train_config import read_train_config
+from evenload.config.train_config import read_train_config
 
 COMMANDS = ("bench", "check", "lengths", "plan", "profile", "train")
 

@@ -21,16 +21,16 @@ from evenload import plan
 from evenload.cli import worker_setup
 from evenload.cli.environment import prepare_environment, replace_unknown_characters, with_home
 from evenload.cli.main import main
-from evenload.cli.output_file import require_writable, require_writable_directory
+from evenload.cli.options import require_writable, require_writable_directory
 from evenload.cli.train_run import train_run
+from evenload.config.keys import settings_of
+from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.cost.coefficients import read_coefficients
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.blocks import HoldOut
 from evenload.data.config import DataConfig
-from evenload.data.reading.held_out import HoldOut
+from evenload.data.hub import model_from
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
-from evenload.hub.model_files import model_from
-from evenload.runtime.config.config_keys import settings_of
-from evenload.runtime.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.types.base import PathText
 from evenload.types.layout import even_layout
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from evenload.cli.main import main
-from evenload.report.columns import COLUMNS, format_cell
+from evenload.report.table import COLUMNS, format_cell
 
 STRATEGIES = ["padded", "best_fit", "wlb", "slimpack", "auto"]
 LANES, STAGES, STEPS = 2 * 4, 4, 2

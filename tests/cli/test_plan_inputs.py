@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from evenload.cli.main import main
-from evenload.cli.option_values import parse_tokens
-from evenload.cli.plan_strategies import chosen_strategies
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.cli.options import parse_tokens
+from evenload.cli.plan_arguments import chosen_strategies
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES

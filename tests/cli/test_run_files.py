@@ -8,7 +8,7 @@ from evenload.cost.coefficients import write_coefficients
 from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.measured_on import MeasuredOn
 from evenload.plan.planner import StepPlanner
-from evenload.report.layout_file import append_decision
+from evenload.report.run_files import append_rows
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -45,7 +45,7 @@ def test_a_step_in_another_layout_is_priced_with_the_links_that_its_planner_had(
         fits_saving=True,
         switching_is_slower_than_saving=False,
     )
-    append_decision(tmp_path / "layouts.jsonl", grown)
+    append_rows(tmp_path / "layouts.jsonl", [grown])
 
     section, _ = read_run(tmp_path)
     assert section.layout_decisions == (grown,)

@@ -7,13 +7,12 @@ from evenload.cli.run_lines import (
     data_sheet_line,
     first_plan_line,
     gather_line,
-    halves_line,
     interval_line,
     reduction_line,
     strategy_line,
 )
 from evenload.cli.worker_setup import device_name
-from evenload.cost.coefficients import BesideCompute, BesideHalves
+from evenload.cost.coefficients import OverlapCost
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval, processor_of
 from evenload.plan.strategies.registry import STRATEGIES
@@ -29,19 +28,19 @@ def test_every_strategy_says_what_it_does():
     assert strategy_line("slimpack", 1, "replicas share documents").endswith("by simulation; replicas share documents")
 
 
-def test_a_run_says_when_gradients_are_summed():
+def test_a_run_says_when_gradients_are_reduced():
     assert reduction_line([1], None) == ""
     assert reduction_line([4], None).endswith("4 ranks after the last backward (train.overlap_reduction = false)")
-    beside = reduction_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
+    beside = reduction_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
     assert "beside the last backward" in beside
     assert "1.50 times" in beside
     assert "25%" in beside
-    assert "over up to 4 ranks (by layout) unit by unit" in reduction_line([2, 4, 4], BesideCompute())
+    assert "over up to 4 ranks (by layout) unit by unit" in reduction_line([2, 4, 4], OverlapCost())
     # Silent before, where the first layout has no replicas.
     assert "over up to 4 ranks (by layout, in those with replicas)" in reduction_line([1, 4], None)
     assert reduction_line([1, 1], None) == ""
-    costly = reduction_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
-    assert "4 ranks after the last backward: beside it sums last 2.50 times as long as alone" in costly
+    costly = reduction_line([4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9))
+    assert "4 ranks after the last backward: beside it they last 2.50 times as long as alone" in costly
 
 
 def test_a_run_says_that_a_gpu_is_not_known():
@@ -52,37 +51,18 @@ def test_a_run_says_that_a_gpu_is_not_known():
 def test_a_run_says_when_weights_are_gathered():
     assert gather_line([1], None) == ""
     assert gather_line([4], None).endswith("before the next step (train.overlap_gather = false)")
-    beside = gather_line([4], BesideCompute(stretch=1.5, slowdown=0.25))
+    beside = gather_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
     assert "from 4 ranks unit by unit beside the next step's first packs" in beside
     assert "1.50 times as long as alone and keep computing from 25%" in beside
-    assert "beside its packs gathers last 2.50 times" in gather_line([4], BesideCompute(stretch=2.5, slowdown=0.9))
+    assert "beside its packs they last 2.50 times" in gather_line(
+        [4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)
+    )
 
 
 def test_a_run_says_how_keys_and_values_travel():
-    assert context_line(1, "all_gather", None, is_priced=True) == ""
-    assert context_line(2, "all_gather", None, is_priced=True).endswith(
-        "travel in one part (train.overlap_context = false)"
-    )
-    assert "round the ranks" in context_line(2, "ring", None, is_priced=True)
-    beside = context_line(2, "all_gather", BesideCompute(stretch=1.5, slowdown=0.25), is_priced=True)
-    assert "in parts where that pays" in beside
-    assert "1.50 times" in beside
-    costly = context_line(2, "all_gather", BesideCompute(stretch=2.5, slowdown=0.9), is_priced=True)
-    assert "in one part: beside attention they last 2.50 times as long as alone" in costly
-    unknown = context_line(2, "all_gather", BesideCompute(), is_priced=False)
-    assert "in one part: the costs do not say what several cost" in unknown
-
-
-def test_a_run_says_whether_halves_hide_tensor_parallel_transfers():
-    assert halves_line(1, BesideHalves()) == ""
-    assert halves_line(2, None).endswith("nothing hides them (train.overlap_tensor = false)")
-    beside = halves_line(2, BesideHalves(stretch=1.5, slowdown=0.25, turns_s=2e-4))
-    for words in ("beside the other half", "1.50 times", "25%", "0.20 ms, and 0.15 ms of the host beside its device"):
-        assert words in beside
-    on_a_cpu = halves_line(2, BesideHalves(turns_s=2e-4, host_turns_s=0.0))
-    assert on_a_cpu.endswith("the turns of a layer to take 0.20 ms")
-    costly = halves_line(2, BesideHalves(stretch=2.5, slowdown=0.9))
-    assert "nothing hides them, because beside compute they last 2.50 times as long" in costly
+    assert context_line(1, "all_gather") == ""
+    assert "gathered while attention of local ones" in context_line(2, "all_gather")
+    assert "round the ranks" in context_line(2, "ring")
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-import evenload.cli.step_file as step_file
+import evenload.cli.run_files as step_file
 from cost_samples import sample_coefficients, sample_model
-from evenload.cli.step_file import StepFile, read_steps
+from evenload.cli.run_files import StepFile, read_steps
 from evenload.errors import DataError
 from evenload.plan.planner import StepPlanner
-from evenload.report.metrics_file import drop_from_step, drop_torn_line
+from evenload.report.run_files import drop_torn_line
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline
@@ -75,9 +75,8 @@ def test_a_torn_last_line_is_left_out_and_cut_off_and_other_lines_are_errors(tmp
         file.write(b'{"step":3,"ta')
     assert steps_in(path) == [0, 1, 2]
     drop_torn_line(path)
-    drop_from_step(path, 2)
-    fill(path, [2])
-    assert steps_in(path) == [0, 1, 2]
+    fill(path, [3])
+    assert steps_in(path) == [0, 1, 2, 3]
     path.write_text('{"step": 1}\n')
     with pytest.raises(DataError, match="line 1 is no step"):
         steps_in(path)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from evenload.cli.step_profile import DIRECTORY, StepProfile
-from evenload.runtime.config.log_config import LogConfig
+from evenload.config.sections import LogConfig
 
 
 def run_until(directory: Path, failing_step: int) -> None:

@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from evenload.cli import this_machine
+from evenload.cli import plan_inputs as this_machine
+from evenload.config.planner import machine_memory_bytes
+from evenload.config.train_config import load_train_config
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import write_coefficients
 from evenload.cost.measured_on import MeasuredOn
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.hub.model_files import model_from
-from evenload.runtime.config.machine_memory import machine_memory_bytes
-from evenload.runtime.config.train_config import load_train_config
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from plan_calls import run_plan

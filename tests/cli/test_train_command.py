@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from evenload.cli.main import main
-from evenload.report.metrics_file import METRIC_KEYS, read_metrics
+from evenload.report.run_files import METRIC_KEYS, read_metrics
 from evenload.types.counted import counted
 from process_tree import ranks_of
 from rank_server import rank_context

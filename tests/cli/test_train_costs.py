@@ -9,13 +9,13 @@ from rich.console import Console
 
 from dist_training import COSTS
 from evenload.cli import worker_setup
-from evenload.cli.cost_lines import cost_file_warnings, measured_line, other_device_line
 from evenload.cli.main import main
-from evenload.cost.coefficients import BesideCompute, BesideHalves, read_coefficients, write_coefficients
+from evenload.cli.plan_inputs import cost_file_warnings, measured_line, other_device_line
+from evenload.cost.coefficients import OverlapCost, read_coefficients, write_coefficients
 from evenload.cost.copy_spec import CopySpec
 from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.cost.profile_record import FitError, Profile, digest_of
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
@@ -135,17 +135,14 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert "CHANGED" not in line
     assert cost_file_warnings(costs, "cost.json", costs.device) == []
     assert not msgspec.structs.replace(costs, context_exchange="ring").is_changed
-    assert not msgspec.structs.replace(costs, reduction_beside=BesideCompute()).is_changed
-    assert not msgspec.structs.replace(costs, context_beside=BesideCompute()).is_changed
+    assert not msgspec.structs.replace(costs, overlap=OverlapCost()).is_changed, "a run measured it"
     assert costs.profile is not None
-    kept = msgspec.structs.replace(costs.profile, beside=(("reduction_beside", 1.5, 0.25),))
-    measured = msgspec.structs.replace(costs, profile=kept, reduction_beside=BesideCompute(stretch=1.5, slowdown=0.25))
+    kept = msgspec.structs.replace(costs.profile, has_overlap=True)
+    measured = msgspec.structs.replace(costs, profile=kept, overlap=OverlapCost(compute_slowdown=0.25))
     measured = msgspec.structs.replace(measured, profile=msgspec.structs.replace(kept, digest=digest_of(measured)))
     assert not measured.is_changed
-    assert not msgspec.structs.replace(measured, reduction_beside=None).is_changed, "a run sums after its packs"
-    assert msgspec.structs.replace(measured, reduction_beside=BesideCompute(stretch=1.0, slowdown=0.25)).is_changed
-    untold = msgspec.structs.replace(measured, profile=msgspec.structs.replace(measured.profile, beside=()))
-    assert untold.is_changed, "what was measured is part of the record"
+    assert not msgspec.structs.replace(measured, overlap_reduction=False).is_changed, "a run reduces after its packs"
+    assert msgspec.structs.replace(measured, overlap=OverlapCost(compute_slowdown=0.5)).is_changed
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
     assert not msgspec.structs.replace(costs, copies=copies).is_changed, "a run measured them"
     assert costs.profile is not None
@@ -165,12 +162,11 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert "in seconds at the start of a run (evenload profile takes minutes" in of_run
 
 
-def run_config(*, sums: bool, gathers: bool, parts: bool) -> SimpleNamespace:
+def run_config(*, overlaps: bool) -> SimpleNamespace:
     """What decides of costs how a run is priced."""
     return SimpleNamespace(
         parallel=SimpleNamespace(cp_exchange="all_gather"),
-        train=SimpleNamespace(overlap_reduction=sums, overlap_gather=gathers),
-        parts_beside_attention=parts,
+        train=SimpleNamespace(overlap_reduction=overlaps, overlap_gather=overlaps),
     )
 
 
@@ -180,8 +176,9 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3, num_ranks=4)
     by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
     live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
-    config = run_config(sums=False, gathers=False, parts=False)
-    trainer = SimpleNamespace(live=live, mesh=SimpleNamespace(num_ranks=2, layout=even_layout(2)), config=config)
+    config = run_config(overlaps=False)
+    mesh, meshes = SimpleNamespace(num_ranks=2, layout=even_layout(2)), SimpleNamespace(sum_gradients=True)
+    trainer = SimpleNamespace(live=live, mesh=mesh, meshes=meshes, config=config)
 
     def found(saved: CopySpec | None) -> CopySpec | None:
         costs = msgspec.structs.replace(COSTS, copies=saved)
@@ -194,43 +191,27 @@ def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypa
     assert found(kept) is None
 
 
-def test_gradients_are_summed_and_weights_gathered_as_configured_whatever_the_costs_say(monkeypatch) -> None:
+def test_overlap_is_as_configured_whatever_the_costs_say(monkeypatch) -> None:
     """What costs do not say is measured, and where that cannot be, on a GPU, assumed as for data sheets."""
-    measured, anew = BesideCompute(stretch=2.0, slowdown=0.4), BesideCompute(stretch=1.5, slowdown=0.5)
-    for known, told, is_overlapped, expected in (
+    known = OverlapCost(communication_slowdown=2.0, compute_slowdown=0.4)
+    anew = OverlapCost(communication_slowdown=1.5, compute_slowdown=0.5)
+    for saved, measured, is_overlapped, expected in (
         (None, anew, True, anew),
-        (None, None, True, BesideCompute()),
-        (measured, anew, True, measured),
-        (measured, anew, False, None),
+        (None, None, True, OverlapCost()),
+        (known, anew, True, known),
+        (known, anew, False, None),
         (None, anew, False, None),
     ):
-        monkeypatch.setattr(worker_setup, "measured_beside", lambda meshes, what, told=told: told)
-        config = run_config(sums=is_overlapped, gathers=is_overlapped, parts=is_overlapped)
-        costs = msgspec.structs.replace(COSTS, reduction_beside=known, gather_beside=known, context_beside=known)
+        monkeypatch.setattr(worker_setup, "measured_overlap", lambda meshes, measured=measured: measured)
+        costs = msgspec.structs.replace(COSTS, overlap=saved)
         monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
-        for is_shared in (True, False):
-            meshes = SimpleNamespace(sum_gradients=True, share_documents=is_shared)
-            mesh = SimpleNamespace(layout=even_layout(2))
-            trainer = SimpleNamespace(live=None, config=config, mesh=mesh, meshes=meshes)
+        for has_replicas in (True, False):
+            trainer = SimpleNamespace(
+                live=None,
+                config=run_config(overlaps=is_overlapped),
+                mesh=SimpleNamespace(layout=even_layout(2)),
+                meshes=SimpleNamespace(sum_gradients=has_replicas),
+            )
             found = worker_setup.run_coefficients(trainer, Path(), 1, Console())
-            assert (found.reduction_beside, found.gather_beside) == (expected, expected)
-            assert found.context_beside == (expected if is_shared or known else None)
-
-
-def test_halves_beside_compute_are_as_configured_whatever_the_costs_say(monkeypatch) -> None:
-    measured, anew = BesideHalves(stretch=2.0, slowdown=0.4), BesideHalves(stretch=1.5, slowdown=0.5)
-    for known, told, is_overlapped, tp, expected in (
-        (None, anew, True, 2, anew),
-        (None, None, True, 2, BesideHalves()),
-        (measured, anew, True, 2, measured),
-        (measured, anew, False, 2, None),
-        (measured, anew, True, 1, None),
-    ):
-        monkeypatch.setattr(worker_setup, "measured_halves", lambda meshes, told=told: told)
-        config = run_config(sums=False, gathers=False, parts=False)
-        config.train.overlap_tensor = is_overlapped
-        costs = msgspec.structs.replace(COSTS, tensor_beside=known)
-        monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
-        mesh = SimpleNamespace(layout=even_layout(2, tp=tp))
-        trainer = SimpleNamespace(live=None, config=config, mesh=mesh, meshes=None)
-        assert worker_setup.run_coefficients(trainer, Path(), 1, Console()).tensor_beside == expected
+            wanted = expected if has_replicas or saved is not None else None
+            assert (found.reduction_overlap, found.gather_overlap) == (wanted, wanted)

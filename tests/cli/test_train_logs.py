@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from evenload.report.metrics_file import read_metrics
+from evenload.report.run_files import read_metrics
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 SETTINGS = """
@@ -115,7 +115,7 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(tmp_path,
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
     from evenload.cli.main import main
 
-    monkeypatch.setattr("evenload.runtime.config.log_config.find_spec", lambda name: None)
+    monkeypatch.setattr("evenload.config.sections.find_spec", lambda name: None)
     settings = 'max_document_tokens = 9\nbatch_documents = 1\n[log]\nto = ["wandb"]\n[train]\nsteps = 2\n'
     file = write_small_run(tmp_path, ["a"], settings)
     with pytest.raises(SystemExit) as stopped:

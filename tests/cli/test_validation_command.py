@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evenload.report.metrics_file import read_metrics
-from evenload.report.validation_file import read_validations
+from evenload.report.run_files import read_metrics, read_validations
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 SETTINGS = """

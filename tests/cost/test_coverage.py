@@ -8,7 +8,6 @@ from evenload.cost.coverage import (
     completed_from_cluster,
     missing_costs,
     require_covered,
-    unmeasured_coefficients,
 )
 from evenload.cost.measured_on import MeasuredOn
 from evenload.cost.pack_cost import PackCosts
@@ -32,7 +31,7 @@ def measured(dp: int = 1, cp: int = 1, pp: int = 1, tp: int = 1, **changes) -> C
     if cp * tp > 1:
         links["intra_node"] = LINK
     on = MeasuredOn(model=MODEL, dp=dp, cp=cp, pp=pp, tp=tp)
-    of_file = {"devices_per_node": world_size, "measured_on": on, "small_pack_tokens": 0}
+    of_file = {"devices_per_node": world_size, "measured_on": on}
     return sample_coefficients(**{**links, **of_file, **changes})
 
 
@@ -159,39 +158,3 @@ def test_costs_without_links_or_of_fewer_processes_speak_for_no_other_layout() -
     assert completed_between_layouts(nothing, layout()) == (nothing, ())
     with pytest.raises(ConfigError, match=r"measured on layout pp=4 and do not speak for 8 processes"):
         completed_between_layouts(measured(pp=4), layout(dp=8))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "names"),
-    [
-        ({}, ()),
-        ({"tp": 2}, ()),
-        ({"cp": 2}, ("meeting_s",)),
-        ({"dp": 2}, ("meeting_s",)),
-        ({"pp": 2}, ("weight_share",)),
-        ({"pp": 2, "cp": 2}, ("weight_share", "meeting_s")),
-    ],
-    ids=str,
-)
-def test_a_file_of_an_older_version_says_what_it_lacks(sizes, names) -> None:
-    """Without a word half would be taken for one, and nothing for the other; on a GPU nobody times meetings."""
-    said = unmeasured_coefficients(measured(), layout(**sizes), on_cpu=True)
-    assert [sentence.partition(",")[0] for sentence in said] == list(names)
-    assert all("was not measured" in sentence for sentence in said)
-    told = unmeasured_coefficients(measured(), layout(**sizes), on_cpu=False)
-    assert [sentence.partition(",")[0] for sentence in told] == [name for name in names if name == "weight_share"]
-    passes = {
-        way: msgspec.structs.replace(measured().of_pass(way), meeting_s=0.0)  # type: ignore[arg-type]
-        for way in ("forward", "backward")
-    }
-    whole = measured(weight_share=0.5, **passes)
-    assert unmeasured_coefficients(whole, layout(**sizes), on_cpu=True) == ()
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_file_without_small_packs_says_so(on_cpu) -> None:
-    """Of every layout and device; a measured 0 says that they take no longer."""
-    (said,) = unmeasured_coefficients(measured(small_pack_tokens=None), layout(), on_cpu=on_cpu)
-    assert said.startswith("small_pack_tokens, ")
-    assert "nothing is counted" in said
-    assert unmeasured_coefficients(measured(small_pack_tokens=0), layout(), on_cpu=on_cpu) == ()

@@ -22,41 +22,6 @@ def test_pack_seconds_equal_hand_arithmetic() -> None:
     np.testing.assert_allclose(costs.pack_seconds(packs, "forward"), expected)
 
 
-def test_packs_of_few_tokens_take_longer_than_in_line() -> None:
-    """4 s less a token, of 32 s, on stages of 2 and 1 layers; tp devices read a part of the weights each.
-
-    A pack of 2 tokens lacks 6 of 8, two documents of 3 lack 2 of 8, 8 tokens and none lack nothing.
-    """
-    few = {"small_pack_tokens": 8, "forward": msgspec.structs.replace(FORWARD, small_pack_s=32.0)}
-    packs = SliceColumns.from_ranges([[(0, 0, 2)], [(1, 0, 3), (2, 0, 3)], [(3, 0, 8)], []])
-    links = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0), "devices_per_node": 8}
-    for tp in (1, 2):
-        layout = even_layout(3, pp=2, tp=tp)
-        plain = PackCosts(sample_model(), sample_coefficients(**links), layout)
-        costs = PackCosts(sample_model(), sample_coefficients(**links, **few), layout)
-        more_s = costs.pack_seconds(packs, "forward") - plain.pack_seconds(packs, "forward")
-        np.testing.assert_allclose(more_s * tp, [[2 * 24, 24], [2 * 8, 8], [0, 0], [0, 0]], atol=1e-12)
-        np.testing.assert_array_equal(costs.pack_seconds(packs, "backward"), plain.pack_seconds(packs, "backward"))
-        # What documents take by themselves, in whatever packs, and at least, is without it.
-        assert costs.document_seconds([2, 3]).tolist() == plain.document_seconds([2, 3]).tolist()
-        assert costs.lower_bound_seconds(np.array([2])) == plain.lower_bound_seconds(np.array([2]))
-        assert costs.pack_constant_s == plain.pack_constant_s
-
-
-def test_shared_packs_of_few_tokens_lack_those_of_a_rank() -> None:
-    """16 tokens on two ranks are 8 each, of 16."""
-    few = {"small_pack_tokens": 16, "forward": msgspec.structs.replace(FORWARD, small_pack_s=32.0)}
-    links = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0), "devices_per_node": 8}
-    packs = SliceColumns.from_ranges([[(0, 0, 16)]], cp=2)
-    prices = [
-        PackCosts(sample_model(), sample_coefficients(**links, **changes), even_layout(3, cp=2)).pack_seconds(
-            packs, "forward"
-        )
-        for changes in (few, {})
-    ]
-    np.testing.assert_allclose(prices[0] - prices[1], [[3 * 16.0]])
-
-
 def test_a_pack_takes_its_host_where_that_is_slower() -> None:
     """Two packs on stages of 2 and 1 layers: the host needs 6 s a layer and 2 more a slice, whatever tp."""
     forward = msgspec.structs.replace(FORWARD, host_slice_s=2.0, host_pack_s=6.0)
@@ -240,14 +205,18 @@ def test_offloaded_documents_hide_their_copies_behind_compute_or_wait() -> None:
 
 
 def test_tensor_parallelism_divides_work_and_adds_its_transfers() -> None:
-    """All of them, because the runtime waits for each, unless a share is set."""
+    """Of their bytes the exposed share, and all of their latency; nothing where layers were measured with them."""
     # 4 rings of 4 tokens · 8 hidden · 2 bytes, half of it over the link
-    rings = 4 * (4 * 16 * 0.5 / 100.0 + 0.25)
-    for changes, share in (({}, 1.0), ({"tensor_exposed_share": 0.5}, 0.5)):
+    bytes_s, latency_s = 4 * 4 * 16 * 0.5 / 100.0, 4 * 0.25
+    for changes, rings in (
+        ({}, bytes_s + latency_s),
+        ({"tensor_exposed_share": 0.5}, 0.5 * bytes_s + latency_s),
+        ({"tensor_exposed_share": 0.0}, 0.0),
+    ):
         coefficients = sample_coefficients(**LINKS, **changes)
         costs = PackCosts(sample_model(), coefficients, even_layout(3, tp=2))
         found = costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 4)]]), "forward")[0, 0]
-        assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + share * rings) + 4 * 0.25)
+        assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + rings) + 4 * 0.25)
     with pytest.raises(ConfigError, match="know no link"):
         PackCosts(sample_model(), sample_coefficients(), even_layout(3, tp=2))
 

@@ -68,11 +68,11 @@ def test_causes_add_up_and_none_is_negative(lengths, cp, tp, pp, direction, data
     columns = whole_document_columns(groups, num_tokens, cp, padded=padded)
     policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
     forward, backward = (
-        msgspec.structs.replace(one, prefix_s_per_token=0.02, small_pack_s=9.0, host_slice_s=5.0, host_pack_s=10.0)
+        msgspec.structs.replace(one, prefix_s_per_token=0.02, host_slice_s=5.0, host_pack_s=10.0)
         for one in (FORWARD, BACKWARD)
     )
     passes = {"forward": forward, "backward": backward}
-    costs = costs_of(even_layout(3, cp=cp, tp=tp, pp=pp), attention_tile=4, small_pack_tokens=50, **passes)
+    costs = costs_of(even_layout(3, cp=cp, tp=tp, pp=pp), attention_tile=4, **passes)
     split = split_pack_seconds(costs, columns, direction, policy)
     np.testing.assert_allclose(split.total_s(), costs.pack_seconds(columns, direction, policy), rtol=1e-12)
     for name in CAUSES:

@@ -7,10 +7,10 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.flops import training_flops
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.step_bounds import layout_bound_seconds, physical_bound_seconds, sizes_bound_seconds
+from evenload.data.hub import model_from
+from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import layouts_of
-from evenload.explore.sampled_batches import BatchRule
 from evenload.explore.stage_layers import balanced_layout
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from corpus_files import all_batches, data_config, fingerprint_of, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.reading import stall_clock
+from evenload.data import workers as data_workers
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
 from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, LargeTokenizer, LateTokenizer, SlowTokenizer
 from rank_threads import run_ranks
@@ -89,7 +89,7 @@ def test_a_server_that_stops_answering_is_an_error_that_names_the_file():
 
 def test_a_worker_that_never_starts_is_an_error_that_says_so(tmp_path, monkeypatch):
     """However much is on its way to it."""
-    monkeypatch.setattr(stall_clock, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(data_workers, "START_TIMEOUT_S", 0.5)
     root = write_corpus(tmp_path, "jsonl", ["a"])
     loader = GlobalBatchLoader(data_config(root, workers=1, stall_timeout_s=0.1), LargeTokenizer())
     with pytest.raises(DataError, match=r"worker 0 has not started within 0\.5 s.*data\.workers = 0"):

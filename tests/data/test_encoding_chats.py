@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
-from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.encoding.chats import Chats, read_messages
-from evenload.data.encoding.document_encoder import RecordProblem
-from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.encoding.template_forms import TemplateForms
-from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
+from evenload.data.chat_template import ChatTemplate, TemplateForms
+from evenload.data.chats import Chats, read_messages
+from evenload.data.encoders import RecordProblem
+from evenload.data.open_encoder import open_encoder
+from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 
 contents = st.text(alphabet=st.sampled_from("ab, \n\t.é三😀<"), max_size=12)

@@ -6,12 +6,11 @@ import pickle
 import pytest
 
 from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config
-from evenload.data.encoding.chat_template import ChatTemplate
-from evenload.data.encoding.chats import Chats, read_messages
-from evenload.data.encoding.document_encoder import RecordProblem
-from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.encoding.template_forms import TemplateForms
-from evenload.data.encoding.tokenize import ByteTokenizer
+from evenload.data.chat_template import ChatTemplate, TemplateForms
+from evenload.data.chats import Chats, read_messages
+from evenload.data.encoders import RecordProblem
+from evenload.data.open_encoder import open_encoder
+from evenload.data.tokenize import ByteTokenizer
 
 ARGUMENTS = {"city": "Köln", "days": [1, 2.5], "unit": None}
 LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}BODY{% endfor %}"

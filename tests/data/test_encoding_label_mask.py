@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.encoding.text_encoder import masked_labels, tokens_in
+from evenload.data.encoders import masked_labels, tokens_in
 
 spans_and_offsets = st.tuples(
     # Span borders ascend; equal ones make empty or adjacent spans.

@@ -6,9 +6,9 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from chat_cases import CHATML, MISTRAL, chat, encoder_config, train_chat_tokenizer
-from evenload.data.encoding.document_encoder import RecordProblem
-from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
+from evenload.data.encoders import RecordProblem
+from evenload.data.open_encoder import open_encoder
+from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 
 texts = st.text(alphabet=st.sampled_from("anod \n三😀"), max_size=8)
 

@@ -8,8 +8,8 @@ import tokenizers
 
 from chat_cases import CHATML, TEMPLATES, chat, encoder_config, train_chat_tokenizer
 from evenload import PackedLoader
-from evenload.data.encoding.open_encoder import stop_warnings
-from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
+from evenload.data.open_encoder import stop_warnings
+from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 
 OUTSIDE = (
@@ -48,7 +48,7 @@ def test_the_token_that_a_template_ends_with_must_end_generation(directory, case
 
 
 @pytest.mark.parametrize("loss_on", ["auto", "all"])
-def test_a_template_without_any_token_after_the_assistant_is_told(directory, loss_on):
+def test_a_template_without_any_token_after_the_assistant_is_taken(directory, loss_on):
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}assistant: {% endif %}"
     (warning,) = warnings_of(directory, source, loss_on=loss_on)

@@ -5,10 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from chat_cases import encoder_config, train_chat_tokenizer
-from evenload.data.encoding.document_encoder import RecordProblem
-from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.encoding.token_ids import TokenIds
-from evenload.data.formats.columns import ValueProblem, token_array
+from evenload.data.encoders import RecordProblem, TokenIds
+from evenload.data.open_encoder import open_encoder
+from evenload.data.records import ValueProblem, token_array
 
 
 def int32(values):

@@ -5,9 +5,8 @@ import fsspec
 import pytest
 
 from corpus_files import data_config
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.source.files import files_digest
-from evenload.data.source.listing import file_format, list_sources
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.sources import file_format, files_digest, list_sources
 from evenload.errors import ConfigError, DataError
 from format_files import list_files
 

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from evenload.data.formats.readers import dataset_file, open_reader
-from evenload.data.formats.record import FILE_END, FilePart
+from evenload.data.part_files import dataset_file, open_reader
+from evenload.data.records import FILE_END, FilePart
 from evenload.errors import ConfigError, DataError
 from format_files import format_config, plain, read_all, values_of
 

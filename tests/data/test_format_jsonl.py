@@ -1,10 +1,12 @@
 """JSON lines beyond what all formats have in common."""
 
+import json
+
 import numpy as np
 import pytest
 
-from evenload.data.formats import jsonl
-from evenload.data.formats.record import FILE_END, FilePart
+from evenload.data import json_records
+from evenload.data.records import FILE_END, FilePart
 from format_files import open_source, read_all, tokens_source, values_of
 
 
@@ -85,7 +87,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_text(tmp_path):
 
 
 def test_a_line_without_end_is_a_problem_and_not_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(json_records, "MAX_LINE_BYTES", 64)
     source = write(tmp_path, b'{"text": "a"}\n' + b"x" * 1000 + b'\n{"text": "b"}\n{"text": "' + b"y" * 100 + b'"}')
     for count in (1, 2, 7):
         records = read_all(*open_source(source), count)
@@ -138,3 +140,14 @@ def test_lines_before_damaged_compression_are_read_and_the_damage_is_named(tmp_p
     file, reader = open_source(str(tmp_path / f"b.txt.{suffix}"))
     (record,) = reader.records(file, FilePart())
     assert f"{file.compression} compression is damaged" in record.problem
+
+
+def test_a_large_list_is_not_parsed_for_its_summary(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_records, "_COUNT_BYTES", 1000)
+    rows = [{"text": "}" * (number % 7), "meta": {"n": number}} for number in range(1000)]
+    file, reader = open_source(write(tmp_path, json.dumps(rows).encode(), "docs.json"))
+    summary = reader.summary(file)
+    assert summary.columns == ("text", "meta")
+    assert not summary.is_exact
+    assert summary.num_records == pytest.approx(1000, rel=0.15)
+    assert len(read_all(file, reader)) == 1000

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.formats import npy_tokens, token_records
-from evenload.data.formats.record import FilePart
+from evenload.data import token_files
+from evenload.data.records import FilePart
 from evenload.errors import ConfigError, DataError
 from format_files import (
     END_ID,
@@ -162,7 +162,7 @@ def test_ends_are_found_across_windows_and_parts(tmp_path_factory, ids, count, w
     path = tmp_path_factory.mktemp("npy") / "a.npy"
     np.save(path, np.array(ids, dtype=np.uint16))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(npy_tokens, "_SCAN_TOKENS", window)
+        patch.setattr(token_files, "_SCAN_TOKENS", window)
         file, reader = tokens_source(str(path))
         records = read_all(file, reader, count)
         assert values_of(records) == [*documents, *([document] if document else [])]
@@ -171,8 +171,8 @@ def test_ends_are_found_across_windows_and_parts(tmp_path_factory, ids, count, w
 
 
 def test_a_document_that_never_ends_is_a_problem_and_not_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(npy_tokens, "_SCAN_TOKENS", 4)
-    monkeypatch.setattr(npy_tokens, "MAX_DOCUMENT_TOKENS", 8)
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 4)
+    monkeypatch.setattr(token_files, "MAX_DOCUMENT_TOKENS", 8)
     np.save(tmp_path / "a.npy", np.array([1, 0] + [1] * 50 + [0, 2, 0]))
     for count in (1, 2, 5):
         records = read_all(*tokens_source(str(tmp_path / "a.npy")), count)
@@ -181,7 +181,7 @@ def test_a_document_that_never_ends_is_a_problem_and_not_memory(tmp_path, monkey
 
 
 def test_runs_of_documents_do_not_show(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_records, "CHUNK_BYTES", 6)
+    monkeypatch.setattr(token_files, "CHUNK_BYTES", 6)
     source = write_megatron(tmp_path / "a", DOCUMENTS)
     assert values_of(read_all(*tokens_source(source), 2)) == DOCUMENTS
 

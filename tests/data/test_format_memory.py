@@ -16,7 +16,7 @@ READ = """
 import sys
 sys.path[:0] = sys.argv[1].split(":")
 from format_files import open_source
-from evenload.data.formats.record import FilePart
+from evenload.data.records import FilePart
 
 def resident_bytes(field):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(field))

@@ -8,8 +8,8 @@ import pytest
 from datasets import Dataset, Features, Json, List, Value
 
 from evenload.data.config import DataConfig
-from evenload.data.formats.record import FilePart
-from evenload.data.reading.part_files import open_part
+from evenload.data.part_files import open_part
+from evenload.data.records import FilePart
 from evenload.errors import DataError
 from format_files import write_table
 

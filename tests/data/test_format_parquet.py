@@ -4,8 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evenload.data.formats import arrow_values
-from evenload.data.formats.record import FILE_END, FilePart
+from evenload.data import arrow_records
+from evenload.data.records import FILE_END, FilePart
 from evenload.errors import ConfigError, DataError
 from format_files import open_source, read_all, tokens_source, values_of, write_table
 
@@ -13,7 +13,7 @@ TEXTS = [f"row {number}" for number in range(700)]
 
 
 def test_rows_over_several_row_groups_and_batches_keep_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_values, "_MOST_ROWS", 64)
+    monkeypatch.setattr(arrow_records, "_MOST_ROWS", 64)
     pq.write_table(pa.table({"body": pa.array(TEXTS, pa.large_string())}), tmp_path / "a.parquet", row_group_size=300)
     file, reader = open_source(str(tmp_path), text_column="body")
     for start in (0, 1, 63, 64, 65, 299, 300, 301, 555, 699, 700, FILE_END):

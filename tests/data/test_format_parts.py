@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.formats.record import FILE_END, FilePart
+from evenload.data.records import FILE_END, FilePart
 from format_files import (
     END_ID,
     ROW_FORMATS,

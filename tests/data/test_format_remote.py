@@ -6,9 +6,9 @@ import pickle
 import fsspec
 import pytest
 
-from evenload.data.formats.readers import open_reader
-from evenload.data.formats.record import FilePart
-from evenload.data.source import remote
+from evenload.data import sources
+from evenload.data.part_files import open_reader
+from evenload.data.records import FilePart
 from evenload.errors import DataError
 from format_files import (
     END_ID,
@@ -37,7 +37,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(remote, "RETRY_WAITS_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(sources, "RETRY_WAITS_S", (0.01, 0.02, 0.03))
 
 
 @pytest.fixture
@@ -92,22 +92,14 @@ def test_failures_that_come_again_and_again_are_survived_as_long_as_bytes_arrive
     assert served.num_failures == 0
 
 
-@pytest.mark.parametrize("format", ["jsonl", "jsonl.gz"])
-def test_a_server_without_ranges_is_read_front_to_back_also_after_a_cut(served, format):
+def test_a_server_without_ranges_is_read_from_the_beginning_only(served):
     served.has_ranges = False
-    write_rows(served.root, format, [{"text": text} for text in TEXTS])
-    file, reader = open_source(f"{served.url}/rows.{format}")
+    write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
+    file, reader = open_source(f"{served.url}/rows.jsonl")
     whole = read_all(file, reader)
     assert values_of(whole) == TEXTS
-    left = list(reader.records(file, FilePart(), whole[150].next_offset))
-    assert left == whole[151:]
-    served.fail("cut", 2, good_bytes=300)
-    assert read_all(file, reader) == whole
-    assert served.num_failures == 0
-    # The first request asks for a range, the second reads front to back.
-    served.fail("cut", 3, good_bytes=(served.root / f"rows.{format}").stat().st_size - 30)
-    assert list(reader.records(file, FilePart(), whole[150].next_offset)) == left
-    assert served.num_failures == 0
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be read at byte \d+: .*appear to support range"):
+        list(reader.records(file, FilePart(), whole[150].next_offset))
 
 
 def test_a_remote_file_that_vanishes_is_an_error_at_once(served):

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corpus_files import FORMATS, data_config, documents_of, naive_documents, plan_for, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.blocks import HELD_OUT, HoldOut
 from evenload.data.config import DataConfig
 from evenload.data.lengths import count_documents
-from evenload.data.reading.held_out import HELD_OUT, HoldOut
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
 from rank_threads import run_ranks
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.data.length_profile import profile_lengths
+from evenload.data.lengths import profile_lengths
 from evenload.errors import ConfigError
 from evenload.types.length_profile import HeaviestHalf, LengthClass, WindowCut
 

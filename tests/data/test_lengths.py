@@ -7,8 +7,8 @@ import pytest
 
 from corpus_files import FORMATS, data_config, write_corpus
 from evenload.data.config import DataConfig, MixturePart
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
 from evenload.data.lengths import count_documents, read_length_table, read_lengths
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError, DataError
 
 

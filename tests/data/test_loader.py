@@ -15,7 +15,7 @@ from corpus_files import (
     plan_for,
     write_corpus,
 )
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, InvalidPlanError
 
 texts_of = st.lists(st.text("abä三", max_size=30), min_size=1, max_size=14)

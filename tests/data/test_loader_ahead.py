@@ -6,9 +6,9 @@ import weakref
 import pytest
 
 from corpus_files import data_config, fingerprint_of, plan_for, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
-from evenload.data.batch.streams import StreamSampler
+from evenload.data.batches import decode_state, encode_state
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.streams import StreamSampler
 from evenload.errors import DataError
 from rank_threads import run_ranks
 

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corpus_files import data_config, fingerprint_of, naive_documents, plan_for, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
-from evenload.feed.exchange import exchange_tokens
+from evenload.data.batches import decode_state, encode_state
+from evenload.data.loader import GlobalBatchLoader
+from evenload.feed.step_maker import exchange_tokens
 from rank_threads import run_ranks
 
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from corpus_files import FORMATS, all_batches, data_config, fingerprint_of, plan_for, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.batches import decode_state, encode_state
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
 
 TEXTS = [("abcdefg三"[number % 8] * (number * 7 % 50)) for number in range(17)]
@@ -103,7 +103,7 @@ def test_other_data_settings_are_refused_by_name(tmp_path, change, name):
 
 
 def test_other_tokenizer_is_refused(tmp_path):
-    from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+    from evenload.data.tokenize import train_byte_pair_tokenizer
 
     root = write_corpus(tmp_path / "docs", "jsonl", TEXTS)
     train_byte_pair_tokenizer(["some text"], 260, tmp_path / "tokenizer.json")

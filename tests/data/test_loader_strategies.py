@@ -6,10 +6,10 @@ import pytest
 
 from corpus_files import data_config, naive_documents, write_corpus
 from cost_samples import sample_coefficients, sample_model
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.batches import decode_state, encode_state
+from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.collate import IGNORE_INDEX, collate_packs
-from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corpus_files import all_batches, data_config, documents_of, naive_documents, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError
 
 TEXTS = ["one", "zwei äöü", "三", "line\nbreak\r\n", "five", "six", "seven", "😀 eight"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.data.encoding.tokenize import (
+from evenload.data.tokenize import (
     ByteTokenizer,
     FileTokenizer,
     open_tokenizer,
@@ -55,7 +55,7 @@ def test_training_is_the_same_in_another_process(trained, tmp_path):
     """Ranks and resumed runs may each train it; hash order must not show."""
     path, _ = trained
     code = (
-        "import sys; from evenload.data.encoding.tokenize import train_byte_pair_tokenizer as train;"
+        "import sys; from evenload.data.tokenize import train_byte_pair_tokenizer as train;"
         "import json; train(json.loads(sys.argv[1]), 300, sys.argv[2])"
     )
     other = tmp_path / "new_directory" / "tokenizer.json"

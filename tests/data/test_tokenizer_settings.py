@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from evenload.data.encoding.tokenize import FileTokenizer, train_byte_pair_tokenizer
+from evenload.data.tokenize import FileTokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 
 TOKENS = ("<tool_call>", "<think>", "<|im_end|>", "<|image|>", "cat", "<|endoftext|>", "[A]")

@@ -13,6 +13,7 @@ from checkpoint_cases import (
     train_with_a_full_disk,
 )
 from dist_training import train_steps
+from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.directory import (
     complete_checkpoints,
@@ -20,7 +21,6 @@ from evenload.runtime.checkpoint.directory import (
     prune_checkpoints,
     remove_leftovers,
 )
-from evenload.runtime.config.train_config import load_train_config
 from small_run import write_small_run
 
 STEPS = 5

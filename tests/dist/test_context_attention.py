@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from context_cases import DIM, GROUPS, HEADS, attend_shared_packs, document_tensors
-from context_plans import RULES, context_plan, in_parts, merged_plan
+from context_plans import RULES, context_plan, merged_plan
 from cost_samples import sample_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.stepplan.plan_tasks import replica_columns
@@ -15,7 +15,6 @@ from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan, encode_plan
-from halved_plans import num_halved, with_halves
 from sweeps import sweep
 
 
@@ -44,8 +43,7 @@ def merged(per_rank, doc_id):
 
 def assert_equals_whole(pool, plans: list[StepPlan], exchange, *, window=0, backend="cpu_flash"):
     for plan in plans:
-        if not num_halved(plan):  # halves wait for nothing without tensor parallelism, which attention knows nothing of
-            validate_plan(plan)
+        validate_plan(plan)
     world = plans[0].layout.dp * plans[0].layout.cp
     ranks = pool.run(
         world, attend_shared_packs, [encode_plan(p) for p in plans], exchange, torch.float64, window, backend
@@ -88,35 +86,6 @@ def test_blocks_of_replicas_equal_whole_documents(gloo_pool, dp, cp, exchange):
     rules = ["per_document", "per_sequence", "owners", "dacp"]
     plans = [merged_plan(10 * dp + i, dp=dp, cp=cp, rule=rules[i % len(rules)]) for i in sweep(range(8), 4)]
     assert_equals_whole(gloo_pool, plans, exchange)
-
-
-@pytest.mark.parametrize(("window", "parts"), sweep([(0, 1), (0, 2), (7, 1), (7, 2), (100, 1)], 3))
-@pytest.mark.parametrize(("dp", "cp"), sweep([(1, 3), (2, 1), (2, 2), (1, 2)], 2))
-def test_halves_equal_whole_documents(gloo_pool, dp, cp, window, parts):
-    """Anywhere in a pack, also where ranks have rows of one half only: documents that only halves cut, others that are
-    cut anyway, and some that lie whole on a rank."""
-    plans = [
-        with_halves(
-            in_parts(
-                context_plan(10 * i + cp, cp=cp, rule=RULES[i % len(RULES)], whole=i % 3 == 0)
-                if dp == 1
-                else merged_plan(10 * i + cp, dp=dp, cp=cp, rule=RULES[i % len(RULES)]),
-                parts,
-            ),
-            share=(0.5, 0.2, 0.8)[i % 3],
-        )
-        for i in sweep(range(12), 6)
-    ]
-    assert_equals_whole(gloo_pool, plans, "all_gather", window=window)
-
-
-def test_halves_move_the_bytes_of_packs_in_one_go(gloo_pool):
-    """Wherever they are cut, for ranks have even parts of either: a token more or less of padding. Keys of a document
-    that only halves cut travel again with the second half alone."""
-    plan = context_plan(3, cp=2, rule="per_document", lengths={0: 400}, whole=True)
-    moved = assert_equals_whole(gloo_pool, [plan, with_halves(plan, 0.5), with_halves(plan, 0.375)], "all_gather")
-    assert moved[1] == moved[0]
-    assert moved[2] == pytest.approx(moved[0], rel=0.01)
 
 
 def test_a_ring_refuses_sliding_windows(gloo_pool):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from evenload.cli.start_checks import require_runnable
+from evenload.cli.worker_setup import require_runnable
+from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError, EvenloadError
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.train_config import load_train_config
 from evenload.types.architectures.registry import TRAINED
 from evenload.types.plan import encode_plan
 from matrix import (
@@ -44,7 +44,7 @@ PLACES = [
 ]
 
 
-OVERLAPS = ("reduction", "gather", "context", "tensor")
+OVERLAPS = ("reduction", "gather")
 
 
 @pytest.fixture(scope="module")

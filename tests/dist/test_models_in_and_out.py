@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.config.train_config import load_train_config
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import build_stage_model
 from reference_training import tiny_config

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from evenload.cli.start_checks import require_runnable
+from evenload.cli.worker_setup import require_runnable
+from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError
-from evenload.runtime.config.train_config import load_train_config
-from evenload.runtime.optim.muon_update import orthogonalised
+from evenload.runtime.optim.optimizer import orthogonalised
 from optimizer_cases import plainly_updated, updated_in_bf16
 from training_cases import STEPS, plain_losses, plain_model, write_training_config
 from validation_cases import averaged_export, plain_validation, validated_run
@@ -192,10 +192,6 @@ def initial_weights(config_file: Path) -> dict[str, torch.Tensor]:
         ([MUON, "model.lora={rank=2}"], "adapters .* are trained, which is not tested"),
         ([MUON, *LIVE], "optimizer.name is 'muon', and the layout may change while the run trains"),
         (["train.ema_decay=0.9", *LIVE], "train.ema_decay is 0.9, and the layout"),
-        (
-            ["train.ema_decay=0.9", "train.on_lost_rank=shrink", "train.survivor_memory=shared"],
-            "train.survivor_memory is 'shared', which is tested for AdamW's state alone",
-        ),
         (["train.ema_decay=1.0"], "train.ema_decay is 1.0, must be above 0 and below 1"),
         (["optimizer.name=adamw_8bit"], "state of 8 bits is quantised in blocks"),
         (["optimizer.name=muno"], "did you mean 'muon'"),

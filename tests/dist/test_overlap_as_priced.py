@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from context_cases import GROUPS, covered_rows
-from context_plans import RULES, context_plan, in_parts, merged_plan
+from context_cases import covered_rows
+from context_plans import RULES, context_plan, merged_plan
 from evenload.cost.ranked_packs import RankedPacks
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.stepplan.ranked_packs import ranked_packs
@@ -53,18 +53,6 @@ def test_documents_that_replicas_share_hide_nothing(gloo_pool):
             assert is_shared.any()
             for pack in np.flatnonzero(is_shared).tolist():
                 assert found[dp_rank][direction][pack] == rows_as_priced(ranked, pack, dp_rank)
-
-
-def test_parts_hide_behind_the_parts_before(gloo_pool):
-    """Of a document that is never cut, in two parts: a forward's first part is attended to while the second is under
-    way; a backward's too, and its second beside the sums of the first."""
-    plan = in_parts(context_plan(3, cp=2, rule="per_document", lengths={0: 120}, whole=True), GROUPS)
-    for forward, backward in gloo_pool.run(2, covered_rows, encode_plan(plan), "all_gather"):
-        covered, bare = np.sum(forward, axis=0).tolist()
-        assert covered == bare > 0
-        covered, bare = np.sum(backward, axis=0).tolist()
-        assert covered > 0
-        assert bare == 0
 
 
 @pytest.mark.parametrize("cp", [2, 3])

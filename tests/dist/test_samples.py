@@ -10,13 +10,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM
 
-from evenload.cli.start_checks import require_runnable
-from evenload.data.encoding.tokenize import ByteTokenizer, FileTokenizer
+from evenload.cli.worker_setup import require_runnable
+from evenload.config.sections import SamplesConfig
+from evenload.config.train_config import load_train_config
+from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.config.samples_config import SamplesConfig
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import load_config
-from evenload.runtime.stages.sampler import Sampler
+from evenload.runtime.stages.evaluation import Sampler
 from training_cases import write_training_config
 from validation_cases import validated_run
 

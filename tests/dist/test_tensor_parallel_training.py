@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
 from evenload.calibrate.calibrate import calibrate
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S

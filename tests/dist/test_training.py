@@ -9,11 +9,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dist_training import train_steps
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state
+from evenload.config.train_config import layout_of, load_train_config
+from evenload.data.batches import decode_state
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.checkpoint import Progress
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from sweeps import sweep
 from training_cases import STEPS, plain_losses, write_training_config
 

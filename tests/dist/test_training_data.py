@@ -7,7 +7,7 @@ import pytest
 
 from checkpoint_cases import training_error
 from dist_training import train_steps
-from evenload.runtime.config.train_config import load_train_config
+from evenload.config.train_config import load_train_config
 from training_cases import STEPS, plain_losses, write_training_config
 
 

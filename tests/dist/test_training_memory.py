@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dist_training import memory_steps, train_steps
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.config.train_config import layout_of, load_train_config
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from sweeps import sweep
 from training_cases import STEPS, plain_losses, write_training_config
 

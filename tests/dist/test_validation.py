@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenload.runtime.config.train_config import load_train_config
+from evenload.config.train_config import load_train_config
 from evenload.types.validation import LossOf, Validation
 from flex_training import write_phases
 from sweeps import sweep

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from evenload.runtime.comm.mesh import ChannelMode, create_meshes
-from evenload.runtime.comm.warm_up import warm_up
+from evenload.runtime.comm.mesh import ChannelMode, create_meshes, warm_up
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 

@@ -5,7 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from evenload.runtime.config.train_config import load_train_config
+from evenload.config.train_config import load_train_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

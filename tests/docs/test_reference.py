@@ -106,7 +106,7 @@ def test_what_the_package_exports_is_on_the_first_page():
         "train",
     }
     homes = [getattr(evenload, name).__module__ for name in set(evenload.__all__) - {"__version__", "plan"}]
-    assert {*homes, "evenload.api.plan_call"} <= set(modules())
+    assert {*homes, "evenload.cli.plan_call"} <= set(modules())
 
 
 def test_links_hold_on_the_site():

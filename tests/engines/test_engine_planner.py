@@ -5,15 +5,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.engines.catalog import ENGINES
 from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.evaluate import evaluate_engine
 from evenload.engines.refusals import runnable
 from evenload.errors import ConfigError
-from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.batches import SampledBatch
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import BesideCompute
+from evenload.config.keys import plan_options
+from evenload.cost.coefficients import OverlapCost
 from evenload.engines.catalog import ENGINES
 from evenload.engines.pass_transfers import beside_seconds
 from evenload.engines.price import engine_costs, engine_price
 from evenload.engines.profile import EngineProfile, EngineTiming
 from evenload.engines.projection import StepShape
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -55,10 +55,11 @@ def altered(profile: EngineProfile, **timing) -> EngineProfile:
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=20),
     strategy=st.sampled_from(["balanced", "best_fit", "fixed_greedy", "wlb"]),
     sizes=st.sampled_from([{}, {"dp": 1}, {"pp": 2}, {"dp": 1, "pp": 4}, {"tp": 2}]),
-    beside=st.sampled_from([None, BesideCompute(stretch=1.5, slowdown=0.3)]),
+    beside=st.sampled_from([None, OverlapCost(communication_slowdown=1.5, compute_slowdown=0.3)]),
 )
 def test_an_engine_that_runs_as_we_do_takes_what_we_predict(lengths, strategy, sizes, beside):
-    coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8, reduction_beside=beside)
+    links = {"intra_node": LINK, "inter_node": LINK, "devices_per_node": 8}
+    coefficients = sample_coefficients(**links, overlap=beside, overlap_gather=False)
     found = proposed(lengths, strategy, coefficients=coefficients, **sizes)
     ours = price(found, AS_OURS)
     assert ours.step_time_s == pytest.approx(found.plan.predicted.step_time_s, rel=1e-12)
@@ -99,7 +100,7 @@ def test_waiting_for_each_other_in_every_micro_batch_is_never_faster(lengths):
 
 
 SHARDED = msgspec.structs.replace(altered(AS_OURS, weights="pass", sums_beside=False), equal_counts=True)
-HIDES = BesideCompute(stretch=1.0, slowdown=0.0)
+HIDES = OverlapCost(communication_slowdown=1.0, compute_slowdown=0.0)
 # Of 40 tokens: embedding; four layers; in the backward the head, and those again.
 FORWARD_S = 0.5 * 40 + 4 * (40 + 0.1 * 820 + 0.01 + 5)
 BACKWARD_S = 3 * 40 + 11 + 4 * (2 * 40 + 0.25 * 820 + 0.02 + 7) + 0.5 * 40
@@ -129,12 +130,12 @@ def test_gathers_of_a_pass_by_hand():
 
 def test_hidden_gathers_of_a_pass_are_paid_once():
     """Not in every pass and beside the first packs of the step again."""
-    coefficients = sample_coefficients(gather_beside=HIDES, reduction_beside=None)
+    coefficients = sample_coefficients(overlap=HIDES, overlap_reduction=False)
     found = price(proposed([40, 40], "best_fit", dp=2, coefficients=coefficients), SHARDED)
     assert found.packs_s == pytest.approx(COMPUTE_S + GATHER_S["embedding"] + GATHER_S["head"], rel=1e-9)
     assert found.step_time_s == pytest.approx(found.packs_s + of_all(SUM_S) + UPDATE_S, rel=1e-9)
     # Where they cost compute something, no transfer is in the step that is not in its micro-batches either.
-    costly = sample_coefficients(gather_beside=BesideCompute(stretch=2.0, slowdown=0.25))
+    costly = sample_coefficients(overlap=OverlapCost(communication_slowdown=2.0, compute_slowdown=0.25))
     found = price(proposed([40, 40], "best_fit", dp=2, coefficients=costly), SHARDED)
     assert found.end_s == pytest.approx(of_all(SUM_S) + UPDATE_S, rel=1e-9)
     hidden_s = 2 * of_all(GATHER_S) - GATHER_S["embedding"] - 2 * GATHER_S["head"]
@@ -150,7 +151,7 @@ def test_sums_after_every_micro_batch_by_hand():
     assert (found.micro_batches, found.packs_s) == (4, pytest.approx(2 * each_s, rel=1e-9))
     assert found.end_s == pytest.approx(UPDATE_S, rel=1e-9)
     # Beside compute only the embedding's sum is left, which comes last.
-    hiding = sample_coefficients(gather_beside=HIDES, reduction_beside=HIDES)
+    hiding = sample_coefficients(overlap=HIDES)
     found = price(proposed([40] * 4, "best_fit", dp=2, coefficients=hiding), altered(profile, sums_beside=True))
     first_s = GATHER_S["embedding"] + GATHER_S["head"]
     assert found.packs_s == pytest.approx(2 * (COMPUTE_S + first_s + SUM_S["embedding"]), rel=1e-9)
@@ -172,7 +173,7 @@ def test_sums_after_every_micro_batch_by_hand():
 def test_sums_in_buckets_by_hand(bucket_parameters, left):
     """Beside compute, which hides all but the last bucket's."""
     profile = altered(SHARDED, sums="pass", sums_beside=True, sum_bucket_parameters=bucket_parameters)
-    hiding = sample_coefficients(gather_beside=HIDES, reduction_beside=HIDES)
+    hiding = sample_coefficients(overlap=HIDES)
     found = price(proposed([40, 40], "best_fit", dp=2, coefficients=hiding), profile)
     first_s = GATHER_S["embedding"] + GATHER_S["head"]
     assert found.packs_s == pytest.approx(COMPUTE_S + first_s + sum(SUM_S[unit] for unit in left), rel=1e-9)
@@ -206,12 +207,14 @@ def test_weights_that_are_not_trained_are_gathered_too():
 
 
 def test_transfers_beside_compute_by_hand():
-    beside = BesideCompute(stretch=2.0, slowdown=0.25)
+    beside = OverlapCost(communication_slowdown=2.0, compute_slowdown=0.25)
     compute_s = np.array([30.0, 3.0, 0.0])
     # 4 s alone are 8 s beside, in which 6 of 30 s are computed; 3 s of compute take 4 s, and 2 of 4 s are left then.
     assert beside_seconds(compute_s, [(4.0, beside)]).tolist() == pytest.approx([32.0, 6.0, 4.0])
     assert beside_seconds(compute_s, [(4.0, None)]).tolist() == [34.0, 7.0, 4.0]
-    assert beside_seconds(compute_s, [(4.0, BesideCompute(stretch=1.0, slowdown=1.0))]).tolist() == [34.0, 7.0, 4.0]
+    assert beside_seconds(
+        compute_s, [(4.0, OverlapCost(communication_slowdown=1.0, compute_slowdown=1.0))]
+    ).tolist() == [34.0, 7.0, 4.0]
     assert beside_seconds(compute_s, [(0.0, beside)]).tolist() == compute_s.tolist()
     # Another second behind it: 1.5 of the 24 s that are left are computed in its 2 s; nothing is left of 3 s.
     assert beside_seconds(compute_s, [(4.0, beside), (1.0, beside)]).tolist() == pytest.approx([32.5, 7.0, 5.0])

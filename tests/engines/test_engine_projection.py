@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.engines.catalog import ENGINES, LOOP
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import EngineStep, StepShape, project
 from evenload.errors import ConfigError
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

@@ -14,9 +14,9 @@ from dynamic_scheduler import (
 )
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
+from evenload.data.hub import model_from
 from evenload.engines.context_groups import GroupPrices, group_prices, group_sizes, plan_context_groups, step_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.hub.model_files import model_from
 from evenload.integrations.engines.megatron_dynamic_cp import register_scheduler, scheduler_class
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout

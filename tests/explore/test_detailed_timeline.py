@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout

@@ -4,8 +4,8 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import ConfigError
+from evenload.explore.batches import BatchRule
 from evenload.explore.evaluate import StrategyResult, evaluate_strategies
-from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.layout import even_layout

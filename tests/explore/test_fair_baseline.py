@@ -5,13 +5,10 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cli.plan_lines import headline_line
+from evenload.cli.plan_found import headline_line
 from evenload.errors import ConfigError
-from evenload.explore.evaluate import evaluate_strategies
-from evenload.explore.fair_baseline import judged_window, with_window
-from evenload.explore.headline import headline
-from evenload.explore.planned_steps import planned_steps
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule, planned_steps
+from evenload.explore.evaluate import evaluate_strategies, headline, judged_window, with_window
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.stepplan.validate import validate_plan

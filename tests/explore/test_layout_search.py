@@ -4,8 +4,9 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.explore.default_layout import usable_bytes
+from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import (
     FINAL_CANDIDATES,
     FINALISTS,
@@ -14,8 +15,7 @@ from evenload.explore.layout_search import (
     search_layouts,
     with_virtual_stages,
 )
-from evenload.explore.sampled_batches import BatchRule
-from evenload.hub.model_files import model_from
+from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions

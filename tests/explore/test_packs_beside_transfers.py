@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.explore.packs_beside_transfers import times_beside_transfers
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -44,7 +44,7 @@ def test_with_nothing_beside_them_packs_take_what_was_planned(strategy, sizes):
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}])
 def test_the_last_backward_of_a_rank_has_what_sums_take(sizes):
     """Compute at seven tenths beside a sum: one backward of a rank is longer, where its replica is not done before."""
-    plan, costs = planned("balanced", {"reduction_beside": BesideCompute(slowdown=0.3)}, **sizes)
+    plan, costs = planned("balanced", {"overlap": OverlapCost(compute_slowdown=0.3), "overlap_gather": False}, **sizes)
     added = added_seconds(plan, costs)
     assert {stage for _, stage, *_ in added} == set(range(plan.layout.num_stages))
     for (replica, stage, kind, pack), seconds in added.items():
@@ -55,14 +55,14 @@ def test_the_last_backward_of_a_rank_has_what_sums_take(sizes):
 
 def test_a_backward_that_is_split_is_complete_before_anything_is_summed():
     """Its rank's last weight gradients complete all units at once, so nothing runs beside a pack."""
-    costs = {"reduction_beside": BesideCompute(slowdown=0.3)}
+    costs = {"overlap": OverlapCost(compute_slowdown=0.3), "overlap_gather": False}
     plan, costs = planned("slimpack", costs, "list_split", dp=2, pp=2)
     assert all(times.input_s for times in plan.times)
     assert added_seconds(plan, costs) == {}
 
 
 def test_the_first_forward_has_what_gathers_of_weights_take():
-    plan, costs = planned("balanced", {"gather_beside": BesideCompute(slowdown=0.3)}, dp=2)
+    plan, costs = planned("balanced", {"overlap": OverlapCost(compute_slowdown=0.3), "overlap_reduction": False}, dp=2)
     added = added_seconds(plan, costs)
     assert {(kind, pack) for _, _, kind, pack in added} == {
         ("forward_s", replica.ranks[0][0].pack) for replica in plan.schedules

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from evenload.errors import ConfigError, DataError
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
 
 LENGTHS = np.arange(1, 101, dtype=np.int64)
 

@@ -11,11 +11,10 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.cost.pack_cost import PackCosts
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.explore.default_layout import STATIC_SHARE, usable_bytes
-from evenload.explore.sampled_batches import BatchRule
-from evenload.explore.stage_layers import balanced_layout
-from evenload.hub.model_files import model_from
+from evenload.explore.batches import BatchRule
+from evenload.explore.stage_layers import STATIC_SHARE, balanced_layout, usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from

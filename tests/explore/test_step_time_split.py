@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import BesideHalves
+from evenload.config.keys import plan_options
 from evenload.explore.time_split import split_planned_step, split_step_time
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
@@ -32,7 +31,6 @@ def propose(layout: ParallelLayout, strategy: str, lengths: list[int], **options
         host_link=HOST,
         devices_per_node=64,
         attention_tile=4,
-        tensor_beside=BesideHalves(turns_s=0.1),
     )
     model = sample_model(num_layers=layout.num_layers)
     settings = {"max_pack_tokens": 400, "dp_merge": True, "fixed_exact": {"solver_time_limit_s": 1.0}} | options

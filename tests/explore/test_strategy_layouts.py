@@ -8,14 +8,19 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
-from evenload.explore.coarse_batch import LARGE_CLUSTER, coarse_coefficients, coarse_problem
-from evenload.explore.default_layout import usable_bytes
+from evenload.data.hub import model_from
+from evenload.explore.batches import BatchRule
 from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
-from evenload.explore.layout_search import layouts_of, planned_layout, search_layouts
-from evenload.explore.sampled_batches import BatchRule
-from evenload.explore.stage_layers import balanced_layout
+from evenload.explore.layout_search import (
+    LARGE_CLUSTER,
+    coarse_coefficients,
+    coarse_problem,
+    layouts_of,
+    planned_layout,
+    search_layouts,
+)
+from evenload.explore.stage_layers import balanced_layout, usable_bytes
 from evenload.explore.strategy_layouts import fair_planners, planners_in, search_strategies
-from evenload.hub.model_files import model_from
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.types.cluster_catalog import cluster_from

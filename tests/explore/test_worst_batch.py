@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
 from evenload.explore.worst_batch import find_worst
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions

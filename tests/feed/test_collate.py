@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.data.encoding.token_table import TokenTable
+from evenload.data.blocks import TokenTable
 from evenload.errors import InvalidPlanError
 from evenload.feed.collate import IGNORE_INDEX, collate_pack, collate_packs, collate_ranges
 from evenload.types.document import Slice

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corpus_files import all_batches, data_config, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.peers import Alone
-from evenload.feed.exchange import documents_by_replica, exchange_tokens
+from evenload.data.batches import Alone
+from evenload.data.loader import GlobalBatchLoader
+from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import MicroPack, PackPlan

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from corpus_files import data_config, write_corpus
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.batches import decode_state, encode_state
+from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import StepMaker
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
-from evenload.plan.reconfiguration.planner_state import PlannerState
+from evenload.plan.reconfiguration.planner_state import FlexRunPlanner, PlannerState
 from evenload.types.layout import even_layout
 from flex_cases import NARROW, PUBLISHED, make
 
@@ -29,7 +29,8 @@ def maker_of(config, known_steps, states=None, cap=NARROW, **further):
         loader.load_state(decode_state(states[0]))
         state = msgspec.json.decode(states[1], type=PlannerState)
     planner = make(4, 1, cap, known_steps=known_steps, **PUBLISHED)
-    maker = StepMaker(loader, planner, "flexpipe", replicas=lambda layout: [0], max_pack_tokens=400, **further)
+    planner = FlexRunPlanner(planner, "flexpipe", **further)
+    maker = StepMaker(loader, planner, replicas=lambda layout: [0], max_pack_tokens=400)
     maker.planner_state = state
     return maker
 

@@ -96,13 +96,3 @@ def test_kernels_accept_merged_log_sum_exps():
 def test_whole_models_err_at_most_twice_as_much_as_plain_bf16(kind):
     """Loss and every gradient of asymmetric packs, the model on the GPU."""
     assert_bf16_as_good_as_plain(kind, None, device="cuda")
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2"])
-def test_fused_norms_err_at_most_twice_as_much_as_plain_bf16(kind):
-    assert_bf16_as_good_as_plain(kind, None, device="cuda", fused_norms=True)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2"])
-def test_fused_rotations_and_gates_err_at_most_twice_as_much_as_plain_bf16(kind):
-    assert_bf16_as_good_as_plain(kind, None, device="cuda", fused_elementwise=True)

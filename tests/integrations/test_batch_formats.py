@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError
 from evenload.feed.collate import collate_pack
 from evenload.integrations.batch_formats import (

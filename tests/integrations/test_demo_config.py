@@ -9,7 +9,7 @@ import pytest
 
 from bench_samples import batch_run, result_of, runs
 from evenload.bench.runs import MachineLoad
-from evenload.runtime.config.train_config import layout_of, load_train_config
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evenload.hub.model_files import model_from
-from evenload.runtime.config.train_config import layout_of, load_train_config
+from evenload.config.train_config import layout_of, load_train_config
+from evenload.data.hub import model_from
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.types.model_catalog import MODELS
 

@@ -6,7 +6,7 @@ import pytest
 from transformers.tokenization_python import PythonBackend
 
 from evenload import PackedLoader
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError
 from hf_tokenizer import some_tokenizer
 from packed_cases import all_documents, documents_of, loader_of, tokens_of, write_texts

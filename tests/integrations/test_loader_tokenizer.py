@@ -5,7 +5,7 @@ import json
 import pytest
 
 from evenload import PackedLoader
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError, DataError
 from packed_cases import loader_of, write_texts
 from reference_training import tiny_config

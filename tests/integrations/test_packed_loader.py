@@ -6,7 +6,7 @@ import pytest
 
 from evenload import PackedLoader
 from evenload.data.config import DataConfig, MixturePart
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError, DataError
 from packed_cases import (
     all_documents,
@@ -178,7 +178,7 @@ def test_labels_follow_the_record(tmp_path):
         assert set(labels[labels != IGNORE_INDEX].tolist()) == {*b"cde", 256}
 
 
-def test_a_step_without_a_loss_is_told(tmp_path, caplog):
+def test_a_step_without_a_loss_is_taken(tmp_path, caplog):
     (tmp_path / "ids.jsonl").write_text(
         "".join(json.dumps({"input_ids": [1, 2, 3], "labels": [-100] * 3}) + "\n" for _ in range(4))
     )

@@ -60,7 +60,7 @@ def test_resume_goes_on_exactly_and_replays_nothing(corpus, tmp_path, monkeypatc
         checkpoint = output / f"checkpoint-{stop}"
         assert json.loads((checkpoint / LOADER_STATE).read_text())["given"] == 0
         read = []
-        monkeypatch.setattr("evenload.data.batch.loader.GlobalBatchLoader.next_batch", _counted(read))
+        monkeypatch.setattr("evenload.data.loader.GlobalBatchLoader.next_batch", _counted(read))
         rest, found, _ = run(corpus, output, max_steps=7, resume=True)
         monkeypatch.undo()
         assert rest.train == {step: loss for step, loss in whole.train.items() if step > stop}
@@ -73,7 +73,7 @@ def test_resume_goes_on_exactly_and_replays_nothing(corpus, tmp_path, monkeypatc
 
 
 def _counted(read):
-    from evenload.data.batch.loader import GlobalBatchLoader
+    from evenload.data.loader import GlobalBatchLoader
 
     next_batch = GlobalBatchLoader.next_batch
 

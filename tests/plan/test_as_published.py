@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
+from evenload.explore.batches import BatchRule
 from evenload.explore.evaluate import evaluate_strategies
-from evenload.explore.sampled_batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.slimpack import SlimpackOptions
-from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout

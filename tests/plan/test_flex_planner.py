@@ -5,8 +5,8 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import evaluate_strategies
-from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -14,7 +14,7 @@ from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.fmop import FlexState
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_layouts
-from evenload.report.layout_table import format_action, format_conditions
+from evenload.report.table import format_action, format_conditions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout, split_layout

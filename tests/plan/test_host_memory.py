@@ -13,8 +13,8 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.data.lengths import read_lengths
 from evenload.errors import InfeasiblePlanError
-from evenload.explore.default_layout import usable_bytes
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
+from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_model
 from evenload.cost.activation import OFFLOAD
-from evenload.cost.coefficients import BesideCompute
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError
@@ -82,21 +81,13 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         name: msgspec.structs.replace(
             one,
             **host,
-            small_pack_s=draw(st.sampled_from([0.0, 30.0])),
-            context_part_s=draw(st.floats(0, 3)),
-            meeting_s=draw(st.sampled_from([None, 0.0, 0.3])),
         )
         for name, one in (("forward", FORWARD), ("backward", BACKWARD))
     }
-    beside = None
-    if draw(st.booleans()):
-        beside = BesideCompute(stretch=draw(st.sampled_from([1.0, 1.3])), slowdown=draw(st.floats(0, 1)))
     coefficients = sample_coefficients(
         **links,
         **passes,
         context_exchange=exchange,
-        small_pack_tokens=draw(st.sampled_from([0, 64, 200])),
-        context_beside=beside,
         context_hidden_share=draw(st.sampled_from([0.0, 0.8])),
         weight_share=draw(st.sampled_from([None, 0.0, 0.35, 0.5, 1.0])),
     )

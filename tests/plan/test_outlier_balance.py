@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.stepplan.validate import validate_plan

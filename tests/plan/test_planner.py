@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document

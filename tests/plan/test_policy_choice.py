@@ -2,8 +2,8 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
-from evenload.explore.default_layout import usable_bytes
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
+from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from

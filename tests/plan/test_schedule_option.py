@@ -7,8 +7,8 @@ import random
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.hub.model_files import model_from
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
@@ -17,7 +17,7 @@ from evenload.plan.strategies.best_fit import BestFitOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_trainable
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.schedule.registry import SCHEDULES
-from evenload.schedule.zero_bubble import ZB_H1
+from evenload.schedule.static_schedules import ZB_H1
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document

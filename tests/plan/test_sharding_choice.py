@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.stepplan.validate import validate_plan
@@ -46,8 +46,6 @@ def seconds_of(rule: str, seed: int) -> float:
     coefficients = analytic_coefficients(model, cluster_from("h100x128"), layout)
     if draw.random() < 0.25:
         coefficients = msgspec.structs.replace(coefficients, context_exchange="ring")
-    if draw.random() < 0.25:
-        coefficients = msgspec.structs.replace(coefficients, tensor_beside=None, context_beside=None)
     merges = bool(draw.random() < 0.3)
     lengths = drawn_lengths(draw)
     options = PlanOptions(max_pack_tokens=65_536, cp_sharding=rule, dp_merge=merges, policy="replay")

@@ -8,8 +8,8 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pipeline_tasks import pipeline_tasks
-from evenload.explore.default_layout import usable_bytes
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
+from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.packing.dp_merge import long_merges
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions

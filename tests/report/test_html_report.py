@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.report.comparison_html import comparison_html
-from evenload.report.html import render_report, write_report
+from evenload.report.html import comparison_html, render_report, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
 from report_samples import make_plan, make_row, make_split, make_timeline
 

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from evenload.cli.layout_line import layout_line
+from evenload.cli.run_lines import layout_line
 from evenload.errors import DataError
+from evenload.report.figures import layout_figure
 from evenload.report.html import render_report
-from evenload.report.layout_figure import layout_figure
-from evenload.report.layout_file import append_decision, read_decisions
-from evenload.report.layout_table import LayoutTable, format_action, format_conditions
+from evenload.report.run_files import append_rows, read_decisions
 from evenload.report.run_report import RunReport, RunSection
+from evenload.report.table import LayoutTable, format_action, format_conditions
 from evenload.types.layout_decision import LayoutDecision
 
 
@@ -150,7 +150,7 @@ def test_decisions_come_back_from_their_file_the_last_of_a_step_first_torn_line_
     path = tmp_path / "layouts.jsonl"
     assert read_decisions(path) == ()
     for one in (decision(0), decision(1, 2), decision(2), decision(1, 4)):
-        append_decision(path, one)
+        append_rows(path, [one])
     with open(path, "ab") as file:
         file.write(b'{"step": 3, "lay')
     assert read_decisions(path) == (decision(0), decision(1, 4), decision(2))

@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from evenload.data.length_profile import profile_lengths
-from evenload.report.length_figures import (
+from evenload.data.lengths import profile_lengths
+from evenload.report.lengths import (
+    LengthsTable,
     axis_end,
+    bar,
     cumulative_lengths_figure,
     length_classes_figure,
     read_classes,
     window_cuts_figure,
+    write_lengths_page,
+    write_lengths_png,
 )
-from evenload.report.lengths_page import write_lengths_page
-from evenload.report.lengths_png import write_lengths_png
-from evenload.report.lengths_table import LengthsTable, bar
 
 PROFILE = profile_lengths(np.array([1, 2, 3, 3, 9, 16]), [4, 16])
 

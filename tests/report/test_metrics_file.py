@@ -5,7 +5,7 @@ import math
 import pytest
 
 from evenload.errors import DataError
-from evenload.report.metrics_file import METRIC_KEYS, append_metrics, drop_torn_line, latest_per_step, read_metrics
+from evenload.report.run_files import METRIC_KEYS, append_metrics, drop_torn_line, latest_per_step, read_metrics
 from report_samples import make_row
 
 
@@ -17,8 +17,6 @@ def test_the_fixed_keys_and_their_order(tmp_path):
         "predicted_step_time_s "
         "reduction_s reduction_hidden_s predicted_reduction_s predicted_reduction_hidden_s "
         "gather_s gather_hidden_s predicted_gather_s predicted_gather_hidden_s "
-        "context_s context_hidden_s predicted_context_s predicted_context_hidden_s "
-        "tensor_s tensor_hidden_s predicted_tensor_s predicted_tensor_hidden_s "
         "tokens_per_s mfu mfu_of_data_sheet bubble_fraction imbalance_forward imbalance_backward imbalance_dp "
         "pack_efficiency plan_time_s data_wait_s peak_memory_bytes predicted_peak_memory_bytes "
         "peak_process_bytes predicted_process_bytes deferred_documents mean_token_delay_steps layout"

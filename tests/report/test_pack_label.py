@@ -1,5 +1,5 @@
-from evenload.report import pack_label
-from evenload.report.pack_label import label_packs
+import evenload.report.chrome_trace as pack_label
+from evenload.report.chrome_trace import label_packs
 from evenload.types.document import Document, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import MicroPack, PackPlan

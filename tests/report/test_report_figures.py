@@ -5,11 +5,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from evenload.report.axes import round_ticks, tick_labels
-from evenload.report.figures import loss_figure, outline, step_time_figure, tokens_per_s_figure
-from evenload.report.pack_time_figure import pack_time_figure, relative_times
-from evenload.report.run_figures import metric_column
-from evenload.report.time_split_figure import time_split_figure
+from evenload.report.figures import (
+    loss_figure,
+    metric_column,
+    outline,
+    pack_time_figure,
+    relative_times,
+    step_time_figure,
+    time_split_figure,
+    tokens_per_s_figure,
+)
+from evenload.report.svg import round_ticks, tick_labels
 from evenload.types.pack_times import pack_times
 from evenload.types.time_split import CAUSE_LABELS
 from evenload.types.validation import LossOf, Validation

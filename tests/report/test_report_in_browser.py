@@ -6,8 +6,8 @@ from test_html_report import EVIL, make_report
 from test_layout_decisions import DECISIONS
 
 from browser_page import plots, steps
-from evenload.data.length_profile import profile_lengths
-from evenload.report.lengths_page import write_lengths_page
+from evenload.data.lengths import profile_lengths
+from evenload.report.lengths import write_lengths_page
 from evenload.report.run_report import RunReport, RunSection
 from sweeps import sweep
 

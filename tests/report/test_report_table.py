@@ -4,8 +4,7 @@ import math
 import pytest
 from rich.console import Console
 
-from evenload.report.columns import COLUMNS, shown_columns
-from evenload.report.table import ComparisonTable, progress_text, step_line
+from evenload.report.table import COLUMNS, ComparisonTable, progress_text, shown_columns, step_line
 from evenload.report.units import format_count, format_seconds
 from evenload.types.time_split import CAUSE_LABELS
 from report_samples import make_row

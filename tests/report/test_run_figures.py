@@ -2,8 +2,8 @@ import re
 
 import pytest
 
+from evenload.report.figures import largest, typical, typical_meaning
 from evenload.report.html import render_report
-from evenload.report.run_figures import largest, typical, typical_meaning
 from evenload.report.run_report import RunReport, RunSection, StepView
 from report_samples import make_plan, make_row, make_split, make_timeline
 

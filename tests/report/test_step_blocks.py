@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.report.packed_columns import pack_columns
-from evenload.report.step_blocks import plan_block, timeline_block
+from evenload.report.step_view import pack_columns, plan_block, timeline_block
 from evenload.types.timeline import MEMORY_KINDS
 from report_samples import make_plan, make_timeline, with_details
 

@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.runtime.checkpoint.best_checkpoints import BestPass, note_best, saved_passes, with_pass
 from evenload.runtime.checkpoint.checkpoint import _require_same_state
-from evenload.runtime.checkpoint.directory import checkpoint_path, prune_checkpoints, steps_in_name
+from evenload.runtime.checkpoint.directory import (
+    BestPass,
+    checkpoint_path,
+    note_best,
+    prune_checkpoints,
+    saved_passes,
+    steps_in_name,
+    with_pass,
+)
 
 SAVED = (BestPass(steps_done=2, loss=1.0), BestPass(steps_done=4, loss=2.0))
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import BlockIndex
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.micropack import ActivationPolicy
@@ -98,14 +98,9 @@ def test_slices_are_one_block_only_if_freed_together_under_one_policy():
     assert (part.block, part.rows) == (blocks[1], slice(2, 5))
 
 
-def test_ranges_of_one_document_come_back_apart_and_halves_of_a_slice_together():
-    """A rank that shares a slice has several ranges of it; a pack in halves has a slice in both."""
+def test_ranges_of_one_document_come_back_apart():
+    """A rank that shares a slice has several ranges of it."""
     shared = BlockIndex([((0, 0, 2), (0, 6, 8))], lambda doc: "replay", None)
     shared.open_pack(((0, 0, 2), (0, 6, 8)))
     assert not shared.close(((0, 6, 8),))
     assert shared.close(((0, 0, 2),))
-    halved = BlockIndex([((0, 3, 8),), ((0, 0, 3),)], lambda doc: "replay", None)
-    for half in ((0, 0, 4),), ((0, 4, 8),):
-        halved.open_pack(half, ((0, 0, 8),))
-    assert not halved.close(((0, 3, 8),))
-    assert len(halved.close(((0, 0, 3),))) == 2

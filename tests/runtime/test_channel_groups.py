@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from evenload.runtime.comm.group_pool import CHANNEL_CTAS, GroupPool, channel_options
+from evenload.runtime.comm.mesh import CHANNEL_CTAS, GroupPool, channel_options
 
 TIMEOUT = timedelta(seconds=7)
 
@@ -24,7 +24,7 @@ def made(monkeypatch):
 
 
 def test_on_nccl_a_channel_has_groups_of_its_own_kind(made, monkeypatch):
-    monkeypatch.setattr("evenload.runtime.comm.group_pool.channel_options", lambda timeout: ("few", timeout))
+    monkeypatch.setattr("evenload.runtime.comm.mesh.channel_options", lambda timeout: ("few", timeout))
     pool = GroupPool("nccl", TIMEOUT)
     pool.begin_layout()
     channel, data = pool.take([0, 1], is_channel=True), pool.take([0, 1])

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 import evenload
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.directory import skipped_checkpoints
-from evenload.runtime.checkpoint.metadata import read_metadata
+from evenload.runtime.checkpoint.pieces import read_metadata
 
 
 def index(file: str = "__0_0.distcp") -> Metadata:
@@ -99,6 +99,6 @@ def test_nothing_else_reads_pickles():
     pattern = re.compile(r"pickle\.loads?\(|torch\.load\(|allow_pickle=True|weights_only=False|Unpickler\(")
     found = {file.relative_to(sources).as_posix() for file in sources.rglob("*.py") if pattern.search(file.read_text())}
     assert found == {
-        *("data/reading/worker_process.py", "runtime/checkpoint/metadata.py"),
+        *("data/workers.py", "runtime/checkpoint/metadata.py"),
         "integrations/engines/deepspeed_loop.py",
     }

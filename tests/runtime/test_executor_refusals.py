@@ -8,7 +8,7 @@ import torch
 
 from context_plans import context_plan
 from evenload.errors import InvalidPlanError
-from evenload.runtime.prepare import prepare_step
+from evenload.runtime.step_source import prepare_step
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from evenload.data.config import DataConfig
-from evenload.data.encoding.open_encoder import open_encoder
-from evenload.data.encoding.tokenize import FileTokenizer, train_byte_pair_tokenizer
+from evenload.data.open_encoder import open_encoder
+from evenload.data.tokenize import FileTokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 from evenload.runtime.model.export_files import copy_tokenizer, require_same_ids, save_tensors, tokenizer_note
 from reference_training import tiny_config
@@ -116,7 +116,7 @@ def test_an_export_onto_its_own_source_changes_nothing(base):
     assert {file.name: file.read_bytes() for file in base.iterdir()} == before
 
 
-def test_a_file_that_cannot_be_copied_is_told(base, tmp_path):
+def test_a_file_that_cannot_be_copied_is_taken(base, tmp_path):
     with pytest.raises(ConfigError, match=r"exported to .*, but a file of its tokeniser could not be copied there"):
         copy_tokenizer(tmp_path / "missing", data_of(tokenizer=str(base)), str(base))
 

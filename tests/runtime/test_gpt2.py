@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from evenload.check.smaller_run import checked_scope
+from evenload.config.train_config import load_train_config
 from evenload.cost.flops import forward_flops
 from evenload.cost.memory import parameters_per_rank, static_kinds
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_model
 from evenload.runtime.model.supported import position_warning, require_positions

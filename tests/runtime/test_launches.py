@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenload.attention.varlen_cuda import VarlenCudaAttention
-from evenload.runtime.model.fused_elementwise import fuse_elementwise
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
@@ -48,13 +47,11 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(kind, num_documents, layers, *, fused=False):
+def launches(kind, num_documents, layers):
     """Operators of a forward and a backward pack of equal documents on a middle stage of so many layers."""
     config = tiny_config(kind, num_hidden_layers=layers + 2)
     meta, length = torch.device("meta"), TOKENS // num_documents
     model = build_stage_model(config, layers=(1, layers + 1), dtype=torch.bfloat16, device=meta, weights=None, seed=3)
-    if fused:
-        fuse_elementwise(model.layers.values(), model.architecture)
     flatten_units(model, dp=1)
     stage = PipelineStage(model, VarlenCudaAttention())
     tokens = make_tokens([length] * num_documents, config.vocab_size)
@@ -103,16 +100,3 @@ def test_kernels_of_a_layer():
     assert backward["addmm"] == 7
     assert sum(forward.values()) <= 38
     assert sum(backward.values()) <= 105
-
-
-def test_kernels_of_a_layer_as_gpus_have_it():
-    """With rotations and gated activation fused, each of which is one kernel (test_fused_elementwise). Norms, too, are
-    one kernel there; torch counts those of their parts on the meta device."""
-    (forward, backward), (more_forward, more_backward) = (launches("llama", 8, n, fused=True) for n in (2, 3))
-    forward, backward = more_forward - forward, more_backward - backward
-    assert (forward["rotate"], forward["gated"]) == (2, 1)
-    # A backward pack makes them again, from what was recorded.
-    assert (backward["rotate"], backward["rotate_back"], backward["gated"], backward["gated_back"]) == (2, 2, 1, 1)
-    assert forward["cat"] + backward["cat"] == 0
-    assert sum(forward.values()) <= 29
-    assert sum(backward.values()) <= 80

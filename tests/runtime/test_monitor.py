@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_model
-from evenload.cli.switch_line import switch_line
-from evenload.data.batch.state import LoaderState
-from evenload.data.encoding.token_table import TokenTable
+from evenload.cli.run_lines import switch_line
+from evenload.data.batches import LoaderState
+from evenload.data.blocks import TokenTable
 from evenload.data.ledger import LedgerState
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.reconfiguration.planner_state import PlannerState
-from evenload.runtime.stages.live_stages import Switch
-from evenload.runtime.stages.monitor import Monitor
+from evenload.runtime.stages.live_stages import Monitor, Switch
 from evenload.types.layout import even_layout
 from flex_cases import PUBLISHED, ROOM, SHORT, documents, make
 from predicted_timeline import predicted_timeline

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenload.runtime.comm.transfers import Carried, Line
+from evenload.runtime.comm.channels import Carried, Line
 from fake_streams import Device
 
 CPU = torch.device("cpu")

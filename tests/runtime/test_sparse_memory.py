@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenload.runtime.stages.sparse_memory import PAGE_BYTES, OthersMemory, SparseMemory, touch
-from evenload.runtime.stages.twin_memory import WEIGHTS, Place, TwinError, TwinMemory, placed
+from evenload.runtime.stages.twin_memory import (
+    PAGE_BYTES,
+    WEIGHTS,
+    OthersMemory,
+    Place,
+    SparseMemory,
+    TwinError,
+    TwinMemory,
+    placed,
+    touch,
+)
 from taken_memory import taken_bytes
 
 SHARED_MEMORY = Path("/dev/shm")

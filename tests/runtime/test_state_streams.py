@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evenload.plan.reconfiguration.moves import Piece
-from evenload.runtime.stages.state_arrival import StateArrival
+from evenload.runtime.stages.arrivals import StateArrival
 from evenload.types.layout import even_layout
 from fake_streams import Device
 

@@ -8,8 +8,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
-from evenload.runtime.optim.data_parallel import ReductionTrace
-from evenload.runtime.optim.weight_gathers import GatherTrace
+from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
 from evenload.runtime.step_metrics import DevicePeaks, RankEnd, SecondsAround, StepMemory, gather_timeline, step_row
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -62,7 +61,6 @@ def _gathered(traces):
         is_time_to_save=False,
         process_bytes=7,
         fixed_bytes=3,
-        wants_pause=mesh.rank == 1,
     )
     return found, own.joined(mesh)
 
@@ -104,7 +102,6 @@ def test_ranks_say_together_the_most_and_the_barrier_of_who_came_last(gloo_pool)
         is_time_to_save=False,
         process_bytes=7,
         fixed_bytes=3,
-        wants_pause=True,
     )
     assert [end for _, end in gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))] == [expected] * 4
 

@@ -14,8 +14,7 @@ from evenload.runtime.stages.copy_timings import _Reading
 from evenload.runtime.stages.live_pieces import LivePiece
 from evenload.runtime.stages.live_stages import LiveStages
 from evenload.runtime.stages.rank_state import RankState
-from evenload.runtime.stages.sparse_memory import SparseMemory
-from evenload.runtime.stages.twin_memory import PieceMemory, placed
+from evenload.runtime.stages.twin_memory import PieceMemory, SparseMemory, placed
 from evenload.runtime.step_trainer import StepTrainer
 from evenload.types.layout import even_layout
 from taken_memory import taken_bytes
@@ -50,13 +49,13 @@ def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source
     assert read == ([] if source is None else [(0, source)] * 3)
 
 
-def test_memory_is_taken_ahead_in_what_the_step_and_the_kept_steps_leave():
+def test_memory_is_taken_ahead_in_what_the_step_leaves():
     asked = []
     live = SimpleNamespace(look_ahead=lambda coming, room_bytes: asked.append((coming(), room_bytes)))
-    here = SimpleNamespace(memory_cap_bytes=1000, _survivors=SimpleNamespace(num_bytes=300))
+    here = SimpleNamespace(memory_cap_bytes=1000)
     plan = SimpleNamespace(predicted=SimpleNamespace(peak_memory_bytes=600))
     RankState.looking_ahead(SimpleNamespace(live=live), lambda: None, StepTrainer._room_bytes(here, plan))()
-    assert asked == [(None, 100)]
+    assert asked == [(None, 400)]
 
 
 def test_nothing_is_taken_ahead_on_a_gpu():

@@ -5,7 +5,7 @@ import torch
 
 from evenload.runtime.device import resident_bytes
 from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.stages.unit_modules import unit_modules
+from evenload.runtime.stages.rank_stages import unit_modules
 from reference_training import tiny_config
 
 

@@ -95,7 +95,7 @@ def test_damaged_files_are_told_from_their_headers(model):
         assert f"{file} {what}" in refusal(model), content[:20]
 
 
-def test_a_damaged_index_is_told(model):
+def test_a_damaged_index_is_taken(model):
     index_of(model, "{not json")
     assert "model.safetensors.index.json is not JSON" in refusal(model)
     for content in ({}, [], {"weight_map": 3}, {"weight_map": {"a": 3}}):

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, InvalidPlanError, ScheduleDeadlockError
-from evenload.schedule.dealt import dealt_warmup
-from evenload.schedule.one_f_one_b import one_f_one_b
 from evenload.schedule.registry import SCHEDULES
+from evenload.schedule.static_schedules import dealt_warmup, one_f_one_b
 from evenload.schedule.validate import check_schedule
 from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks

@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.schedule.one_f_one_b import one_f_one_b
 from evenload.schedule.packflow import keep_counts
+from evenload.schedule.static_schedules import one_f_one_b
 from pipeline_cases import uniform_tasks
 
 

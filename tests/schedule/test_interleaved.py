@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.schedule.interleaved import interleaved_one_f_one_b
 from evenload.schedule.packflow import packflow_list
+from evenload.schedule.static_schedules import interleaved_one_f_one_b
 from evenload.schedule.validate import check_schedule
 from evenload.simulate.bubble import split_bubble
 from evenload.simulate.simulate import simulate

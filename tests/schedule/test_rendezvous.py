@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
-from evenload.schedule.one_f_one_b import one_f_one_b
+from evenload.schedule.static_schedules import one_f_one_b
 from evenload.schedule.validate import check_schedule
 from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks

@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.schedule.gpipe import gpipe
-from evenload.schedule.one_f_one_b import one_f_one_b
 from evenload.schedule.packflow import packflow_static
-from evenload.schedule.static_order import static_order
+from evenload.schedule.schedule_rule import static_order
+from evenload.schedule.static_schedules import gpipe, one_f_one_b
 from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import equal_packs, names_of, random_ranks, random_tasks, uniform_tasks

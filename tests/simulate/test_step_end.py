@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.cost.last_backward import pack_features, shares_left, stage_units
 from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts
@@ -26,7 +26,7 @@ from evenload.types.pipeline import action_columns
 from evenload.types.schedule import completing_actions
 from varied_plans import varied_plan
 
-FREE = BesideCompute(slowdown=0.0)
+FREE = OverlapCost(compute_slowdown=0.0)
 SCHEDULE_OF = {"1f1b": "static"}
 
 
@@ -41,17 +41,17 @@ def test_a_sum_waits_for_its_gradients_and_for_the_sum_before() -> None:
 
 def test_compute_beside_a_sum_is_slower_and_completes_later() -> None:
     """At half speed: from 2 to 6 compute comes to 4 of its own 10 seconds, so the second unit is there at 7."""
-    assert sums([2, 5], [4, 1], 10.0, BesideCompute(slowdown=0.5)) == ([2, 7], [6, 8], 12.5)
+    assert sums([2, 5], [4, 1], 10.0, OverlapCost(compute_slowdown=0.5)) == ([2, 7], [6, 8], 12.5)
 
 
 def test_a_sum_beside_compute_is_stretched_and_after_it_is_not() -> None:
     """Of 4 seconds alone the 4 before compute ends do 2, and 2 follow."""
-    assert sums([6], [4], 10.0, BesideCompute(stretch=2.0, slowdown=0.0)) == ([6], [12], 10.0)
+    assert sums([6], [4], 10.0, OverlapCost(communication_slowdown=2.0, compute_slowdown=0.0)) == ([6], [12], 10.0)
 
 
 def test_packs_beside_sums_are_put_off_as_their_compute_is() -> None:
     """The sums of the test above but one: from 2 to 6 and from 7 to 8 compute goes at half speed."""
-    start, end, compute = run_sums(np.array([2.0, 5.0]), np.array([4.0, 1.0]), 10.0, BesideCompute(slowdown=0.5))
+    start, end, compute = run_sums(np.array([2.0, 5.0]), np.array([4.0, 1.0]), 10.0, OverlapCost(compute_slowdown=0.5))
     found = RankSums(np.array([1, 0]), start, end, compute, 0.5)
     assert found.put_off(np.array([0, 2, 3, 4, 5, 5.5, 10.0])).tolist() == [0, 2, 4, 6, 7, 8, 12.5]
     after = RankSums(np.array([0]), np.array([10.0]), np.array([12.0]), 10.0, 0.0)
@@ -60,7 +60,7 @@ def test_packs_beside_sums_are_put_off_as_their_compute_is() -> None:
 
 def test_where_nothing_is_gained_both_take_their_turn() -> None:
     """Compute that stands still beside sums: as if they came first."""
-    assert sums([2, 2], [3, 1], 5.0, BesideCompute(slowdown=1.0)) == ([2, 5], [5, 6], 9.0)
+    assert sums([2, 2], [3, 1], 5.0, OverlapCost(compute_slowdown=1.0)) == ([2, 5], [5, 6], 9.0)
 
 
 def test_sums_of_complete_gradients_follow_compute() -> None:
@@ -77,7 +77,7 @@ def test_times_are_those_of_a_plain_clock(units, more, rates) -> None:
     """A loop over small ticks, in which compute and one sum go on at their rates."""
     released = np.cumsum([gap for gap, _ in units]).tolist()
     alone, compute_end = [seconds for _, seconds in units], float(max(released, default=0) + more)
-    beside = BesideCompute(stretch=rates[0], slowdown=rates[1])
+    beside = OverlapCost(communication_slowdown=rates[0], compute_slowdown=rates[1])
     start, end, compute = sums(released, alone, compute_end, beside)
     tick, now, computed, at, left = 2**-8, 0.0, 0.0, 0, None
     ended, starts, ends = None, [], []
@@ -94,9 +94,9 @@ def test_times_are_those_of_a_plain_clock(units, more, rates) -> None:
             at, left = at + 1, None
         runs = left is not None
         if ended is None:
-            computed += tick * (1 - beside.slowdown if runs else 1)
+            computed += tick * (1 - beside.compute_slowdown if runs else 1)
         if runs:
-            left -= tick / (beside.stretch if ended is None else 1)
+            left -= tick / (beside.communication_slowdown if ended is None else 1)
         now += tick
     assert start == pytest.approx(starts, abs=0.1)
     assert end == pytest.approx(ends, abs=0.1)
@@ -162,7 +162,7 @@ def test_the_simulator_and_the_executor_agree_on_what_completes_a_stage(schedule
 
 def planner_of(beside, **sizes):
     model = sample_model(num_layers=4)
-    coefficients = sample_coefficients(reduction_beside=beside, reduce_bandwidth_bytes_per_s=1e2)
+    coefficients = sample_coefficients(overlap=beside, overlap_gather=False, reduce_bandwidth_bytes_per_s=1e2)
     return StepPlanner(
         model, coefficients, even_layout(4, **sizes), None, PlanOptions(max_pack_tokens=64), host="unlimited"
     )
@@ -176,7 +176,7 @@ BATCH = tuple(Document(doc_id=at, num_tokens=8 + 5 * at, num_label_tokens=7) for
 def test_a_plan_says_what_it_hides(strategy, sizes) -> None:
     """Step time, causes, timeline and account agree; without sums beside compute nothing is hidden."""
     steps = {}
-    for name, beside in (("after", None), ("free", FREE), ("slow", BesideCompute(slowdown=1.0))):
+    for name, beside in (("after", None), ("free", FREE), ("slow", OverlapCost(compute_slowdown=1.0))):
         planner = planner_of(beside, **sizes)
         proposal = planner.propose(0, BATCH, strategy)
         predicted = steps[name] = proposal.plan.predicted
@@ -198,7 +198,7 @@ def test_sums_that_keep_more_from_computing_than_they_take_wait_for_the_last_bac
     """As the run does: two and a half times as long, in which nine tenths of computing are lost."""
     found = {
         name: planner_of(beside, dp=2).plan(0, BATCH, "slimpack").predicted
-        for name, beside in (("after", None), ("costly", BesideCompute(stretch=2.5, slowdown=0.9)))
+        for name, beside in (("after", None), ("costly", OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)))
     }
     assert found["costly"] == found["after"]
     assert found["costly"].reduction_hidden_s == 0

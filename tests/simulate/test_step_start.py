@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.cost.first_forward import forward_units, shares_before
 from evenload.cost.last_backward import pack_features
 from evenload.cost.pack_cost import PackCosts
@@ -20,7 +20,10 @@ from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 
-FREE = BesideCompute(slowdown=0.0)
+FREE = OverlapCost(compute_slowdown=0.0)
+STRETCHED = OverlapCost(communication_slowdown=2.0, compute_slowdown=0.0)
+HALF = OverlapCost(communication_slowdown=2.0, compute_slowdown=0.5)
+COSTLY = OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)
 BATCH = tuple(Document(doc_id=at, num_tokens=8 + 5 * at, num_label_tokens=7) for at in range(8))
 
 
@@ -37,17 +40,22 @@ def test_a_gather_waits_for_its_update_and_for_the_gather_before_and_a_forward_f
 
 def test_compute_beside_a_gather_is_slower_and_later():
     """At half speed from 1 on: when the gather ends at 5, compute is at 3, where it needs it; it has lost 2."""
-    assert gathers([1], [3], [4], beside=BesideCompute(slowdown=0.5)) == ([1], [5], [], 2)
+    assert gathers([1], [3], [4], beside=OverlapCost(compute_slowdown=0.5)) == ([1], [5], [], 2)
 
 
 def test_a_gather_is_stretched_beside_compute_and_not_while_compute_waits_for_it():
     """Of 4 seconds alone 1 is done in the 2 before it is needed, 3 follow."""
-    assert gathers([0], [2], [4], beside=BesideCompute(stretch=2.0, slowdown=0.0)) == ([0], [5], [(2, 5)], 3)
+    assert gathers([0], [2], [4], beside=STRETCHED) == (
+        [0],
+        [5],
+        [(2, 5)],
+        3,
+    )
 
 
 def test_a_rank_that_waits_for_its_first_pack_loses_nothing():
     """Nothing is computed from 1 to 9: the gather takes its time alone, and what the update lost is made up for."""
-    found = gathers([1, 1], [9, 10], [2, 2], idle=(1, 9), beside=BesideCompute(stretch=2.0, slowdown=0.5))
+    found = gathers([1, 1], [9, 10], [2, 2], idle=(1, 9), beside=HALF)
     assert found == ([1, 3], [3, 5], [], 0)
 
 
@@ -63,7 +71,7 @@ def test_weights_that_nobody_reads_are_waited_for_by_nobody():
 )
 def test_times_are_those_of_a_plain_clock(units, idle_s, rates):
     """A loop over small ticks: update, idle, forwards; compute and one gather go on at their rates."""
-    beside = BesideCompute(stretch=rates[0], slowdown=rates[1])
+    beside = OverlapCost(communication_slowdown=rates[0], compute_slowdown=rates[1])
     updated = np.cumsum([update for update, _, _ in units]).astype(float)
     idle = (float(updated[-1]), float(updated[-1] + idle_s))
     needed = (idle[1] + np.cumsum([gap for _, gap, _ in units])).astype(float)
@@ -86,11 +94,11 @@ def test_times_are_those_of_a_plain_clock(units, idle_s, rates):
             continue
         runs = left is not None
         if runs:
-            left -= tick / (1 if is_stalled or is_idle else beside.stretch)
+            left -= tick / (1 if is_stalled or is_idle else beside.communication_slowdown)
         if is_idle:
             computed = max(computed, min(now, idle[1])) + tick if now + tick < idle[1] else idle[1]
         elif not is_stalled:
-            computed += tick * (1 - beside.slowdown if runs else 1)
+            computed += tick * (1 - beside.compute_slowdown if runs else 1)
         now += tick
     assert start == pytest.approx(starts, abs=0.15)
     assert end == pytest.approx(ends, abs=0.15)
@@ -109,7 +117,7 @@ def test_units_are_read_from_the_embedding_upwards():
 
 def planner_of(beside, bandwidth_bytes_per_s=1e2, sizes=(("dp", 2),), **changes):
     coefficients = sample_coefficients(
-        gather_beside=beside, reduce_bandwidth_bytes_per_s=bandwidth_bytes_per_s, **changes
+        overlap=beside, overlap_reduction=False, reduce_bandwidth_bytes_per_s=bandwidth_bytes_per_s, **changes
     )
     layout = even_layout(4, **dict(sizes))
     return StepPlanner(
@@ -122,7 +130,11 @@ def planner_of(beside, bandwidth_bytes_per_s=1e2, sizes=(("dp", 2),), **changes)
 def test_a_plan_says_which_gathers_it_hides(strategy, sizes):
     """Step time, causes, timeline and account agree; where a gather costs more than it hides it comes after."""
     steps = {}
-    for name, beside in (("after", None), ("free", FREE), ("costly", BesideCompute(stretch=2.5, slowdown=0.9))):
+    for name, beside in (
+        ("after", None),
+        ("free", FREE),
+        ("costly", COSTLY),
+    ):
         planner = planner_of(beside, sizes=tuple(sizes.items()))
         proposal = planner.propose(0, BATCH, strategy)
         predicted = steps[name] = proposal.plan.predicted

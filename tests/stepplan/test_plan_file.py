@@ -49,9 +49,7 @@ def test_plan_file_has_the_fixed_shape() -> None:
         assert {"step", "strategy", "layout", "num_label_tokens", "documents", "replicas", "predicted"} <= set(plan)
         assert {"dp", "cp", "pp", "tp", "stage_layers", "stage_to_rank"} <= set(plan["layout"])
         said = {"step_time_s", "per_replica_s", "peak_memory_bytes", "peak_host_bytes_per_node"}
-        of_transfers = {
-            f"{name}{part}_s" for name in ("reduction", "gather", "context", "tensor") for part in ("", "_hidden")
-        }
+        of_transfers = {f"{name}{part}_s" for name in ("reduction", "gather") for part in ("", "_hidden")}
         assert set(plan["predicted"]) == said | of_transfers
         assert all({"doc_id", "num_tokens"} <= set(document) for document in plan["documents"])
         for replica in plan["replicas"]:

@@ -1,7 +1,6 @@
 """Rows of every rank of a context-parallel group: covered once, the same in both directions, even."""
 
 import itertools
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -12,22 +11,14 @@ from context_plans import RULES, context_plan, merged_plan
 from evenload.errors import InvalidPlanError
 from evenload.stepplan.rank_rows import replica_rows
 from evenload.stepplan.validate import validate_plan
-from evenload.types.micropack import MicroPack
 from evenload.types.plan import seal
-from halved_plans import with_halves
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    cp=st.integers(2, 5),
-    rule=st.sampled_from(RULES),
-    share=st.sampled_from([None, 0.5, 0.2, 0.8]),
-)
-def test_every_token_has_one_rank_and_keeps_it(seed, cp, rule, share) -> None:
+@given(seed=st.integers(0, 10**6), cp=st.integers(2, 5), rule=st.sampled_from(RULES))
+def test_every_token_has_one_rank_and_keeps_it(seed, cp, rule) -> None:
     """What a rank recorded in forward is what it needs in backward: else it would read rows that it does not have."""
     plan = context_plan(seed, cp=cp, rule=rule, tp=2)
-    plan = plan if share is None else with_halves(plan, share)
     validate_plan(plan)
     for dp_rank in range(plan.layout.dp):
         rows, packs = replica_rows(plan, dp_rank), plan.pack_plans[dp_rank]
@@ -73,43 +64,6 @@ def test_per_document_ranks_differ_by_one_token_per_document(seed, cp) -> None:
             assert max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 10**6), cp=st.integers(2, 5), share=st.sampled_from([0.5, 0.2, 0.8]))
-def test_halves_have_their_tokens_and_every_rank_an_even_part_of_them(seed, cp, share) -> None:
-    """Documents are no more cut than without halves: nobody keeps more of them."""
-    plan = context_plan(seed, cp=cp, rule="per_document", tp=2)
-    halved = with_halves(plan, share)
-    rows, packs = replica_rows(halved, 0), halved.pack_plans[0]
-    in_one_go = replica_rows(plan, 0).documents
-    assert {doc: one.is_cut for doc, one in rows.documents.items()} == {d: one.is_cut for d, one in in_one_go.items()}
-    edges = {edge for pack in (*packs.forward, *packs.backward) for half in halves_of(pack) for edge in half.edges}
-    for pack in (*packs.forward, *packs.backward):
-        found = rows.of_pack(pack)
-        assert found is not None
-        for half, expected in zip(found.halves or (found,), halves_of(pack), strict=True):
-            mine = [half.ranges(rank) for rank in range(cp)]
-            tokens = sorted((doc, t) for ranges in mine for doc, start, stop in ranges for t in range(start, stop))
-            assert tokens == sorted(expected.tokens)
-            for piece in half.shared:
-                counts = [sum(r.stop - r.start for r in ranges) for ranges in piece.ranges]
-                doc = piece.document.doc_id
-                cells = 1 + sum(of == doc and piece.start < edge < piece.stop for of, edge in edges)
-                assert max(counts) - min(counts) <= cells
-
-
-class Half(NamedTuple):
-    """Tokens (document, position) of a pack or of half of one, and where its slices begin."""
-
-    tokens: list[tuple[int, int]]
-    edges: list[tuple[int, int]]
-
-
-def halves_of(pack: MicroPack) -> list[Half]:
-    tokens = [(s.doc_id, t) for s in pack.slices for t in range(s.start, s.stop)]
-    parts = [part for part in (tokens[: pack.first_rows], tokens[pack.first_rows :]) if part]
-    return [Half(part, [min(own) for _, own in itertools.groupby(part, lambda one: one[0])]) for part in parts]
-
-
 @given(seed=st.integers(0, 10**6), cp=st.integers(2, 5), data=st.data())
 def test_rows_within_and_before_by_counting(seed, cp, data) -> None:
     plan = context_plan(seed, cp=cp, rule="per_document")
@@ -145,15 +99,16 @@ def test_what_cannot_be_told_apart_is_refused(rule, message) -> None:
         replica_rows(plan, 0)
 
 
-@pytest.mark.parametrize("change", [{"sharding": "per_sequence"}, {"first_rows": 1}])
-def test_members_that_would_share_rows_differently_are_refused(change) -> None:
+def test_members_that_would_share_rows_differently_are_refused() -> None:
     """They would wait for each other at transfers of different sizes."""
     plan = merged_plan(0, dp=2, tp=2)
     validate_plan(plan)
     last = plan.pack_plans[1]
     shared = [pack for pack in last.forward if pack.sharding]
     assert shared
-    other = tuple(msgspec.structs.replace(pack, **change) if pack is shared[0] else pack for pack in last.forward)
+    other = tuple(
+        msgspec.structs.replace(pack, sharding="per_sequence") if pack is shared[0] else pack for pack in last.forward
+    )
     broken = msgspec.structs.replace(
         plan, pack_plans=(plan.pack_plans[0], msgspec.structs.replace(last, forward=other))
     )

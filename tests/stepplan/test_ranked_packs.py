@@ -1,19 +1,14 @@
 """Rows of shared packs in columns: those of `rank_rows`, which the runtime computes."""
 
-import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_plans import RULES, context_plan, merged_plan
-from cost_samples import sample_coefficients, sample_model
-from evenload.cost.pack_cost import PackCosts
 from evenload.cost.ranked_packs import RankedPacks
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.stepplan.rank_rows import PackRows, replica_rows
-from evenload.stepplan.ranked_packs import ranked_in_halves, ranked_packs
-from evenload.types.layout import even_layout
-from evenload.types.plan import StepPlan, seal
-from halved_plans import with_halves
+from evenload.stepplan.ranked_packs import ranked_packs
+from evenload.types.plan import StepPlan
 
 
 @settings(max_examples=150, deadline=None)
@@ -26,47 +21,6 @@ def test_rows_are_those_that_the_runtime_computes(seed, cp, rule) -> None:
 @given(seed=st.integers(0, 10**6), dp=st.sampled_from([2, 4]), cp=st.integers(1, 2), rule=st.sampled_from(RULES))
 def test_rows_under_dp_merge_too(seed, dp, cp, rule) -> None:
     require_equal_rows(merged_plan(seed, dp=dp, cp=cp, rule=rule))
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    dp=st.sampled_from([1, 2]),
-    cp=st.sampled_from([1, 2, 3]),
-    rule=st.sampled_from(RULES),
-    share=st.sampled_from([0.5, 0.2, 0.8]),
-    one_side=st.booleans(),
-)
-def test_rows_of_halves_too(seed, dp, cp, rule, share, one_side) -> None:
-    """Also of packs in one go whose rows halves of the other direction cut."""
-    plan = merged_plan(seed, dp=dp, cp=cp, rule=rule) if dp > 1 else context_plan(seed, cp=1 + cp, rule=rule)
-    halved = with_halves(plan, share)
-    if one_side:  # only forward packs are halved
-        mixed = [
-            msgspec.structs.replace(packs, backward=whole.backward)
-            for packs, whole in zip(halved.pack_plans, plan.pack_plans, strict=True)
-        ]
-        halved = seal(msgspec.structs.replace(halved, pack_plans=tuple(mixed)))
-    doc_ids = [document.doc_id for document in halved.documents]
-    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, dp=dp, cp=halved.layout.cp))
-    for dp_rank, packs in enumerate(halved.pack_plans):
-        rows, columns = replica_rows(halved, dp_rank), replica_columns(halved, dp_rank)
-        sides = ranked_in_halves(
-            costs, columns.forward, columns.backward, [pack.sharding for pack in packs.forward], columns.first_rows
-        )
-        for ranked, listed in zip(sides, (packs.forward, packs.backward), strict=True):
-            if ranked is None:
-                assert all(rows.of_pack(pack) is None for pack in listed)
-                continue
-            at = 0
-            for pack in listed:
-                expected = rows.of_pack(pack)
-                parts = [expected] if expected is None or not expected.halves else expected.halves
-                for part in parts if expected is not None else parts * (1 + (pack.first_rows > 0)):
-                    if part is not None:
-                        require_equal_pack(ranked.halves, at, part, doc_ids)
-                    at += 1
-            assert at == len(ranked.halves.num_ranks())
 
 
 def require_equal_rows(plan: StepPlan) -> None:

@@ -14,9 +14,7 @@ import evenload.stepplan.freed_sends as freed_sends_module
 import strict_queues
 from context_plans import merged_plan
 from evenload.errors import InvalidPlanError
-from evenload.schedule.gpipe import gpipe
-from evenload.schedule.interleaved import interleaved_one_f_one_b
-from evenload.schedule.one_f_one_b import one_f_one_b
+from evenload.schedule.static_schedules import gpipe, interleaved_one_f_one_b, one_f_one_b
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.freed_sends import LAG
 from evenload.stepplan.plan_tasks import timed_tasks

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.config.keys import plan_options
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
 from evenload.plan.planner import StepPlanner
-from evenload.runtime.config.config_keys import plan_options
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
@@ -194,12 +194,3 @@ def test_many_offences_are_counted_not_listed() -> None:
     plan = make_plan()
     packs = [replace(pack, slices=()) for pack in plan.pack_plans[0].forward]
     assert "more" in offence(with_packs(plan, "forward", packs))
-
-
-@pytest.mark.parametrize("parts", [0, -1, 2])
-def test_keys_and_values_travel_in_parts_only_where_packs_are_shared(parts: int) -> None:
-    plan = make_plan()
-    packs = list(plan.pack_plans[0].forward)
-    packs[1] = replace(packs[1], context_parts=parts)
-    text = offence(with_packs(plan, "forward", packs))
-    assert f"replica 0 forward pack 1 has keys and values in {parts} parts, and no group" in text

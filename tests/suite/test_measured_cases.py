@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evenload.cli.bench_worker import checked_bench
-from evenload.runtime.config.train_config import load_train_config
+from evenload.config.train_config import load_train_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ import peft
 import torch
 from torch import nn
 
-from evenload.runtime.config.lora_config import LoraConfig
+from evenload.config.sections import LoraConfig
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.lora import write_adapter
 from reference_training import plain_model

@@ -1,11 +1,20 @@
 """Small hand-made results of a comparison."""
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.bench.ledger import COLUMNS, FACTS, LedgerRow
-from evenload.bench.recorded import BenchInputs, RecordedBatch, option_tables_of
-from evenload.bench.runs import BatchRun, BenchResult, MachineLoad, PackErrors, StrategyRuns
+from evenload.bench.runs import (
+    BatchRun,
+    BenchInputs,
+    BenchResult,
+    MachineLoad,
+    PackErrors,
+    RecordedBatch,
+    StrategyRuns,
+    option_tables_of,
+)
+from evenload.cost.host_memory import HostMemory
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.layout import even_layout
+from ledger import COLUMNS, FACTS, LedgerRow
 
 
 def batch_run(measured_s=(1.0,), predicted_s=1.0, loss=2.0, tokens=100, batch=0) -> BatchRun:
@@ -44,6 +53,7 @@ def result_of(*strategies: StrategyRuns, **changes) -> BenchResult:
             options=option_tables_of(PlanOptions(max_pack_tokens=64)),
             memory_cap_bytes=1 << 40,
             batches=(RecordedBatch(step=0, documents=((0, 20, 19), (1, 30, 29), (2, 7, 6))),) * 2,
+            host=HostMemory(1, 1 << 40),
         ),
     }
     return BenchResult(**{**fields, **changes})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import tokenizers
 
 from evenload.data.config import DataConfig
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.data.tokenize import train_byte_pair_tokenizer
 
 TEXTS = [
     "Hello, how are you today?",

@@ -18,9 +18,9 @@ from evenload.check.run_checks import _shared_plans
 from evenload.check.smaller_run import checked_scope
 from evenload.check.step_runner import StepRunner
 from evenload.check.verdict import Verdict
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.config.train_config import TrainConfig, layout_of, load_train_config
+from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_meshes
-from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.trainer import Trainer

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.errors import CheckpointError, ConfigError, DataError
 from evenload.runtime.checkpoint.checkpoint import load_checkpoint, run_tensors
 from evenload.runtime.comm.mesh import Mesh, create_meshes
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S

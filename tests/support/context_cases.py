@@ -168,14 +168,11 @@ def _attend(direction, pack, store, given, found, call, dtype) -> None:
     out, lse = q, q.new_empty(q.shape[:2], dtype=work_dtype(q))
     if pack.ranges:
         out, lse = store.read("out", pack.ranges), store.read("lse", pack.ranges)
-    store.cut_for_a_pack = {r.doc_id for r in pack.cut_by_halves() if store.is_whole(r)}
     if pack.shared is not None:
         dq, dk, dv = pack.shared.backward(call, rows("grad"), q, out, lse)
     else:
         dq, dk, dv = torch.empty_like(q), *(torch.empty_like(k, dtype=lse.dtype) for _ in range(2))
-        second = tuple(one for one in of_rows if pack.first_rows <= one[0].start)
-        for half in (second, of_rows[: len(of_rows) - len(second)]):  # as stages do
-            LocalAttention(half).backward(call, rows("grad"), q, out, lse, (dq, dk, dv))
+        local.backward(call, rows("grad"), q, out, lse, (dq, dk, dv))
     for name, values in (("q", dq), ("k", dk), ("v", dv)):
         spread(name, values)
     store.close_backward(pack.ended)

@@ -70,22 +70,6 @@ def with_context(plan: StepPlan, *, cp: int, rule: str) -> StepPlan:
     return seal(msgspec.structs.replace(plan, layout=layout, pack_plans=packs))
 
 
-def in_parts(plan: StepPlan, parts: int) -> StepPlan:
-    """The same plan whose keys and values travel in so many parts, where packs are shared."""
-
-    def divided(pack: MicroPack) -> MicroPack:
-        is_shared = any(piece.cp > 1 for piece in pack.slices)
-        return msgspec.structs.replace(pack, context_parts=parts) if is_shared else pack
-
-    packs = tuple(
-        msgspec.structs.replace(
-            one, forward=tuple(map(divided, one.forward)), backward=tuple(map(divided, one.backward))
-        )
-        for one in plan.pack_plans
-    )
-    return seal(msgspec.structs.replace(plan, pack_plans=packs))
-
-
 def merged_plan(
     seed: int, *, dp: int, pp: int = 1, cp: int = 1, tp: int = 1, rule: str = "per_document", num_layers: int = 4
 ) -> StepPlan:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from evenload.data.batch.global_batch import GlobalBatch
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.batches import GlobalBatch
 from evenload.data.config import DataConfig
+from evenload.data.loader import GlobalBatchLoader
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.plan import LeftOut, Prediction, StepPlan

@@ -10,21 +10,19 @@ import numpy as np
 import torch
 
 from evenload.attention.backends import select_backend
+from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
-from evenload.runtime.config.lora_config import LoraConfig
-from evenload.runtime.executor import WHOLE, Executor, RankRun, Weights
+from evenload.runtime.executor import WHOLE, Executor, RankRun, Weights, forward_losses
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
-from evenload.runtime.optim.data_parallel import GradientReduction
+from evenload.runtime.optim.data_parallel import GradientReduction, WeightGathers
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.optim.weight_gathers import WeightGathers
-from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
-from evenload.runtime.stages.forward_pass import forward_losses
+from evenload.runtime.step_source import prepare_step
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.forward_only import forward_only
 from evenload.types.plan import StepPlan, decode_plan

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from evenload.cost.coefficients import BesideCompute, CostCoefficients, PassCoefficients
+from evenload.config.layouts import layouts_of
+from evenload.config.train_config import load_train_config
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
@@ -30,9 +30,7 @@ COSTS = CostCoefficients(
     intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
     devices_per_node=64,
-    small_pack_tokens=0,
-    reduction_beside=BesideCompute(),
-    gather_beside=BesideCompute(),
+    overlap=OverlapCost(),
 )
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.hub.model_files import model_from
 from evenload.integrations.engines.megatron_dynamic_cp import scheduler_class
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout

@@ -11,10 +11,9 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 
 from evenload.data.config import DataConfig
-from evenload.data.formats.readers import open_reader
-from evenload.data.formats.record import FilePart, Record, RecordReader
-from evenload.data.source.files import SourceFile
-from evenload.data.source.listing import list_sources
+from evenload.data.part_files import open_reader
+from evenload.data.records import FilePart, Record, RecordReader
+from evenload.data.sources import SourceFile, list_sources
 
 END_ID = 0
 ROW_FORMATS = ("jsonl", "jsonl.gz", "parquet", "stream.arrow", "file.arrow", "feather")

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
+from evenload.runtime.optim.data_parallel import WeightGathers
 from evenload.runtime.optim.parameter_units import FlatBuffer
-from evenload.runtime.optim.weight_gathers import WeightGathers
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
@@ -73,7 +73,7 @@ def one_unit_after_the_other(num_units: int) -> list[list[float]]:
             dist.recv(word, 0, group=mesh.control)
         gathers.seal()
     gathers.finish()
-    (trace,) = gathers.untold(mesh)
+    (trace,) = gathers.take_traces(mesh)
     assert trace.unit.tolist() == list(range(num_units))
-    assert gathers.untold(mesh) == []
+    assert gathers.take_traces(mesh) == []
     return seen

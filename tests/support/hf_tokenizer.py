@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.data.tokenize import train_byte_pair_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>"

@@ -25,7 +25,7 @@ def stop_when_one_rank_is_asked(config_file: str, overrides: list[str], asked_ra
     """The rank is asked while its second step runs; (steps done, signal) of this rank."""
     trainer, mesh = make_trainer(config_file, overrides)
     is_asked = lambda: int(signal.SIGTERM) if mesh.rank == asked_rank and trainer.steps_done == 1 else 0  # noqa: E731
-    for _ in trainer.train(COSTS, 2**34, asked_to_stop=is_asked):
+    for _ in trainer.train(COSTS, 2**34, stop_requested=is_asked):
         pass
     return trainer.steps_done, trainer.stop_signal
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
+from evenload.config.train_config import layout_of, load_train_config
 from evenload.errors import EvenloadError
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.trainer import Trainer

@@ -120,8 +120,7 @@ MEANINGS: Mapping[str, str] = {
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",
-    "overlap": "`train.overlap_reduction`, `train.overlap_gather`, `train.overlap_context`; with `tp` "
-    "`train.overlap_tensor`, every pack in halves that may be",
+    "overlap": "`train.overlap_reduction`, `train.overlap_gather`; with `tp`, transfers in chunks of a few rows",
 }
 
 
@@ -259,7 +258,7 @@ ABSENCES: tuple[Absence, ...] = (
     Absence(
         ("layout", "overlap"),
         lambda layout, overlap: not {"dp", "cp", "tp"} & LAYOUTS[layout].keys() and overlap == "on",
-        "without replicas no gradients are summed, and without `tp` no pack has halves",
+        "without replicas no gradients are summed, and without `tp` nothing is divided into chunks",
     ),
 )
 

@@ -11,8 +11,9 @@ from transformers import PretrainedConfig
 
 from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
 from dist_cases import RankUnderTest, StoredBytes
+from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
-from evenload.runtime.config.lora_config import LoraConfig
+from evenload.runtime.comm.tensor_group import CHUNK_ROWS
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
@@ -62,7 +63,7 @@ class RowTask(NamedTuple):
         adapter: holds the PEFT directories of the row's model, one a precision; or None.
         exchange: how keys and values of shared documents travel.
         channels: between pipeline ranks.
-        is_overlapped: gradients are summed beside packs.
+        is_overlapped: gradients are summed while packs are computed, and tensor-parallel transfers are in chunks.
     """
 
     case: MatrixCase
@@ -97,6 +98,8 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
                 [plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S, channels=task.channels
             ).start
         mesh = meshes[task.channels]
+        if mesh.tensor is not None:
+            mesh.tensor.chunk_rows = CHUNK_ROWS if not task.is_overlapped else 3
         case, batch = task.case, task.case.batch()
 
         def rank_in(dtype: torch.dtype, case=case, task=task, mesh=mesh) -> RankUnderTest:

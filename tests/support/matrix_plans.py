@@ -14,16 +14,14 @@ import msgspec
 import numpy as np
 
 from context_plans import one_after_the_other
-from evenload.cost.activation import local_kv_heads
-from evenload.cost.coefficients import BesideCompute, CostCoefficients
+from evenload.config.sections import with_adapters
+from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.runtime.config.lora_config import with_adapters
-from evenload.schedule.gpipe import gpipe
 from evenload.schedule.packflow import packflow_list, packflow_static
-from evenload.schedule.zero_bubble import zero_bubble_h1
+from evenload.schedule.static_schedules import gpipe, zero_bubble_h1
 from evenload.stepplan.validate import validate_plan
 from evenload.stepplan.validate_groups import block_of
 from evenload.types.cluster import LinkSpec
@@ -35,8 +33,7 @@ from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, StepPlan, seal
 from evenload.types.schedule import Schedule
-from halved_plans import halved_plan, num_halved
-from matrix import LAYOUTS, NONE, Row, shares_documents
+from matrix import NONE, Row, shares_documents
 from matrix_cases import MatrixCase
 from pipeline_cases import with_split
 from steep_costs import STEEP_COSTS
@@ -60,8 +57,6 @@ HOST_LINKS = (1e9, 1e8, 1e7, 3e6, 1e6)
 """Limits of memory, on the way from everything offloaded to everything stored, and bytes a second to the host, under
 which "choose" is asked to mix policies."""
 
-HALVED_AT = 0.4
-"""Of a pack's rows, where packs are computed in halves."""
 COSTS = STEEP_COSTS
 
 
@@ -98,8 +93,6 @@ def plan_of(row: Row) -> StepPlan:
     plan = _planned(row)
     if row.schedule != "own" and not _is_asked(row):
         plan = _rescheduled(plan, row.schedule)
-    if row.overlap == "on" and row.exchange != "ring":
-        plan = halved_plan(plan, HALVED_AT)
     validate_plan(plan)
     missing = list(_missing_features(row, plan))
     assert not missing, f"{row.describe()}: the plan has {'; '.join(missing)}"
@@ -160,8 +153,6 @@ def _mixed_by_hand(plan: StepPlan) -> StepPlan:
 
 def _plan(row: Row, options: PlanOptions, memory_bytes: int | None, costs: CostCoefficients = COSTS) -> StepPlan:
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths_of(row)))
-    if row.overlap == "on" and row.exchange == "all_gather":
-        costs = msgspec.structs.replace(costs, context_beside=BesideCompute(stretch=1.0, slowdown=0.0))
     return StepPlanner(model_of(row), costs, layout_of(row), memory_bytes, options, host="unlimited").plan(
         0, documents, row.strategy
     )
@@ -203,10 +194,6 @@ def _missing_features(row: Row, plan: StepPlan, *, is_final: bool = True) -> Ite
     expected = {"replay", "recompute", "offload"} if row.policy == "mixed" else {row.policy}
     if not _policies(plan) <= expected or (row.policy == "mixed" and len(_policies(plan)) < 2):
         yield f"policies {sorted(_policies(plan))}"
-    if is_final and row.overlap == "on" and row.policy in ("replay", "recompute"):
-        may_be = "tp" in LAYOUTS[row.layout] and row.exchange != "ring"
-        if may_be and not num_halved(plan):
-            yield "no pack in halves"
     yield from _missing_of_sharing(row, plan)
 
 
@@ -238,12 +225,6 @@ def _missing_of_sharing(row: Row, plan: StepPlan) -> Iterator[str]:
     # `auto` may find that `skrull` is fastest.
     if shared and not (kinds <= RESOLVED.get(row.sharding, {row.sharding}) or (row.strategy, kinds) == OF_SKRULL):
         yield f"shardings {sorted(kinds)}"
-    parts = {pack.context_parts for packs in plan.pack_plans for pack in (*packs.forward, *packs.backward)}
-    travels_in_parts = (
-        row.overlap == "on" and row.exchange == "all_gather" and local_kv_heads(model_of(row), layout.tp) > 1
-    )
-    if (parts != {1}) != travels_in_parts:
-        yield f"keys and values in {sorted(parts)} parts"
     if row.sharding == "dacp" and {piece.cp for piece in pieces} != {1, layout.cp}:
         yield "no document that is whole on a rank"
 

@@ -3,7 +3,7 @@
 import os
 import time
 
-from evenload.data.encoding.tokenize import ByteTokenizer
+from evenload.data.tokenize import ByteTokenizer
 
 
 class DeadlyTokenizer(ByteTokenizer):

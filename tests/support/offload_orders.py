@@ -10,10 +10,10 @@ import torch
 from evenload.cost.activation import local_kv_heads
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.lengths import read_lengths
-from evenload.explore.sampled_batches import BatchRule
+from evenload.explore.batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import BlockIndex
 from evenload.runtime.replay.host_arena import HostArena
 from evenload.runtime.replay.rank_packs import pack_ranges
@@ -21,7 +21,6 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
-from evenload.types.token_range import divide_ranges
 
 TABLES = Path(__file__).parents[2] / "examples" / "lengths"
 DOCUMENTS, STEPS = 256, 2
@@ -59,10 +58,7 @@ def offload_order(plan: StepPlan, model: ModelSpec, dp_rank: int, pp_rank: int) 
             indices[action.stage] = BlockIndex(backward, lambda doc_id: "offload", shard)
         index = indices[action.stage]
         if action.kind == "F":
-            pack = packs.forward[action.pack]
-            ranges = pack_ranges(pack)
-            halves = divide_ranges(ranges, pack.first_rows) if pack.first_rows else (ranges,)
-            blocks = [block for half in halves for block in index.open_pack(half, ranges if pack.first_rows else ())]
+            blocks = index.open_pack(pack_ranges(packs.forward[action.pack]))
             for _ in range(layout.stage_counts[action.stage]):
                 for block in blocks:
                     for width, dtype, is_own in layer_tensors(model, layout.tp):

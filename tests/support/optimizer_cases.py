@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.optimizer import ShardedOptimizer

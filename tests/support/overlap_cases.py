@@ -8,7 +8,7 @@ import torch
 from dist_cases import RankUnderTest
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.optim.data_parallel import GradientReduction
-from evenload.runtime.prepare import prepare_step
+from evenload.runtime.step_source import prepare_step
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
 

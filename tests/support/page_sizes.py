@@ -12,7 +12,7 @@ import numpy as np
 from dist_training import COSTS
 from evenload.cost.coefficients import write_coefficients
 from evenload.cost.measured_on import MeasuredOn
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from page_blocks import ROOT, Block, blocks_of, save_files
 
 Words = tuple[tuple[str, str], ...]

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from evenload.report.metrics_file import METRIC_KEYS
+from evenload.report.run_files import METRIC_KEYS
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import MicroPack, PackPlan
@@ -181,14 +181,6 @@ def make_row(step: int, **values):
         "reduction_hidden_s": 0.15,
         "predicted_reduction_s": 0.25,
         "predicted_reduction_hidden_s": 0.125,
-        "context_s": 0.3,
-        "context_hidden_s": 0.25,
-        "predicted_context_s": 0.35,
-        "predicted_context_hidden_s": 0.26,
-        "tensor_s": 0.0,
-        "tensor_hidden_s": 0.0,
-        "predicted_tensor_s": 0.0,
-        "predicted_tensor_hidden_s": 0.0,
         "tokens_per_s": 65536 / (1.30 + 0.05 * float(np.sin(step))),
         "bubble_fraction": 0.073,
         "imbalance_forward": 1.041,

@@ -4,7 +4,7 @@ import torch
 
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.stages.same_revision import require_same_revision
+from evenload.runtime.stages.rank_stages import require_same_revision
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 

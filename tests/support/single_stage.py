@@ -3,8 +3,6 @@
 import torch
 
 from evenload.attention.backends import select_backend
-from evenload.runtime.model.fused_elementwise import fuse_elementwise
-from evenload.runtime.model.fused_norms import fuse_norms
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -47,8 +45,6 @@ def run_single_stage(
     *,
     device="cpu",
     backend=None,
-    fused_norms=False,
-    fused_elementwise=False,
     directory=None,
 ):
     """Loss, gradients and the store after all forwards, then all backwards.
@@ -66,10 +62,6 @@ def run_single_stage(
         seed=3,
         router_aux_loss_coef=balance_factor(config),
     )
-    if fused_norms:
-        fuse_norms([*model.layers.values(), model.norm], model.architecture)
-    if fused_elementwise:
-        fuse_elementwise(model.layers.values(), model.architecture)
     buffers = flatten_units(model, dp=1)
     weights = {n: p.detach().clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
     if backend is None:
@@ -98,7 +90,7 @@ def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance=None
         assert relative_error(gradient, plain[name]) <= tolerance, name
 
 
-def assert_bf16_as_good_as_plain(kind, backend, device="cpu", *, fused_norms=False, fused_elementwise=False):
+def assert_bf16_as_good_as_plain(kind, backend, device="cpu"):
     """Loss and gradients of asymmetric packs in bf16 err at most twice as much as plain bf16 autograd does."""
     window = {"sliding_window": 40} if kind == "mistral" else {}
     config = tiny_config(kind, hidden_size=64, **window)
@@ -111,8 +103,6 @@ def assert_bf16_as_good_as_plain(kind, backend, device="cpu", *, fused_norms=Fal
         *(config, torch.bfloat16, tokens, forward, backward),
         device=device,
         backend=backend,
-        fused_norms=fused_norms,
-        fused_elementwise=fused_elementwise,
     )
     weights = {name: value.cpu() for name, value in weights.items()}
     exact_loss, exact = plain_loss_and_gradients(

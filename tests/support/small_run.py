@@ -8,7 +8,7 @@ import msgspec
 from dist_training import COSTS
 from evenload.cost.coefficients import write_coefficients
 from evenload.cost.measured_on import MeasuredOn
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from reference_training import tiny_config
 
 LONG_TAILED_TEXTS = tuple(f"document {i} " * (1 + (i * 7) % 13 + (40 if i % 9 == 0 else 0)) for i in range(30))
@@ -43,7 +43,7 @@ def write_small_run(directory: Path, texts: Iterable[str], settings: str, kind: 
 
 
 def write_steps(directory: Path, steps: int, **model: object) -> Path:
-    """`write_small_run` of so many steps of six short documents; a run that loses ranks."""
+    """`write_small_run` of so many steps of six short documents."""
     settings = f"""
         max_document_tokens = 256
         batch_documents = 6

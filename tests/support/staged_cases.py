@@ -2,7 +2,6 @@
 gathers over replicas, shared documents both ways, parts of matrices."""
 
 from context_plans import merged_plan
-from halved_plans import halved_plan
 from varied_plans import varied_plan
 
 LAYERS = 4
@@ -17,8 +16,7 @@ def _varied(**layout):
 
 CASES = {
     "pipeline, fifo": lambda: (_varied(pp=2, dp=2, virtual=1), {"channels": "fifo"}),
-    "parts of matrices": lambda: (_varied(pp=1, dp=1, tp=2)[:1], {}),
-    "parts of matrices, halves by turns": lambda: ([halved_plan(plan) for plan in _varied(pp=1, dp=1, tp=2)], {}),
+    "parts of matrices": lambda: (_varied(pp=1, dp=1, tp=2), {}),
     "virtual stages, fifo": lambda: (_varied(pp=2, dp=1, virtual=2)[:1], {"channels": "fifo"}),
     "pipeline, directed": lambda: (_varied(pp=2, dp=1, virtual=1), {"channels": "directed"}),
     "shared documents": lambda: ([merged_plan(3, dp=2, pp=1)], {}),

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS
+from evenload.config.layouts import layouts_of
+from evenload.config.planner import run_planner
+from evenload.config.train_config import load_train_config
 from evenload.errors import InvalidPlanError
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.reconfiguration.moves import moved_bytes, plan_moves
 from evenload.runtime.checkpoint.checkpoint import run_tensors
 from evenload.runtime.comm.mesh import Mesh, create_meshes
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.config.train_config import load_train_config
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer

@@ -1,75 +1,54 @@
 """What a tensor-parallel rank of a `GlooPool` sends in each action, counted at the group."""
 
-from collections.abc import Callable
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from dist_cases import RankUnderTest
+from evenload.runtime.comm.cp_groups import Transfer
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.layout import even_layout
 from evenload.types.micropack import ActivationPolicy
-from evenload.types.plan import decode_plan
 from evenload.types.token_range import Range
 from gloo_pool import TIMEOUT_S
 
 TOKENS = 24
 
 
-def transfer_accounts(changes: dict, plans: list[bytes]) -> list[tuple[float, float]]:
-    """Of every plan's step on this rank: seconds of transfers between turns, and of keys and values in parts."""
-    decoded = [decode_plan(plan) for plan in plans]
-    mesh = create_meshes([decoded[0].layout], torch.device("cpu"), timeout_s=TIMEOUT_S).start
-    rank = RankUnderTest(mesh, "llama", changes, torch.float64)
-    found = []
-    for plan in decoded:
-        tokens = {document.doc_id: np.zeros(document.num_tokens, np.int32) for document in plan.documents}
-        trace = rank.run_prepared(prepare_step(plan, tokens, mesh)).trace
-        found.append((trace.halves.transfer_s, trace.context_s))
-    return found
-
-
-def hidden_transfers_by_action(num_layers: int, first_rows: int = 0, recomputed: int = 0) -> dict[str, float]:
-    """F, B, I, W -> transfers a layer, in units of all rows' hidden states; of a pack in halves where it has first
-    rows, and with a first document of so many recomputed tokens."""
+def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str, float]:
+    """F, B, I, W -> transfers a layer, in units of all rows' hidden states, with a first document of so many recomputed
+    tokens."""
     mesh = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S).start
     rank = RankUnderTest(mesh, "llama", {}, torch.float64)
     (stage,) = rank.stages.values()
     group = mesh.tensor
     assert group is not None
-    counted, whole = [0.0], TOKENS * stage.hidden_size
-    gather, scatter, gather_later = group.all_gather, group.all_to_all, group.all_gather_later
+    counted, whole = [0], TOKENS * stage.hidden_size
+    group.chunk_rows = TOKENS // 3
+    gather, scatter = group.start_all_gather, group.start_all_to_all
 
-    def all_gather(rows: Tensor, what: str) -> Tensor:
-        counted[0] += rows.numel() * group.shard.size / whole
+    def all_gather(rows: Tensor, what: str) -> Transfer:
+        counted[0] += rows.numel() * group.shard.size
         return gather(rows, what)
 
-    def all_gather_later(rows: Tensor, what: str) -> tuple[Tensor, Callable[[], None]]:
-        counted[0] += rows.numel() * group.shard.size / whole
-        return gather_later(rows, what)
-
-    def all_to_all(rows: Tensor, counts: list[int], what: str) -> Tensor:
-        counted[0] += rows.numel() / whole
+    def all_to_all(rows: Tensor, counts: list[int], what: str) -> Transfer:
+        counted[0] += rows.numel()
         return scatter(rows, counts, what)
 
-    group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
-    group.all_gather_later = all_gather_later  # type: ignore[method-assign]
+    group.start_all_gather, group.start_all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     lengths = {0: recomputed, 1: TOKENS - recomputed} if recomputed else {0: TOKENS}
     policies: dict[int, ActivationPolicy] = {0: "recompute"} if recomputed else {}
     ranges, found = tuple(Range(doc_id, 0, tokens) for doc_id, tokens in lengths.items()), {}
     positions = torch.arange(TOKENS)
     ids, targets = torch.zeros_like(positions), torch.zeros_like(positions)
-    pack = PackTokens(ranges, ids, targets, positions, first_rows=first_rows)
+    pack = PackTokens(ranges, ids, targets, positions)
 
     def count(name: str, action) -> None:
-        counted[0] = 0.0
+        counted[0] = 0
         action()
-        found[name] = counted[0] / num_layers
+        found[name] = counted[0] / whole / num_layers
 
     for split in (False, True):
         stage.begin_step(lengths)

@@ -26,7 +26,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-from evenload.data.encoding.tokenize import train_byte_pair_tokenizer
+from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.integrations.engines import torchtitan_trainer
 from evenload.integrations.engines.torchtitan_loader import PackedDataLoader
 from evenload.integrations.engines.torchtitan_model import model_of

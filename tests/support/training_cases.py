@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.config.train_config import TrainConfig
+from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
 from reference_training import tiny_config

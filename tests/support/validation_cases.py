@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_cases import make_trainer
 from dist_training import COSTS, trained_to
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.config.layouts import layouts_of
+from evenload.config.sections import validation_data
+from evenload.config.train_config import load_train_config
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import load_train_config
-from evenload.runtime.config.validation_config import validation_data
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
 from evenload.types.sample import Sample
@@ -133,7 +133,7 @@ def left_out_passes(config_file: str, overrides: list[str], directory: str, last
         """In steps, and made up; asked on rank 1."""
         made_up: list[Validation] = []
         is_asked = lambda: 15 if trainer.mesh.rank == 1 and trainer.steps_done == asked_in_step else 0  # noqa: E731
-        reports = list(trainer.train(COSTS, 2**34, stop_after, is_asked, on_made_up=made_up.append))
+        reports = list(trainer.train(COSTS, 2**34, stop_after, is_asked, on_late_pass=made_up.append))
         found = [report.validation.step for report in reports if report is not None and report.validation is not None]
         return found, [one.step for one in made_up]
 
@@ -164,7 +164,7 @@ def left_out_passes(config_file: str, overrides: list[str], directory: str, last
         error = str(caught)
     newest = latest_checkpoint(checkpoints_of(f"{directory}/every"))
     assert newest is not None
-    forgotten = other.resume_warning, not other._between.best and len(going_on._between.best) > 0
+    forgotten = other.resume_warning, not other._evaluation.best and len(going_on._evaluation.best) > 0
     return LeftOutPasses(leaving_off, in_last_step, made_up, abandoned, (error, steps_in_name(newest)), *forgotten)
 
 

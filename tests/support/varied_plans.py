@@ -9,7 +9,7 @@ import numpy as np
 from evenload.cost.host_memory import peak_host_bytes
 from evenload.cost.memory_kinds import bytes_by_kind
 from evenload.schedule.packflow import packflow_list
-from evenload.schedule.zero_bubble import zero_bubble_h1
+from evenload.schedule.static_schedules import zero_bubble_h1
 from evenload.simulate.timeline import memory_ledger
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.stepplan.validate import validate_plan

@@ -8,9 +8,9 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.cost.support import require_supported_layout
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.explore.default_layout import usable_bytes
-from evenload.hub.model_files import model_from
+from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster import ClusterSpec, DeviceSpec

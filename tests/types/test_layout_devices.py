@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.cli.option_values import parse_layout
+from evenload.cli.options import parse_layout
 from evenload.errors import ConfigError
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.layout_text import read_layout_text

@@ -7,9 +7,6 @@ neighbour that takes the machine for a minute takes it from all of them, and the
 one process set, one allocator. Every step does all that training does, the update included, with learning rate 0: the
 weights stay what they are, so the losses of all strategies must be equal, which the result says.
 
-After every batch of a round the packs of the calibration are timed again (`calibrate.yardstick`), so that the result
-says how fast the machine was meanwhile against its costs.
-
 Documents are not deferred, so that every strategy trains the same batch in every step (`wlb` is measured without its
 delay). Price: strategies · batches · (rounds + 1) steps, and the data is read once for each strategy.
 """
@@ -21,22 +18,28 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.bench.recorded import RecordedBatch, recorded_batch
-from evenload.bench.runs import BatchRun, MachineLoad, StrategyRuns, pack_errors, task_seconds
+from evenload.bench.runs import (
+    BatchRun,
+    MachineLoad,
+    RecordedBatch,
+    StrategyRuns,
+    pack_errors,
+    recorded_batch,
+    task_seconds,
+)
 from evenload.calibrate.disturbance import CoreWaits
-from evenload.calibrate.yardstick import Yardstick, can_tell_drift
+from evenload.config.planner import run_planner
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.packs_beside_transfers import times_beside_transfers
 from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.strategy import LeftOutStrategy
-from evenload.runtime.comm.scalars import most_of_ranks
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.prepare import prepare_step
+from evenload.runtime.comm.mesh import most_of_ranks
 from evenload.runtime.step_metrics import StepReport
-from evenload.runtime.step_source import PreparedStep
+from evenload.runtime.step_source import PreparedStep, prepare_step
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
@@ -113,31 +116,22 @@ def run_interleaved(
             left_out.append(LeftOutStrategy(name=name, why=str(error)))
     measured: dict[tuple[str, int], _Measured] = {}
     waits = CoreWaits(demand)
-    yardstick = None
-    if can_tell_drift(coefficients, trainer.mesh.layout):
-        yardstick = Yardstick(trainer.stages[min(trainer.stages)], coefficients, trainer.mesh)
-    steps_of_batch = 0
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
         if turn == 1 and not measured:
             waits = CoreWaits(demand)  # the round that warms up does not count
         report = _run(trainer, planned[name][batch], coefficients)
         on_step()
-        steps_of_batch += 1
-        if yardstick is not None and turn > 0 and steps_of_batch % len(planned) == 0:
-            yardstick.measure()
         if report is None or turn == 0:
             continue
         measured.setdefault((name, batch), _Measured()).reports.append(report)
     waited_share = most_of_ranks(waits.share(), trainer.mesh)
-    drift = None if yardstick is None else yardstick.drift()
     if trainer.mesh.rank != 0:
         return None
     runs = tuple(
         StrategyRuns(
             strategy=name,
             batches=tuple(
-                _batch_run(trainer, batch, measured[name, batch], coefficients, drift or 0.0)
-                for batch in range(len(steps))
+                _batch_run(trainer, batch, measured[name, batch], coefficients) for batch in range(len(steps))
             ),
         )
         for name, steps in planned.items()
@@ -146,7 +140,7 @@ def run_interleaved(
     return Interleaved(
         runs=runs,
         left_out=tuple(left_out),
-        load=MachineLoad(demand=demand, waited_share=waited_share, drift=drift),
+        load=MachineLoad(demand=demand, waited_share=waited_share),
         batches=tuple(recorded_batch(step.plan) for step in first),
         typical={
             name: tuple(measured[name, batch].typical() for batch in range(len(steps)))
@@ -170,11 +164,9 @@ def _planned(
     try:
         maker = StepMaker(
             source,
-            planner,
-            strategy,
+            RunPlanner(planner, strategy, may_delay=False),
             replicas=lambda layout: layout.replicas(mesh.num_ranks),
             max_pack_tokens=config.max_pack_tokens,
-            may_delay=False,
             waiting=mesh.watch.waiting,
         )
         found: list[PlannedStep] = []
@@ -211,9 +203,7 @@ def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, costs: PackCosts) ->
     return int(timeline.memory_kind_bytes[:, counted].sum(axis=1).max())
 
 
-def _batch_run(
-    trainer: Trainer, batch: int, measured: _Measured, coefficients: CostCoefficients, drift: float
-) -> BatchRun:
+def _batch_run(trainer: Trainer, batch: int, measured: _Measured, coefficients: CostCoefficients) -> BatchRun:
     report = measured.reports[-1]
     plan = report.plan
     costs = PackCosts(trainer.model, coefficients, plan.layout)
@@ -225,7 +215,7 @@ def _batch_run(
         num_packs=max(len(packs.forward) for packs in plan.pack_plans),
         measured_s=measured.step_s(),
         predicted_s=plan.predicted.step_time_s,
-        packs=pack_errors(times_beside_transfers(plan, costs), report.measured, measured.tasks_s(), drift),
+        packs=pack_errors(times_beside_transfers(plan, costs), report.measured, measured.tasks_s()),
         measured_peak_bytes=measured.peak_bytes(),
         predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, costs),
         loss=float(report.row["loss"] or 0.0),

@@ -4,37 +4,37 @@ Errors are signed, predicted / measured - 1: -0.05 says that the prediction prom
 pack's seconds are those of one pack on one stage in one direction (I and W of a split backward apart), the median over
 all rounds; a step's likewise.
 
-A machine that changed its speed since its costs were measured (`MachineLoad.drift`) shifts all seconds alike. Errors of
-packs are those of the model: of predicted seconds at the speed that the machine had meanwhile, with what sums of
-gradients and gathers of weights beside them take (`explore.packs_beside_transfers`). Errors of steps are told
-as they are, and beside them what is left of them at that speed.
+Predicted seconds of packs are with what reduce-scatters of gradients and all-gathers of weights beside them take
+(`explore.packs_beside_transfers`).
 """
 
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.bench.quiet_rounds import most_spread
-from evenload.bench.recorded import BenchInputs
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.host_memory import HostMemory
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
+from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen
-from evenload.types.plan import PackTimes
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+from evenload.types.plan import PackTimes, StepPlan
 from evenload.types.timeline import KINDS, Timeline
 
-QUIET_WAITED_SHARE, QUIET_DRIFT = 0.05, 0.10
-"""At most these, and `quiet_rounds.most_spread`, where nothing else disturbed a measurement. A neighbour on another
-core of the same processor takes no core, but caches and memory: packs of the calibration are then slower by a fifth."""
+QUIET_WAITED_SHARE, QUIET_SPREAD = 0.05, 0.35
+"""At most these where nothing else disturbed a measurement: share of the time without a core, and (slowest - fastest) /
+median of rounds."""
 CLOSE = 0.05
 """Strategies whose measured step times differ by less are as fast as each other."""
 
 
 class PackErrors(Frozen):
-    """Errors of the predicted seconds of the packs of a step, over all stages and both directions, the machine's drift
-    taken out.
+    """Errors of the predicted seconds of the packs of a step, over all stages and both directions.
 
     Args:
         median: signed.
@@ -144,18 +144,14 @@ class MachineLoad(Frozen):
             no simulation of devices knows of.
         waited_share: of the time, in which a rank's busiest thread stood ready without a core beyond that; of the rank
             that waited longest. A quiet machine stays near 0.
-        drift: by how much the packs of the calibration, timed again beside the steps, were slower than the costs say;
-            None where the costs were not measured, or under another tp.
     """
 
     demand: float
     waited_share: float
-    drift: float | None = None
 
-    def is_quiet(self, spread: float, rounds: int) -> bool:
-        """Nothing else kept the machine busy while so many rounds were measured that differ by `spread`."""
-        quiet = self.waited_share <= QUIET_WAITED_SHARE and spread <= most_spread(rounds)
-        return quiet and abs(self.drift or 0.0) <= QUIET_DRIFT
+    def is_quiet(self, spread: float) -> bool:
+        """Say whether nothing else kept the machine busy while rounds were measured that differ by `spread`."""
+        return self.waited_share <= QUIET_WAITED_SHARE and spread <= QUIET_SPREAD
 
 
 class MeasuredRatio(NamedTuple):
@@ -210,6 +206,49 @@ def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1)
     return MeasuredRatio(*names, ratio, ratio / factor, ratio * factor)
 
 
+class RecordedBatch(Frozen):
+    """A global batch.
+
+    Args:
+        step: its number in the run, which is part of a plan's digest.
+        documents: (id, tokens, tokens with labels) in the order of arrival.
+    """
+
+    step: int
+    documents: tuple[tuple[int, int, int], ...]
+
+
+class BenchInputs(Frozen):
+    """Everything but the costs.
+
+    Args:
+        options: the tables of `plan.options` in a configuration, the limit of packs filled in.
+        memory_cap_bytes: of one process.
+        host: main memory of a machine for what is offloaded.
+        batches: numbered as in the result.
+    """
+
+    model: ModelSpec
+    layout: ParallelLayout
+    options: dict[str, Any]
+    memory_cap_bytes: int
+    batches: tuple[RecordedBatch, ...]
+    host: HostMemory
+
+
+def recorded_batch(plan: StepPlan) -> RecordedBatch:
+    """Of a plan that trains its whole batch."""
+    rows = ((one.doc_id, one.num_tokens, one.num_label_tokens) for one in plan.documents)
+    return RecordedBatch(step=plan.step, documents=tuple(rows))
+
+
+def option_tables_of(options: PlanOptions) -> dict[str, Any]:
+    """As a configuration writes them down: own options of strategies in tables of their names."""
+    shared = msgspec.to_builtins(options)
+    own = {one.pop("strategy"): one for one in shared.pop("strategies")}
+    return shared | own
+
+
 class BenchResult(Frozen):
     """A comparison of strategies on the same global batches.
 
@@ -240,9 +279,9 @@ class BenchResult(Frozen):
         """The interval of predicted step times, and how many of the strategies lie inside, such as "2 of 2"; "" where
         there is none, or the machine was not as quiet while steps were measured as it is made for."""
         interval = prediction_interval(self.coefficients, self.inputs.layout)
-        spread, rounds = max(one.spread for one in self.runs), len(self.runs[0].batches[0].measured_s)
+        spread = max(one.spread for one in self.runs)
         held = interval.count_inside(one.measured_s / one.predicted_s for one in self.runs)
-        return interval, held if self.load.is_quiet(spread, rounds) else ""
+        return interval, held if self.load.is_quiet(spread) else ""
 
     @property
     def winner(self) -> str:
@@ -265,21 +304,17 @@ def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
     return timeline.end_s - timeline.start_s
 
 
-def pack_errors(
-    times: tuple[PackTimes, ...], timeline: Timeline, rounds_s: NDArray[np.float64], drift: float = 0.0
-) -> PackErrors:
+def pack_errors(times: tuple[PackTimes, ...], timeline: Timeline, rounds_s: NDArray[np.float64]) -> PackErrors:
     """Predicted against measured pack seconds.
 
     Args:
         times: of a plan, by replica, with what transfers beside packs take.
         timeline: a measured one of the plan, which tells the tasks apart.
         rounds_s: float64[num_rounds, num_tasks], above 0; a pack's measured seconds are its median over the rounds.
-        drift: of the machine, see `MachineLoad`.
     """
     columns = zip(*(getattr(timeline, name).tolist() for name in ("dp_rank", "kind", "pack", "stage")), strict=True)
     seconds = [(one.forward_s, one.backward_s, one.input_s, one.weight_s) for one in times]
-    planned_s = np.array([seconds[dp_rank][kind][pack][stage] for dp_rank, kind, pack, stage in columns])
-    predicted_s = planned_s * (1 + drift)
+    predicted_s = np.array([seconds[dp_rank][kind][pack][stage] for dp_rank, kind, pack, stage in columns])
     measured_s = np.median(rounds_s, axis=0)
     errors = predicted_s / measured_s - 1
     size = np.abs(errors)

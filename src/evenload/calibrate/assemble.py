@@ -1,31 +1,24 @@
 """Coefficients of a run from what its ranks measured: one cost file for all of them."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from evenload.calibrate.fit import fit_relative, squared_error
+from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.link_timings import TransferKind, median_link
-from evenload.calibrate.meeting_timings import SharedSample
-from evenload.calibrate.rounds import YARDSTICK_ROUNDS, Sample, pack_features
+from evenload.calibrate.rounds import Sample, pack_features
 from evenload.calibrate.weight_timings import TOKENS
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, PassCoefficients
-from evenload.cost.group_comm import context_seconds, weight_gather_seconds
-from evenload.cost.measured_on import Disturbance, MeasuredOn, MeasuredPack
-from evenload.cost.slice_features import MISSING_COLUMN, missing_share
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
+from evenload.cost.group_comm import weight_gather_seconds
+from evenload.cost.measured_on import Disturbance, MeasuredOn
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-SMALL_PACK_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens below which packs may take longer than in line with others, that are tried."""
-# A knee must make squared errors so much smaller; else it explains noise.
-_KNEE_GAIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +26,14 @@ class RankMeasurement:
     """What one rank found.
 
     Args:
-        packs: seconds of one layer; shared: of packs that ranks share, empty where none do; yardstick: of packs that
-            are timed again later, as they are then.
+        packs: seconds of one layer.
         head: (rows, seconds); empty where the rank has no head.
         peak_flops_per_s: of matrix products.
         optimizer_s: of one parameter.
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
-        beside: sums of gradients beside compute; gather_beside: gathers of weights; context_beside: keys and values of
-            shared documents; halves: transfers of one half of a pack; None = not measured.
+        overlap: None = not measured.
         weight_s: of `weight_timings.TOKENS` tokens' weight gradients on one layer.
-        part_s: forward and backward, of every part but the first in which keys and values travel, on one
-            layer; None where nobody shares documents.
     """
 
     disturbance: Disturbance
@@ -54,14 +43,8 @@ class RankMeasurement:
     optimizer_s: float
     copy_s_per_byte: float
     weight_s: float
-    shared: tuple[SharedSample, ...] = ()
-    yardstick: tuple[Sample, ...] = ()
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
-    beside: BesideCompute | None = None
-    gather_beside: BesideCompute | None = None
-    context_beside: BesideCompute | None = None
-    part_s: tuple[float, float] | None = None
-    halves: BesideHalves | None = None
+    overlap: OverlapCost | None = None
 
 
 def most_disturbed(ranks: Sequence[RankMeasurement]) -> Disturbance:
@@ -78,7 +61,7 @@ def coefficients_of(
     Args:
         tile: query rows of one attention block.
     """
-    tp, small_pack_tokens = layout.tp, knee_of(ranks, tile)
+    tp = layout.tp
     head = [point for rank in ranks for point in rank.head]
     head_s_per_token, head_pack_s = fit_relative([(float(rows), 1.0) for rows, _ in head], [s for _, s in head])
     links = [rank.links for rank in ranks]
@@ -88,10 +71,9 @@ def coefficients_of(
         source="calibrated",
         device=device_name,
         peak_flops_per_s=float(np.median([rank.peak_flops_per_s for rank in ranks])),
-        forward=_pass(ranks, "forward", tile, tp, small_pack_tokens),
-        backward=_pass(ranks, "backward", tile, tp, small_pack_tokens),
+        forward=_pass(ranks, "forward", tile, tp),
+        backward=_pass(ranks, "backward", tile, tp),
         attention_tile=tile,
-        small_pack_tokens=small_pack_tokens,
         head_s_per_token=head_s_per_token * tp,
         head_pack_s=head_pack_s,
         optimizer_s_per_parameter=float(np.median([rank.optimizer_s for rank in ranks])),
@@ -111,60 +93,17 @@ def coefficients_of(
         tensor_exposed_share=0.0 if tp > 1 else 1.0,
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
-        reduction_beside=_median_beside([rank.beside for rank in ranks]),
-        gather_beside=_median_beside([rank.gather_beside for rank in ranks]),
-        context_beside=_median_beside([rank.context_beside for rank in ranks]),
-        tensor_beside=_halves(ranks),
+        overlap=_median_overlap([rank.overlap for rank in ranks if rank.overlap is not None]),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
             cp=layout.cp,
             pp=layout.pipeline_ranks,
             tp=layout.tp,
-            packs=tuple(_yardstick_packs(ranks)),
             disturbance=most_disturbed(ranks),
         ),
     )
-    return msgspec.structs.replace(
-        fitted,
-        weight_share=_weight_share(ranks, fitted, tp),
-        **{way: _with_meetings(ranks, fitted, way, tp) for way in DIRECTIONS},
-    )
-
-
-def _with_meetings(
-    ranks: Sequence[RankMeasurement], fitted: CostCoefficients, direction: Direction, tp: int
-) -> PassCoefficients:
-    """One direction with what a layer takes longer in which ranks meet (`meeting_timings`): of what was measured beyond
-    rows, transfers and copies as they are priced, the constant that leaves the least squares of relative errors, so
-    that small packs, which are little else, count like large ones. Below 0 only noise is."""
-    of_pass = fitted.of_pass(direction)
-    samples = [sample for rank in ranks for sample in rank.shared if sample.direction == direction]
-    if not samples:
-        return of_pass
-    measured_s = np.array([sample.seconds for sample in samples])
-    missing_s = measured_s - [_priced_seconds(sample, fitted, tp) for sample in samples]
-    meeting_s = float(np.average(missing_s, weights=measured_s**-2))
-    return msgspec.structs.replace(of_pass, meeting_s=max(0.0, meeting_s))
-
-
-def _priced_seconds(sample: SharedSample, fitted: CostCoefficients, tp: int) -> float:
-    """Of a rank's rows of a shared pack on one layer, with its transfers and copies."""
-    assert fitted.measured_on is not None
-    of_pass = fitted.of_pass(sample.direction)
-    tokens, slices, packs, missing, pairs, prefix = pack_features(
-        sample.ranges, sample.windows, fitted.attention_tile, fitted.small_pack_tokens
-    )
-    divided_s = (
-        of_pass.linear_s_per_token * tokens
-        + of_pass.small_pack_s * missing
-        + of_pass.attention_s_per_pair * pairs
-        + of_pass.prefix_s_per_token * prefix
-    )
-    travelling = np.array([sample.ranks]), np.array([float(sample.tokens)]), np.zeros(1)
-    context = context_seconds(fitted.measured_on.model, fitted, tp, *travelling, sample.direction)
-    plain_s = of_pass.slice_s * slices + of_pass.pack_s * packs + float(context.plain_s[0])
-    return divided_s / tp + plain_s + float(context.transfer_s[0])
+    return msgspec.structs.replace(fitted, weight_share=_weight_share(ranks, fitted, tp))
 
 
 def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float | None:
@@ -178,74 +117,26 @@ def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp
     return min(1.0, max(0.0, own_s / linear_s)) if linear_s > 0 else None
 
 
-def _median_beside(ranks: Sequence[BesideCompute | None]) -> BesideCompute | None:
-    """Medians over ranks that know."""
-    known = [one for one in ranks if one is not None]
+def _median_overlap(known: Sequence[OverlapCost]) -> OverlapCost | None:
     if not known:
         return None
-    stretch, slowdown = (float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown"))
-    return BesideCompute(stretch=stretch, slowdown=slowdown)
-
-
-def _halves(ranks: Sequence[RankMeasurement]) -> BesideHalves | None:
-    """Medians over ranks that know."""
-    known = [rank.halves for rank in ranks if rank.halves is not None]
-    if not known:
-        return None
-    stretch, slowdown, turns_s = (
-        float(np.median([getattr(one, name) for one in known])) for name in ("stretch", "slowdown", "turns_s")
-    )
-    return BesideHalves(stretch=stretch, slowdown=slowdown, turns_s=turns_s, host_turns_s=0.0)  # measured on CPUs
+    pairs = [(one.communication_slowdown, one.compute_slowdown) for one in known]
+    communication, compute = np.median(pairs, axis=0).tolist()
+    return OverlapCost(communication_slowdown=communication, compute_slowdown=compute)
 
 
 def pass_timings(
-    ranks: Sequence[RankMeasurement], direction: Direction, tile: int, small_pack_tokens: int | None = None
+    ranks: Sequence[RankMeasurement], direction: Direction, tile: int
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
     """Features, the device's seconds and samples of all ranks' packs in one direction."""
     chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]
-    features: list[tuple[float, ...]] = [
-        pack_features(one.ranges, one.windows, tile, small_pack_tokens) for one in chosen
-    ]
+    features: list[tuple[float, ...]] = [pack_features(one.ranges, one.windows, tile) for one in chosen]
     return features, [sample.seconds for sample in chosen], chosen
 
 
-def knee_of(ranks: Sequence[RankMeasurement], tile: int) -> int:
-    """Tokens below which packs take longer than in line with others (`SMALL_PACK_TOKENS`), in both directions; 0 = the
-    line has no such knee."""
-    timings = [
-        (np.array(features), seconds)
-        for features, seconds, _ in (pass_timings(ranks, direction, tile) for direction in DIRECTIONS)
-    ]
-
-    def error(small_pack_tokens: int) -> float:
-        for features, _ in timings:
-            features[:, MISSING_COLUMN] = missing_share(features[:, 0], small_pack_tokens)
-        return sum(squared_error(features, seconds) for features, seconds in timings)
-
-    errors = {tokens: error(tokens) for tokens in SMALL_PACK_TOKENS}
-    best = min(SMALL_PACK_TOKENS, key=lambda tokens: errors[tokens])
-    return best if errors[best] < (1 - _KNEE_GAIN) * error(0) else 0
-
-
-def _yardstick_packs(ranks: Sequence[RankMeasurement]) -> Iterator[MeasuredPack]:
-    """Packs of the yardstick that were timed, in the order of its rounds."""
-    for direction, ranges in itertools.product(DIRECTIONS, itertools.chain(*YARDSTICK_ROUNDS)):
-        seconds = [
-            one.seconds
-            for rank in ranks
-            for one in rank.yardstick
-            if (one.direction, one.ranges) == (direction, ranges)
-        ]
-        if seconds:
-            slices = tuple(tuple(one) for one in ranges)
-            yield MeasuredPack(direction=direction, slices=slices, seconds=float(np.mean(seconds)))
-
-
-def _pass(
-    ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int, small_pack_tokens: int
-) -> PassCoefficients:
-    features, seconds, samples = pass_timings(ranks, direction, tile, small_pack_tokens)
-    tokens, slices, packs, missing, pairs, prefix = fit_relative(features, seconds)
+def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int) -> PassCoefficients:
+    features, seconds, samples = pass_timings(ranks, direction, tile)
+    tokens, slices, packs, pairs, prefix = fit_relative(features, seconds)
     host_slice_s, host_pack_s = _host_seconds(samples)
     return PassCoefficients(
         # Measured on a part of every matrix; coefficients are of whole ones.
@@ -254,16 +145,9 @@ def _pass(
         prefix_s_per_token=prefix * tp,
         slice_s=slices,
         pack_s=packs,
-        small_pack_s=missing * tp,
-        context_part_s=_part_seconds(ranks, direction),
         host_slice_s=host_slice_s,
         host_pack_s=host_pack_s,
     )
-
-
-def _part_seconds(ranks: Sequence[RankMeasurement], direction: Direction) -> float | None:
-    found = [rank.part_s[direction == "backward"] for rank in ranks if rank.part_s is not None]
-    return float(np.median(found)) if found else None
 
 
 def _host_seconds(samples: Sequence[Sample]) -> tuple[float, float]:

@@ -5,8 +5,6 @@ with a prefix), *all ranks at once*, because ranks of one machine share its memo
 will too. Rank 0 fits the cost model's coefficients by non-negative least squares on relative errors and
 broadcasts them: one cost file for all ranks. `calibrate.profile` measures the same and more, longer.
 
-Ranks that may share packs time some together between the others (`meeting_timings.py`).
-
 A machine that is busy with something else while it is timed is noticed (`disturbance.py`) and timed once more; the
 quieter of the two measurements is taken, and the caller is told.
 
@@ -18,7 +16,6 @@ Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU lar
 to warm up and then while the time budget lasts; the longer ones are left out where the budget is gone before them.
 """
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,20 +26,16 @@ import torch
 import torch.distributed as dist
 
 from evenload.calibrate.assemble import RankMeasurement, coefficients_of, most_disturbed
-from evenload.calibrate.beside_timings import beside_compute
 from evenload.calibrate.disturbance import CoreWaits, spread_of_repeats
 from evenload.calibrate.grid_choice import kept_bytes
-from evenload.calibrate.halves_timings import beside_halves
 from evenload.calibrate.kernel_timings import copy_work, head_work, matmul_flops_per_s, optimizer_work
 from evenload.calibrate.link_timings import quick_links
-from evenload.calibrate.meeting_timings import SharedSample, mean_shared, shared_packs, sharing_group, time_shared
+from evenload.calibrate.overlap import overlap_cost
 from evenload.calibrate.pack_clock import PackClock, pack_clock
-from evenload.calibrate.part_timings import part_seconds
 from evenload.calibrate.repeats import median_seconds
 from evenload.calibrate.rounds import (
     NEEDED_ROUNDS,
     QUICK_ROUNDS,
-    YARDSTICK_ROUNDS,
     Packs,
     Sample,
     Timed,
@@ -52,13 +45,12 @@ from evenload.calibrate.rounds import (
     rounds_up_to,
     time_round,
     timed_part,
+    whole,
 )
 from evenload.calibrate.weight_timings import weight_seconds
-from evenload.calibrate.yardstick import reference
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.measured_on import Disturbance
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.model import ModelSpec
 
@@ -136,7 +128,7 @@ def _measured(
     waits = CoreWaits(demand)
     first, last = stages[min(stages)], stages[max(stages)]
     clock = pack_clock(wanted[0].stage, mesh)
-    packs, shared, spread = _time_layers(wanted, clock, mesh)
+    packs, spread = _time_layers(wanted, clock, mesh)
     waited_share = waits.share()
     heads = head_work(last, model.vocab_size) if last.model.is_last else {}
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
@@ -144,20 +136,13 @@ def _measured(
     mine = RankMeasurement(
         disturbance=Disturbance(waited_share=waited_share, spread=spread),
         packs=packs,
-        shared=shared,
         head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
         weight_s=weight_seconds(wanted[0].stage, clock),
         links=quick_links(mesh),
-        beside=beside_compute(mesh, "sums"),
-        gather_beside=beside_compute(mesh, "gathers"),
-        context_beside=beside_compute(mesh, "context"),
-        part_s=part_seconds(first) if mesh.context else None,
-        halves=beside_halves(mesh),
-        # Last, because it is compared with what a process takes that has done all of this.
-        yardstick=reference(wanted[0].stage, [one.packs for one in wanted], clock, mesh),
+        overlap=overlap_cost(mesh),
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -168,7 +153,7 @@ def _rounds(
     stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, max_pack_tokens: int
 ) -> list[TimedRound]:
     """What is timed, if there is time for it; the same on ranks of one group, whose devices are alike."""
-    shortest = max(max_document_tokens, longest_of(YARDSTICK_ROUNDS[0]))
+    shortest = max(max_document_tokens, longest_of(whole(128)))
     part = timed_part(stage, model.windows)
     rounds = [TimedRound.of(packs, part, model) for packs in QUICK_ROUNDS if longest_of(packs) <= shortest]
     if stage.device.type == "cuda":
@@ -180,11 +165,8 @@ def _rounds(
     return rounds
 
 
-def _time_layers(
-    wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh
-) -> tuple[tuple[Sample, ...], tuple[SharedSample, ...], float]:
-    """Median of each pack on one layer, the same of packs that ranks share, and the spread of the repeats of the
-    others."""
+def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
+    """Median of each pack on one layer, and the spread of its repeats."""
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     rounds: list[TimedRound] = []
     # The first pass tells which rounds the budget allows.
@@ -195,24 +177,17 @@ def _time_layers(
         for _ in time_round(one.stage, one.packs, clock):
             pass
     _repeated(rounds, clock, 0, _WARM_UP_S, mesh)
-    # Packs that ranks share take about as long as the others.
-    budget_s = _TIME_BUDGET_S if sharing_group(mesh) is None else 2 * _TIME_BUDGET_S
-    timings, shared = _repeated(rounds, clock, _MIN_REPEATS, budget_s, mesh)
+    timings = _repeated(rounds, clock, _MIN_REPEATS, _TIME_BUDGET_S, mesh)
     samples = [median_sample(repeats) for repeats in timings.values()]
     spread = spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values()])
-    return tuple(samples), tuple(map(mean_shared, shared.values())), spread
+    return tuple(samples), spread
 
 
 def _repeated(
     rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, mesh: Mesh
-) -> tuple[dict[Timed, list[Sample]], dict[Timed, list[SharedSample]]]:
-    """All repeats of each pack, and of those that ranks share, on one layer; at least so many, then while the budget
-    lasts."""
+) -> dict[Timed, list[Sample]]:
+    """All repeats of each pack on one layer; at least so many, then while the budget lasts."""
     timings: dict[Timed, list[Sample]] = {}
-    shared: dict[Timed, list[SharedSample]] = {}
-    group, to_share = sharing_group(mesh), itertools.cycle(())
-    if group is not None:
-        to_share = itertools.cycle(shared_packs(max(longest_of(one.packs) for one in rounds), group.size))
     deadline_s = time.perf_counter() + budget_s
     repeats = 0
     while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
@@ -221,20 +196,12 @@ def _repeated(
             for took in time_round(one.stage, one.packs, clock):
                 of_layer = Sample(took.direction, took.ranges, took.seconds / layers, took.host_s / layers, one.windows)
                 timings.setdefault((took.direction, took.ranges), []).append(of_layer)
-            if group is None:
-                continue
-            # Between the others, so that the machine is the same for both.
-            for found in time_shared(one.stage, next(to_share), group, clock):
-                met = found._replace(seconds=found.seconds / layers, windows=one.windows)
-                shared.setdefault((met.direction, met.ranges), []).append(met)
         repeats += 1
-    return timings, shared
+    return timings
 
 
 def _is_over(deadline_s: float, mesh: Mesh) -> bool:
     """Time is up on one of the ranks that have to time the same packs together."""
-    if sharing_group(mesh) is not None:
-        return bool(most_of_ranks(time.perf_counter() > deadline_s, mesh))
     is_over = torch.tensor([float(time.perf_counter() > deadline_s)], device=mesh.device)
     if mesh.tensor is not None:
         mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)

@@ -11,7 +11,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 # Raise when calibration measures or fits differently.
-_VERSION = 18
+_VERSION = 19
 
 
 def cached_path(

@@ -6,7 +6,7 @@ so that a small pack counts like a large one. The error that is told is of packs
 dealt into k folds, each fold is predicted by a fit to the others (k-fold cross-validation). All repeats and all ranks'
 timings of a pack are in the same fold, else the fit would have seen it.
 
-Price: k + 1 solutions of n equations in six unknowns; milliseconds.
+Price: k + 1 solutions of n equations in five unknowns; milliseconds.
 """
 
 from collections.abc import Sequence
@@ -48,15 +48,6 @@ def fit_relative(
     norms[norms == 0] = 1.0
     solution, _ = nnls(scaled / norms, np.ones(len(y)))
     return tuple((solution / norms).tolist())
-
-
-def squared_error(features: NDArray[np.float64], seconds: Sequence[float]) -> float:
-    """Sum of squared relative errors that `fit_relative` leaves.
-
-    Args:
-        features: float64[n, features].
-    """
-    return float(np.square(features @ np.array(fit_relative(features, seconds)) / np.array(seconds) - 1).sum())
 
 
 def left_out(

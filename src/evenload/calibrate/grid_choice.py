@@ -8,8 +8,7 @@ import torch.distributed as dist
 from evenload.calibrate.pack_clock import PackClock
 from evenload.calibrate.rounds import GRID, NEEDED_ROUNDS, Packs, longest_of, num_tokens_of, round_flops, time_round
 from evenload.cost.activation import activation_bytes_per_token, kv_bytes_per_token
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.model import ModelSpec
 

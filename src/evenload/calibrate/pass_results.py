@@ -67,10 +67,6 @@ class PassResults:
                 for index in work.rounds
                 for number, (direction, ranges) in enumerate(_order(index))
             ),
-            shared=tuple(
-                one._replace(seconds=self.median(rank, name) / self.layers, windows=windows)
-                for name, one in work.shared.items()
-            ),
             head=tuple((int(name.partition(":")[2]), self.median(rank, name)) for name in self.names(rank, "head:")),
             peak_flops_per_s=peak_flops_per_s,
             optimizer_s=self.median(rank, "optimizer") / work.num_parameters,

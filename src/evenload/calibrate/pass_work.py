@@ -1,7 +1,7 @@
 """Everything that one pass of a profile times on one rank, made once; repeats of all of it are interleaved.
 
 Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
-`queue:<round>:<number>` of its host, `shared <direction>:<number>` of packs that ranks share, `weights`,
+`queue:<round>:<number>` of its host, `weights`,
 `head:<rows>`, `attention forward:<queries>:<prefix>`, `reduction:<ranks>:<bytes>` and so on. Ranks that meet time it
 together; a rank without a part in it gives no such name.
 """
@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from evenload.calibrate import kernel_timings as kernels
 from evenload.calibrate.link_timings import GRID_BYTES, TransferWork, transfers_of
-from evenload.calibrate.meeting_timings import SharedSample, shared_packs, sharing_group, time_shared
 from evenload.calibrate.pack_clock import pack_clock
 from evenload.calibrate.partial_file import Pass
 from evenload.calibrate.repeats import median_seconds, timed
-from evenload.calibrate.rounds import GRID, longest_of, round_flops, time_round
+from evenload.calibrate.rounds import GRID, round_flops, time_round
 from evenload.calibrate.weight_timings import time_weights
 from evenload.cost.activation import local_kv_heads
 from evenload.runtime.comm.cp_groups import ContextGroup
@@ -77,9 +76,6 @@ class PassWork:
         self._kernels["copy"], self.copied_bytes = kernels.copy_work(model, tp, device, dtype)
         self.transfers = list(transfers_of(mesh, all_groups=True))
         self._calls = [(work, size, work.call(size)) for work in self.transfers for size in GRID_BYTES]
-        self._sharing = sharing_group(mesh)
-        self.shared: dict[str, SharedSample] = {}
-        """By name, packs that ranks share, of the last pass; seconds of all layers."""
         self._largest = max(mesh.context.values(), key=lambda group: group.size) if mesh.context else None
         self._beside: _Beside | None = None
 
@@ -103,20 +99,13 @@ class PassWork:
     def run(self) -> Pass:
         """Time everything once. Collective over all ranks."""
         seconds: Pass = {}
-        device, control, group = self._stage.device, self._mesh.control, self._sharing
-        longest = max(longest_of(GRID[index]) for index in self.rounds)
-        to_share = () if group is None else shared_packs(longest, group.size)
-        for place, index in enumerate(self.rounds):
+        device, control = self._stage.device, self._mesh.control
+        for index in self.rounds:
             dist.barrier(group=control)
             for number, sample in enumerate(time_round(self._stage, GRID[index], self._clock)):
                 seconds[f"pack:{index}:{number}"] = sample.seconds
                 if sample.host_s:
                     seconds[f"queue:{index}:{number}"] = sample.host_s
-            # Between the others, so that the machine is the same for both.
-            if group is not None and place < len(to_share):
-                for found in time_shared(self._stage, to_share[place], group, self._clock):
-                    name = f"shared {found.direction}:{place}"
-                    self.shared[name], seconds[name] = found, found.seconds
         seconds["weights"] = time_weights(self._stage, self._clock)
         for name, work in self._kernels.items():
             seconds[name] = timed(work, device)

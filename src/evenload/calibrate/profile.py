@@ -24,26 +24,21 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from evenload.calibrate.assemble import RankMeasurement, coefficients_of, knee_of, most_disturbed, pass_timings
-from evenload.calibrate.beside_timings import beside_compute
+from evenload.calibrate.assemble import RankMeasurement, coefficients_of, most_disturbed, pass_timings
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.calibrate.fit import LeftOut, left_out
 from evenload.calibrate.grid_choice import choose_rounds, windows_of
-from evenload.calibrate.halves_timings import beside_halves
 from evenload.calibrate.kernel_timings import matmul_flops_per_s
 from evenload.calibrate.memory_counts import activation_bytes, held_and_counted
-from evenload.calibrate.pack_clock import pack_clock
-from evenload.calibrate.part_timings import part_seconds
+from evenload.calibrate.overlap import overlap_cost
 from evenload.calibrate.partial_file import TIMINGS, PartialProfile, Pass, read_partial, write_partial
 from evenload.calibrate.pass_results import DIRECTIONS, PassResults
 from evenload.calibrate.pass_work import PassWork
 from evenload.calibrate.repeats import num_outliers
 from evenload.calibrate.rounds import GRID
-from evenload.calibrate.yardstick import reference
-from evenload.cost.coefficients import BESIDE, CostCoefficients
+from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.profile_record import Profile, TimedPack, digest_of
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
@@ -132,16 +127,7 @@ def profile(
     mine = results.measurement(
         mesh.rank, work, windows_of(stage, task.timed), waits.share(), matmul_flops_per_s(stage.device, stage.dtype)
     )
-    mine = replace(
-        mine,
-        beside=beside_compute(mesh, "sums"),
-        gather_beside=beside_compute(mesh, "gathers"),
-        halves=beside_halves(mesh),
-        context_beside=beside_compute(mesh, "context"),
-        part_s=part_seconds(stage) if mesh.context else None,
-        # Last, because it is compared with what a process takes that has done all of this.
-        yardstick=reference(stage, [GRID[index] for index in found.rounds], pack_clock(stage, mesh), mesh),
-    )
+    mine = replace(mine, overlap=overlap_cost(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
     disturbed = most_disturbed(ranks)
@@ -208,9 +194,9 @@ def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, L
     """The tile whose fits are least off on packs that were left out, and those fits' answers."""
     tried = {}
     for tile in TILES:
-        fits, small_pack_tokens = {}, knee_of(ranks, tile)
+        fits = {}
         for direction in DIRECTIONS:
-            features, seconds, samples = pass_timings(ranks, direction, tile, small_pack_tokens)
+            features, seconds, samples = pass_timings(ranks, direction, tile)
             fits[direction] = left_out(features, seconds, [sample.ranges for sample in samples])
         tried[tile] = fits
     size = {tile: sum(fit.error.median + fit.error.p90 for fit in fits.values()) for tile, fits in tried.items()}
@@ -254,7 +240,7 @@ def _recorded(
         activation_bytes=memory[0],
         held_bytes=memory[1][0],
         counted_bytes=memory[1][1],
-        beside=tuple((name, *one.seconds) for name in BESIDE if (one := getattr(fitted, name))),
+        has_overlap=fitted.overlap is not None,
     )
     whole = msgspec.structs.replace(
         fitted,

@@ -8,8 +8,8 @@ Between them rounds vary tokens, slices, pairs and prefix independently, which t
                   beside a slice of a long one), cuts at several prefixes, rows that do not fill a kernel's tiles, and
                   documents of up to 32,768 tokens
 
-Features are those of the cost model (`cost.coefficients`): tokens, slices, 1, what the pack lacks of tokens, pairs,
-prefix; pairs and prefix by the windows of the layers that are timed, and with a kernel's tiles, where it has any.
+Features are those of the cost model (`cost.coefficients`): tokens, slices, 1, pairs, prefix; pairs and prefix by the
+windows of the layers that are timed, and with a kernel's tiles, where it has any.
 """
 
 import functools
@@ -22,7 +22,6 @@ import torch
 
 from evenload.calibrate.pack_clock import PackClock
 from evenload.cost.flops import slice_pairs
-from evenload.cost.slice_features import missing_share
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
@@ -32,8 +31,8 @@ from evenload.types.token_range import Range
 
 Packs = tuple[tuple[Range, ...], ...]
 """The packs of one round in forward order; they hold whole documents."""
-Features = tuple[float, float, float, float, float, float]
-"""[tokens, slices, 1, missing share, pairs, prefix] of one pack on one layer, on average over the layers of a stage."""
+Features = tuple[float, float, float, float, float]
+"""[tokens, slices, 1, pairs, prefix] of one pack on one layer, on average over the layers of a stage."""
 
 _GPU_LAYERS = 4
 """Forward and backward of so many layers are some 150 and 420 kernels; a device's queue holds 1,024."""
@@ -90,17 +89,14 @@ def longest_of(packs: Packs) -> int:
     return max(num_tokens_of(packs).values())
 
 
-_SMALL_ROUNDS: tuple[Packs, ...] = (whole(16), whole(48), whole(*[8] * 16))
-"""Few tokens, and small pieces: they say how much longer small packs take, and what a slice costs."""
-YARDSTICK_ROUNDS: tuple[Packs, ...] = (
+NEEDED_ROUNDS: tuple[Packs, ...] = (
+    whole(*[8] * 16),
     whole(128),
     whole(512),
     whole(*[64] * 16),
     whole(*[256] * 4),
     cut(896, 1024),
 )
-"""128 to 1,024 tokens: their seconds are kept beside the coefficients, and they are timed again later (`yardstick`)."""
-NEEDED_ROUNDS = (*_SMALL_ROUNDS, *YARDSTICK_ROUNDS)
 """Fewer leave coefficients undetermined, so these run whatever they cost."""
 QUICK_ROUNDS: tuple[Packs, ...] = (
     *NEEDED_ROUNDS,
@@ -205,15 +201,12 @@ def pack_tokens(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
     return PackTokens(ranges, torch.zeros_like(positions), torch.zeros_like(positions), positions)
 
 
-def pack_features(
-    ranges: Sequence[Range], windows: Sequence[int], tile: int = 1, small_pack_tokens: int | None = None
-) -> Features:
+def pack_features(ranges: Sequence[Range], windows: Sequence[int], tile: int = 1) -> Features:
     """Of one pack, as `cost.pack_cost` counts them.
 
     Args:
         windows: of every layer that was timed, 0 = full.
         tile: query rows of one attention block; an incomplete one costs a whole one.
-        small_pack_tokens: packs of fewer lack some; 0 or None = none do.
     """
     start, stop = (np.array([r[i] for r in ranges], dtype=np.int64) for i in (1, 2))
     missing_rows = -(stop - start) % tile
@@ -223,5 +216,4 @@ def pack_features(
         pairs.append((slice_pairs(start, stop, window) + missing_rows * last_row_keys).sum())
         prefix.append((np.minimum(start, window) if window else start).sum())
     tokens = (stop - start).sum()
-    missing = missing_share(tokens, small_pack_tokens)
-    return (float(tokens), float(len(start)), 1.0, float(missing), float(np.mean(pairs)), float(np.mean(prefix)))
+    return (float(tokens), float(len(start)), 1.0, float(np.mean(pairs)), float(np.mean(prefix)))

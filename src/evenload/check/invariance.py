@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 from evenload.check.exact_casts import exact_casts
 from evenload.check.step_runner import StepRunner
 from evenload.check.verdict import Verdict, failed, passed, skipped
-from evenload.data.encoding.token_table import TokenTable
-from evenload.hub.hub_files import local_path
+from evenload.config.train_config import TrainConfig
+from evenload.data.blocks import TokenTable
+from evenload.data.hub import local_path
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap

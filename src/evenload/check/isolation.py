@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from evenload.check.step_runner import Seen, StepRunner
 from evenload.check.verdict import Verdict, failed, passed, skipped
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
-from evenload.data.encoding.token_table import TokenTable
+from evenload.data.blocks import TokenTable
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.runtime.comm.mesh import Mesh
 from evenload.types.counted import counted
 from evenload.types.plan import StepPlan

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from evenload.check.smaller_run import STEPS
 from evenload.check.verdict import Verdict, failed, passed
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.trainer import Trainer
 from evenload.types.counted import counted
 

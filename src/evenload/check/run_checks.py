@@ -12,8 +12,10 @@ from evenload.check.smaller_run import Scope
 from evenload.check.step_runner import StepRunner
 from evenload.check.survey import check_ledger, check_memory, survey_batches
 from evenload.check.verdict import Verdict, failed
+from evenload.config.planner import run_host, run_options
+from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import EvenloadError, RankLostError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.balanced import BALANCED
@@ -21,8 +23,6 @@ from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.padded import PADDED
 from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.run_planner import run_host, run_options
-from evenload.runtime.config.train_config import TrainConfig, layout_of
 from evenload.runtime.model.configured import model_spec
 from evenload.types.document import Document
 from evenload.types.plan import StepPlan, decode_plan, encode_plan

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from evenload.hub.hub_files import local_path
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.config.train_config import TrainConfig
+from evenload.data.hub import local_path
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights

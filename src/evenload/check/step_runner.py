@@ -15,20 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention
+from evenload.config.train_config import TrainConfig
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import GradientReduction
-from evenload.runtime.prepare import prepare_step
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.rank_packs import Exchange
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.rank_stages import build_rank_stages
-from evenload.runtime.step_source import replicas_share_packs
+from evenload.runtime.step_source import prepare_step, replicas_share_packs
 from evenload.types.plan import StepPlan
 
 Seen = dict[tuple[str, int, int], Tensor]

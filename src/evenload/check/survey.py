@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from evenload.check.verdict import Verdict, failed, passed, skipped
+from evenload.config.planner import run_planner
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batch.loader import GlobalBatchLoader
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.plan.deferral.delay import DelayState
-from evenload.runtime.config.run_planner import run_planner
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.stepplan.validate import validate_plan
 from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout

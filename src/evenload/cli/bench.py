@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenload.bench.ledger import append_result, require_ledger
 from evenload.bench.runs import BenchResult
-from evenload.cli.output_file import calibration_cache, require_writable, write_output
+from evenload.cli.options import calibration_cache, require_writable, write_output
 from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.bench_worker import BenchPlan
     from evenload.cli.stop_request import StopLine
-    from evenload.runtime.config.train_config import TrainConfig
+    from evenload.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
 
@@ -32,10 +31,6 @@ def bench_command(
     ] = "",
     steps: Annotated[int, typer.Option(min=1, help="Global batches, the same for every strategy.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured, after once to warm up.")] = 5,
-    ledger: Annotated[
-        Path | None, typer.Option(help="CSV file to which a row a strategy and batch is appended.")
-    ] = None,
-    case: Annotated[str, typer.Option(help="What the ledger's rows call it; default: the name of CONFIG.")] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
     html_path: Annotated[
         Path | None, typer.Option("--html", help="Write a page: every step as predicted beside as measured.")
@@ -45,27 +40,25 @@ def bench_command(
 
     Starts the processes of \\[parallel] on this machine and runs the same global batches under each strategy,
     interleaved step by step, so that a busy neighbour slows all of them alike. Nothing is trained: updates are computed
-    with learning rate 0, so the losses of all strategies must agree. Writes nothing but --json, --html and
-    --ledger, and beside the latter costs/ and inputs/, from which its predictions can be made again.
+    with learning rate 0, so the losses of all strategies must agree. Writes nothing but --json and
+    --html.
 
-        evenload bench config.toml --strategy best_fit,slimpack,auto --ledger accuracy.csv
+        evenload bench config.toml --strategy best_fit,slimpack,auto
 
     Spread: what rounds differ by, slowest to fastest. Errors are predicted / measured - 1: of the step time, of packs
     the median of absolute values, of the peak memory the largest.
     """
     from evenload.cli.child_process import call_in_child, start_fork_server
     from evenload.cli.launch import require_own_launch, run_local
-    from evenload.cli.plan_strategies import asked_strategies
-    from evenload.runtime.config.train_config import load_train_config
+    from evenload.cli.plan_arguments import asked_strategies
+    from evenload.config.train_config import load_train_config
 
     require_train_extra("evenload bench")
     require_own_launch("evenload bench")
     started_s = time.perf_counter()
     settings = load_train_config(config, overrides or [])
     asked = asked_strategies(strategy or f"best_fit,{settings.plan.strategy}")
-    require_writable(ledger, json_path, html_path)
-    if ledger is not None:
-        require_ledger(ledger)
+    require_writable(json_path, html_path)
     start_fork_server("evenload.cli.bench_worker")
     with tempfile.TemporaryDirectory(prefix="evenload-bench-") as directory:
         import msgspec
@@ -81,8 +74,6 @@ def bench_command(
     if json_path is not None:
         write_output(json_path, msgspec.json.format(content, indent=2) + b"\n")
     show_result(result, time.perf_counter() - started_s)
-    if ledger is not None:
-        typer.echo(f"{counted(append_result(ledger, result, case or config.stem), 'row')} appended to {ledger}")
 
 
 # Named here, so that the launcher itself need not import what its children have imported.
@@ -145,7 +136,7 @@ def show_result(result: BenchResult, seconds: float) -> None:
 
 
 def _lines(result: BenchResult) -> list[str]:
-    from evenload.report.units import format_change, format_percent
+    from evenload.report.units import format_percent
 
     runs, load = result.runs, result.load
     batches, rounds = runs[0].batches, len(runs[0].batches[0].measured_s)
@@ -161,17 +152,11 @@ def _lines(result: BenchResult) -> list[str]:
     ]
     interval, held = result.held_to_interval()
     busy = (
-        f"not held against it, for this machine was busy or changed its speed while steps were measured: no core for "
+        f"not held against it, for this machine was busy while steps were measured: no core for "
         f"{format_percent(load.waited_share)} of the time, rounds differ by "
         f"{format_percent(max(one.spread for one in runs))}"
     )
     lines.append(interval.describe() + (f"; here {held or busy}" if interval.of(1.0) else ""))
-    if (drift := load.drift) is not None:
-        left = sorted((1 + one.error) * (1 + drift) - 1 for one in runs)
-        lines.append(
-            f"packs of the calibration, timed again beside the steps: {format_change(drift)} of their seconds; at that "
-            f"speed the errors of step times are {' to '.join(dict.fromkeys(map(format_change, (left[0], left[-1]))))}"
-        )
     if len(runs) > 1:
         lines.append(f"losses of the strategies differ by at most {result.loss_difference:.1e} (relative)")
     return lines

@@ -1,34 +1,97 @@
-"""What `evenload bench` runs in other processes: the checks in one, then the comparison in one per rank."""
+"""`evenload bench` in each of its processes: strategies in turns on the same batches, and the page that compares them
+with their predictions.
 
+A batch is run in several rounds; the timeline that is drawn is that of the round with the median step time.
+"""
+
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from evenload.bench.interleaved import run_interleaved
-from evenload.bench.recorded import BenchInputs, option_tables_of
-from evenload.bench.runs import BenchResult, loss_difference
-from evenload.cli.bench_report import bench_report
-from evenload.cli.plan_strategies import chosen_strategies
-from evenload.cli.start_checks import require_runnable
+from evenload.bench.runs import BenchInputs, BenchResult, StrategyRuns, loss_difference, option_tables_of
+from evenload.cli.plan_arguments import chosen_strategies
 from evenload.cli.stop_request import StopLine
-from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
+from evenload.cli.worker_setup import RankSetup, require_runnable, run_coefficients, started_rank
+from evenload.config.planner import run_host
+from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
+from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.explore.time_split import split_planned_step
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
-from evenload.runtime.config.run_planner import run_host
-from evenload.runtime.config.train_config import TrainConfig, layout_of
+from evenload.report.run_report import RunReport, RunSection, StepView
+from evenload.report.units import format_change
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import model_spec
+from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
+from evenload.types.time_split import mean_time_split
+
+
+def bench_report(result: BenchResult, typical: Mapping[str, Sequence[StepReport]]) -> RunReport:
+    """What was measured as a page.
+
+    Args:
+        typical: of every strategy a step for each batch.
+    """
+    costs = PackCosts(result.inputs.model, result.coefficients, result.inputs.layout)
+    rows = [_row(one, typical[one.strategy]) for one in result.runs]
+    return RunReport(
+        title=f"Evenload bench: {', '.join(one.strategy for one in result.runs)} on the same batches",
+        headline=f"Measured: {result.outcome}",
+        facts=result.facts,
+        sections=tuple(_section(one, typical[one.strategy], costs, result) for one in result.runs),
+        comparison=(*rows, *({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)),
+        best=result.winner,
+    )
+
+
+def _section(one: StrategyRuns, steps: Sequence[StepReport], costs: PackCosts, result: BenchResult) -> RunSection:
+    views = (
+        StepView(
+            step=step.plan.step, predicted=detailed_timeline(step.plan, costs), measured=step.measured, plan=step.plan
+        )
+        for step in steps
+    )
+    busy = "" if result.held_to_interval()[1] else ", on a machine too busy to hold predictions against it"
+    return RunSection(
+        name=one.strategy,
+        steps=tuple(views),
+        time_split=mean_time_split([split_planned_step(step.plan, costs) for step in steps]),
+        memory_limit_bytes=result.inputs.memory_cap_bytes,
+        notes=(f"the predicted step time differs from the measured one by {format_change(one.error)}{busy}",),
+    )
+
+
+def _row(one: StrategyRuns, steps: Sequence[StepReport]) -> dict[str, Any]:
+    """Of the comparison: step times are means over the batches, of medians over the rounds."""
+    return {
+        "name": one.strategy,
+        "feasible": True,
+        "measured_step_time_s": one.measured_s,
+        "mean_step_time_s": one.predicted_s,
+        "measured_tokens_per_s": one.tokens_per_s,
+        **{
+            key: mean(float(step.row[key] or 0) for step in steps)
+            for key in ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
+        },
+        "peak_memory_bytes": max(run.measured_peak_bytes for run in one.batches),
+        "layout": steps[0].row["layout"],
+    }
 
 
 class BenchPlan(Frozen):
@@ -90,7 +153,7 @@ def run_bench_worker(
         console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
         trainer = Trainer(config, setup.mesh)
         # Every step is measured by itself, gathering its weights included: no other step is known to follow.
-        costs = msgspec.structs.replace(run_coefficients(trainer, cache, setup.threads, console), gather_beside=None)
+        costs = msgspec.structs.replace(run_coefficients(trainer, cache, setup.threads, console), overlap_gather=False)
         facts = _facts(config, trainer, costs, setup)
         console.print(" | ".join(f"{key} {value}" for key, value in facts), soft_wrap=True)
         num_steps = len(plan.strategies) * plan.num_batches * (plan.num_rounds + 1)

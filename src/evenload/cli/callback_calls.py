@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from evenload.config.sections import LogConfig, Tracker, require_trackers
 from evenload.errors import CallbackError, EvenloadError
 from evenload.integrations.callback import Callback, EndReason, RunEnd, RunStart
 from evenload.integrations.tensorboard_log import TensorBoardLog
 from evenload.integrations.wandb_log import WandbLog
-from evenload.runtime.config.log_config import LogConfig, Tracker, require_trackers
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.counted import counted

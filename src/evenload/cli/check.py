@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenload.cli.output_file import calibration_cache
+from evenload.cli.options import calibration_cache
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
     from evenload.check.smaller_run import Scope
     from evenload.check.verdict import Verdict
     from evenload.cli.stop_request import StopLine
-    from evenload.runtime.config.train_config import TrainConfig
+    from evenload.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
 _STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
@@ -41,7 +41,7 @@ def check_command(
     from evenload.check.verdict import Verdict, exit_code
     from evenload.cli.child_process import call_in_child, start_fork_server
     from evenload.cli.launch import require_own_launch, run_local
-    from evenload.runtime.config.train_config import load_train_config
+    from evenload.config.train_config import load_train_config
 
     require_train_extra("evenload check")
     require_own_launch("evenload check")

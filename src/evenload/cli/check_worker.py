@@ -7,12 +7,11 @@ from rich.console import Console
 
 from evenload.check.run_checks import run_checks
 from evenload.check.smaller_run import Scope, checked_scope
-from evenload.cli.start_checks import require_runnable
 from evenload.cli.stop_request import StopLine
-from evenload.cli.worker_setup import memory_for_rank, run_coefficients, started_rank
-from evenload.data.encoding.tokenize import open_tokenizer
-from evenload.runtime.config.run_tokenizer import tokenizer_fact, tokenizer_warnings
-from evenload.runtime.config.train_config import TrainConfig, layout_of
+from evenload.cli.worker_setup import memory_for_rank, require_runnable, run_coefficients, started_rank
+from evenload.config.tokenizer import tokenizer_fact, tokenizer_warnings
+from evenload.config.train_config import TrainConfig, layout_of
+from evenload.data.tokenize import open_tokenizer
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.supported import position_warning

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from evenload.cli.length_source import (
+from evenload.cli.options import COUNTS, parse_tokens, require_writable, shown_name, write_output
+from evenload.cli.plan_arguments import (
     SOURCE_HELP,
     IncludeOption,
     OnCorruptOption,
@@ -18,12 +19,8 @@ from evenload.cli.length_source import (
     length_source,
     unit_line,
 )
-from evenload.cli.option_values import COUNTS, parse_tokens
-from evenload.cli.output_file import require_writable, shown_name, write_output
-from evenload.data.length_profile import DEFAULT_WINDOWS, profile_lengths, require_windows
-from evenload.report.lengths_page import write_lengths_page
-from evenload.report.lengths_png import write_lengths_png
-from evenload.report.lengths_table import LengthsTable
+from evenload.data.lengths import DEFAULT_WINDOWS, profile_lengths, require_windows
+from evenload.report.lengths import LengthsTable, write_lengths_page, write_lengths_png
 
 PIPED_WIDTH = 140
 """Columns of the tables when the output is not a terminal."""

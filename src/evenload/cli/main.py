@@ -13,8 +13,8 @@ import typer
 from evenload.cli.bench import bench_command
 from evenload.cli.check import check_command
 from evenload.cli.environment import prepare_environment, with_home
-from evenload.cli.help_text import help_text
 from evenload.cli.lengths import lengths_command
+from evenload.cli.options import help_text
 from evenload.cli.plan import plan_command
 from evenload.cli.profile import profile_command
 from evenload.cli.train import train_command

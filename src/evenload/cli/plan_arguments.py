@@ -1,26 +1,191 @@
-"""`PlanArguments`: what the command line of `evenload plan` says, fields instead of dozens of parameters."""
+"""`PlanArguments`: the arguments and options of `evenload plan`, as fields; and where lengths come from
+(`LengthSource`), which `evenload lengths` shares.
+
+A training configuration stands for the documents that it trains, read as it reads them; options of the command line
+win, as in `evenload train config.toml data.tokenizer=...`.
+"""
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
+import msgspec
 import typer
 
-from evenload.cli.length_source import (
-    DATA_PANEL,
-    SOURCE_HELP,
-    IncludeOption,
-    OnCorruptOption,
-    RecordOption,
-    TokenizerOption,
-)
-from evenload.cli.option_values import COUNTS, parse_tokens
-from evenload.cli.plan_strategies import STRATEGY_HELP
+from evenload.cli.options import COUNTS, parse_tokens
+from evenload.config.keys import set_options
+from evenload.config.train_config import TrainConfig, load_train_config
+from evenload.data.config import DataConfig, OnCorrupt, RecordKind
+from evenload.data.lengths import LengthTable, count_documents, read_length_table
+from evenload.data.number_files import holds_numbers
+from evenload.data.open_encoder import open_encoder
+from evenload.data.tokenize import open_tokenizer
 from evenload.engines.catalog import ENGINES
+from evenload.errors import ConfigError
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import STRATEGIES, strategy_named
+from evenload.plan.strategies.strategy import LeftOutStrategy, Strategy
 from evenload.types.cluster_catalog import BUILT_IN
+from evenload.types.layout import ParallelLayout
+
+SOURCE_HELP = (
+    "Document lengths: .npy, .npz, .txt (one a line), .csv or .json of numbers (also .gz); or documents to count "
+    "(file, folder, glob, URL); or the config.toml of a run of 'evenload train', for the documents that it trains."
+)
+DATA_PANEL = "Documents"
+"""Over their options in help texts."""
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Counts documents: a tokenizer.json or its folder. Without it documents are counted in bytes.",
+        rich_help_panel=DATA_PANEL,
+    ),
+]
+RecordOption = Annotated[
+    RecordKind | None,
+    typer.Option(help="What a record of the documents holds (data.record). Default: text.", rich_help_panel=DATA_PANEL),
+]
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="File names of a folder that are read, such as '*.py'; repeat for several. Default: all.",
+        rich_help_panel=DATA_PANEL,
+    ),
+]
+OnCorruptOption = Annotated[
+    OnCorrupt | None,
+    typer.Option(
+        help="Stop at a record that cannot be read, or leave it out. Default: error.", rich_help_panel=DATA_PANEL
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSource:
+    """Where lengths come from, nothing of it read yet; `run` is the training configuration that was named, `table` what
+    was given instead of a name."""
+
+    name: str
+    data: DataConfig
+    run: TrainConfig | None = None
+    table: LengthTable | None = None
+
+    def read(self) -> LengthTable:
+        if self.table is not None:
+            return self.table
+        if self.run is not None:
+            return count_documents(self.data, self.name)
+        return read_length_table(self.name, self.data)
+
+
+def length_source(
+    source: str,
+    *,
+    tokenizer: str | None,
+    record: RecordKind | None,
+    include: list[str] | None,
+    on_corrupt: OnCorrupt | None,
+    model: str | None = None,
+    settings: Sequence[str] = (),
+) -> LengthSource:
+    """What the options ask for, checked as far as it can be without reading documents.
+
+    A `model` that is a path replaces the configuration's; `settings` are of its `plan.options`, as `key=value`.
+    """
+    asked: dict[str, Any] = {"tokenizer": tokenizer, "record": record, "include": include, "on_corrupt": on_corrupt}
+    asked = {name: tuple(value) if name == "include" else value for name, value in asked.items() if value}
+    if source.endswith(".toml"):
+        overrides = [f"data.{name}={json.dumps(value)}" for name, value in asked.items()]
+        if model is not None and Path(model).exists():
+            overrides.append(f"model.path={json.dumps(model)}")
+        run = load_train_config(Path(source), [*overrides, *set_options(settings)])
+        data = _with_asked_parts(run.data, asked)
+        open_tokenizer(data.tokenizer, data.eos_token)
+        return LengthSource(name=source, data=data, run=run)
+    data = DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1, **asked)
+    if data.tokenizer is not None and data.record != "tokens" and open_tokenizer(data.tokenizer).eos_id is None:
+        # Nobody can name the token here; its own length stands in the output.
+        data = msgspec.structs.replace(data, append_eos=False)
+    if not (holds_numbers(source) and data.record == "text"):
+        open_encoder(data)
+    return LengthSource(name=source, data=data)
+
+
+def _with_asked_parts(data: DataConfig, asked: dict[str, Any]) -> DataConfig:
+    """Parts of a mixture have their own record kind and file names, which the command line replaces, too."""
+    own = {name: asked[name] for name in ("record", "include") if name in asked}
+    if not own or not data.mixture:
+        return data
+    return msgspec.structs.replace(data, mixture=tuple(msgspec.structs.replace(part, **own) for part in data.mixture))
+
+
+def unit_line(table: LengthTable) -> str:
+    """What a table in bytes means, and how to get tokens; "" of a table in tokens."""
+    if table.unit == "tokens":
+        return ""
+    return (
+        "lengths are counted in bytes, end of document included, because no tokeniser was named; --tokenizer FOLDER "
+        "counts what a model sees"
+    )
+
+
+def _built_in(trait: Callable[[Strategy], bool]) -> str:
+    return ", ".join(one.name for one in STRATEGIES.built_in.values() if trait(one))
+
+
+# Without those of other packages: a help text must not fail because a package does.
+STRATEGY_HELP = (
+    f"'all', or names with commas: {_built_in(lambda one: True)}, and those that other packages add. 'all' leaves out "
+    f"{_built_in(lambda one: one.needs_solver)}, which takes its solver's time limit, and "
+    f"{_built_in(lambda one: one.needs_one_stage)} where the layout has a pipeline."
+)
+
+_WHOLE_CLUSTERS = "it changes the layout of whole clusters, and this one is judged on a part; --layout plans it"
+
+
+def asked_strategies(text: str) -> tuple[str, ...] | None:
+    """The names of `--strategy`, each once; None = all that can run."""
+    if text == "all":
+        return None
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ConfigError(f"--strategy '{text}' names no strategy; use 'all' or some of {', '.join(STRATEGIES)}")
+    for name in names:
+        strategy_named(name)
+    return names
+
+
+def chosen_strategies(
+    asked: tuple[str, ...] | None, layout: ParallelLayout | None, options: PlanOptions, *, in_part: bool = False
+) -> tuple[tuple[str, ...], tuple[LeftOutStrategy, ...]]:
+    """What is planned in a layout, and what is left out where all were asked for.
+
+    Args:
+        layout: None = each strategy in its own.
+        in_part: a part of a large cluster stands for the whole, which changes of its layout cannot be planned in.
+    """
+    if asked is not None:
+        if in_part and (changing := [name for name in asked if strategy_named(name).changes_layout]):
+            raise ConfigError(f"--strategy {', '.join(changing)} with --search-layout: {_WHOLE_CLUSTERS}")
+        return asked, ()
+    left_out = []
+    for one in STRATEGIES.values():
+        if in_part and one.changes_layout:
+            left_out.append(LeftOutStrategy(name=one.name, why=_WHOLE_CLUSTERS))
+        if layout is not None and one.needs_one_stage and layout.num_stages > 1:
+            why = f"it knows no pipeline, and layout {layout.describe()} has {layout.num_stages} stages; a layout "
+            left_out.append(LeftOutStrategy(name=one.name, why=why + "with pp=1 includes it"))
+    for one in STRATEGIES.values():
+        if one.solver_limit_s is not None:
+            limit_s = one.solver_limit_s(options)
+            why = f"its solver takes up to {limit_s:g} s for every step; --strategy {one.name} runs it"
+            left_out.append(LeftOutStrategy(name=one.name, why=why))
+    names = {one.name for one in left_out}
+    return tuple(name for name in STRATEGIES if name not in names), tuple(left_out)
+
 
 DEFAULT_DOCUMENTS = 512
 """Documents of a global batch where nothing says its size."""

@@ -1,51 +1,47 @@
-"""`plan_inputs`: what `evenload plan` plans for, from its options and the training configuration they may start from.
+"""`plan_inputs`: what `evenload plan` plans for, from its options and the training configuration they may start from,
+on the cluster that is named or on this machine.
 
 Everything a user can get wrong without reading a document is refused here. An explicit option wins over the
 configuration, which wins over the default.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from evenload.cli.cost_lines import measured_line, other_device_line
-from evenload.cli.length_source import LengthSource
-from evenload.cli.option_values import parse_layout
-from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, PlanArguments
-from evenload.cli.this_machine import NAME, cost_file_of, this_machine
+from evenload.cli.options import parse_layout
+from evenload.cli.plan_arguments import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, LengthSource, PlanArguments
+from evenload.config.keys import options_of_settings
+from evenload.config.layouts import layouts_of
+from evenload.config.planner import machine_memory_bytes, process_memory_bytes
+from evenload.config.sections import with_adapters
+from evenload.config.tokenizer import require_tokenizer
+from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import BESIDE, BesideCompute, BesideHalves, CostCoefficients, read_coefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
 from evenload.cost.coverage import (
     completed_from_cluster,
     in_measured_precision,
     require_measured_on,
-    unmeasured_coefficients,
 )
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
+from evenload.data.hub import model_from
 from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
-from evenload.explore.coarse_batch import LARGE_CLUSTER
-from evenload.explore.default_layout import usable_bytes
+from evenload.explore.batches import BatchRule
+from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
-from evenload.explore.sampled_batches import BatchRule
-from evenload.hub.model_files import model_from
+from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.config.config_keys import options_of_settings
-from evenload.runtime.config.lora_config import with_adapters
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.run_tokenizer import require_tokenizer
-from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
-from evenload.types.cluster import ClusterSpec
-from evenload.types.cluster_catalog import cluster_from
+from evenload.report.units import format_percent
+from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from evenload.types.cluster_catalog import BUILT_IN, cluster_from
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
-_UNMEASURED_PARTS = (
-    "what several parts cost in which keys and values of shared documents travel was not measured: they travel in one; "
-    "evenload profile and train.recalibrate = true measure it"
-)
 _UNMEASURED_SWITCHES = (
     "what a change of the layout takes was not measured: it is priced as if links carried all that moves; the run "
     "copies it in the machine's memory and measures that at its start; --cost RUN/checkpoints/step-.../cost.json has "
@@ -62,9 +58,8 @@ class PlanCosts:
         measured: from a cost file; None = from the cluster's data sheet.
         origin: the cost file, for messages.
         context_exchange: how a run's keys and values of shared documents travel; None = as measured.
-        overlap_reduction: a run sums gradients beside packs; overlap_gather: it gathers updated weights beside those of
-            the next step; overlap_context: keys and values of shared documents travel in parts beside attention;
-            overlap_tensor: it computes packs in halves where that hides tensor-parallel transfers.
+        overlap_reduction: a run reduces gradients beside packs; overlap_gather: it gathers updated weights beside those
+            of the next step.
         attention: backend of a run.
         reads_twins: layouts of a run change by copies in a machine's memory, which the run measures at its start.
     """
@@ -76,8 +71,6 @@ class PlanCosts:
     context_exchange: Literal["all_gather", "ring"] | None = None
     overlap_reduction: bool = True
     overlap_gather: bool = True
-    overlap_context: bool = True
-    overlap_tensor: bool = True
     attention: str = "auto"
     reads_twins: bool = False
 
@@ -86,12 +79,12 @@ class PlanCosts:
         found = analytic_coefficients(self.model, self.cluster, layout, self.attention)  # also checks the layout
         if self.measured is not None:
             found = completed_from_cluster(self.measured, self.model, layout, self.cluster, self.origin)[0]
-        beside: dict[str, BesideCompute | None] = {
-            name: (getattr(found, name) or self._assumed(name)) if is_wanted else None
-            for name, is_wanted in self._overlaps.items()
-        }
         return msgspec.structs.replace(
-            found, **beside, context_exchange=self.context_exchange or found.context_exchange
+            found,
+            overlap=found.overlap or self._assumed_overlap,
+            overlap_reduction=self.overlap_reduction,
+            overlap_gather=self.overlap_gather,
+            context_exchange=self.context_exchange or found.context_exchange,
         )
 
     def notes(self, layout: ParallelLayout) -> tuple[str, ...]:
@@ -100,28 +93,16 @@ class PlanCosts:
         if self.measured is None:
             return unmeasured
         described = [measured_line(self.measured), other_device_line(self.measured, self.cluster)]
-        if self.overlap_context and layout.cp > 1 and not self.measured.prices_context_parts:
-            described.append(_UNMEASURED_PARTS)
-        described += unmeasured_coefficients(self.measured, layout, on_cpu=self._is_of_cpu)
-        lacking = [name for name, is_wanted in self._overlaps.items() if is_wanted and not getattr(self.measured, name)]
-        if lacking and layout.world_size > layout.pp:
-            taken = "they hide nothing" if self._assumed(lacking[0]) is None else "data-sheet assumptions are taken"
-            described.append(
-                f"{', '.join(lacking)}: what transfers and compute cost each other was not measured; {taken}"
-            )
+        is_wanted = self.overlap_reduction or self.overlap_gather
+        if is_wanted and self.measured.overlap is None and max(layout.data_sizes) > 1:
+            taken = "nothing is hidden" if self._assumed_overlap is None else "a GPU's is assumed"
+            described.append(f"how much collectives and compute slow each other was not measured; {taken}")
         return (*filter(None, described), *self._completions(layout), *unmeasured)
 
     @property
-    def _overlaps(self) -> dict[str, bool]:
-        """Fields of costs, and whether a run has that overlap."""
-        wanted = (self.overlap_reduction, self.overlap_gather, self.overlap_context, self.overlap_tensor)
-        return dict(zip(BESIDE, wanted, strict=True))
-
-    def _assumed(self, name: str) -> BesideCompute | None:
-        """What is taken where it was not measured: on a CPU, whose cores move the bytes, that nothing hides."""
-        if self._is_of_cpu:
-            return None
-        return BesideHalves() if name == "tensor_beside" else BesideCompute()
+    def _assumed_overlap(self) -> OverlapCost | None:
+        """Taken where it was not measured: on a CPU, whose cores move the bytes, that nothing hides."""
+        return None if self._is_of_cpu else OverlapCost()
 
     @property
     def _is_of_cpu(self) -> bool:
@@ -302,8 +283,6 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
             "context_exchange": run.parallel.cp_exchange,
             "overlap_reduction": run.train.overlap_reduction,
             "overlap_gather": run.train.overlap_gather,
-            "overlap_context": run.parts_beside_attention,
-            "overlap_tensor": run.train.overlap_tensor,
             "reads_twins": reads_twins,
         }
     if cost_file is None:
@@ -313,3 +292,167 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
     model = model if run else _in_kernels(in_measured_precision(model, measured))
     require_measured_on(measured, model, origin)
     return PlanCosts(model, cluster, measured, origin, **of_run)
+
+
+# `this_machine`: what `evenload plan config.toml` plans for where no cluster is named: the machine that it runs on.
+#
+# GPUs are asked for by what NVIDIA's driver says of them in /proc, without torch, and must be of a built-in kind.
+# Processes on the CPU have no data sheet: their seconds and links are those of a cost file, which `evenload profile`
+# or a run leaves, their memory is each one's share of the machine's, as in `evenload train`.
+
+NAME = "this machine"
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+# By all that the driver calls a GPU. The built-in ones are SXM cards; PCIe and NVL cards of the same name compute more
+# slowly and have other links, so no pattern may be met by a part of a name.
+_BUILT_IN_GPUS = (
+    (r"(NVIDIA )?H100 (80GB HBM3|SXM5?( 80GB)?)", "h100"),
+    (r"(NVIDIA )?H200( SXM5?)?", "h200"),
+    (r"(NVIDIA )?B200( SXM6?)?", "b200"),
+    (r"(NVIDIA )?A100-SXM4?-80GB", "a100"),
+    (r"(NVIDIA )?A100-SXM4?-40GB", "a100-40"),
+)
+
+
+def cost_file_of(run: TrainConfig | None, asked: Path | None, *, is_here: bool) -> Path | None:
+    """The cost file that was asked for, else the run's; on this machine also what the run left in its folder."""
+    if asked is not None:
+        return asked
+    if run is None:
+        return None
+    if run.train.cost_file:
+        return Path(run.train.cost_file)
+    left = Path(run.train.output_dir) / "cost.json"
+    return left if is_here and left.is_file() else None
+
+
+def this_machine(run: TrainConfig | None, cost_file: Path | None, processes: int) -> ClusterSpec:
+    """The machine as a cluster of one node.
+
+    Args:
+        cost_file: of seconds measured here; `processes`: of the layout.
+
+    Raises:
+        ConfigError: no run's configuration says on which devices, its GPUs are not built in, or nothing measured says
+            how fast its CPU is.
+    """
+    if run is None:
+        raise ConfigError(
+            "--cluster is missing; name one such as h100x8, or give the config.toml of a run on this machine"
+        )
+    if run.train.device == "cuda":
+        return _gpus()
+    if cost_file is None:
+        raise ConfigError(
+            "--cluster is missing, the run computes on the CPU, and how fast this one is was not measured; run "
+            "evenload profile or the run itself, which leaves cost.json in its output_dir, and give --cost, or name a "
+            "--cluster"
+        )
+    costs = read_coefficients(cost_file)
+    device = DeviceSpec(
+        name=costs.device,
+        peak_flops_per_s=costs.peak_flops_per_s,
+        memory_bytes=process_memory_bytes(processes),
+        fragmentation_share=0.0,
+        host_link=costs.host_link,
+    )
+    link = _link(costs, cost_file, processes)
+    return ClusterSpec(
+        name=NAME,
+        num_nodes=1,
+        devices_per_node=processes,
+        device=device,
+        intra_node=link,
+        inter_node=link,
+        host_memory_bytes=machine_memory_bytes(),
+    )
+
+
+def _gpus() -> ClusterSpec:
+    names = [_model_name(file) for file in sorted(_DRIVER.glob("*/information"))]
+    if not names:
+        raise ConfigError(
+            f"--cluster is missing, the run computes on GPUs, and NVIDIA's driver tells of none here ({_DRIVER}); name "
+            "the cluster that it will run on"
+        )
+    kinds = {next((kind for pattern, kind in _BUILT_IN_GPUS if re.fullmatch(pattern, name)), None) for name in names}
+    if len(kinds) > 1 or None in kinds:
+        raise ConfigError(
+            f"--cluster is missing, and this machine has {', '.join(sorted(set(names)))}, of which not all are one of "
+            f"the built-in {', '.join(BUILT_IN)}, all SXM (PCIe and NVL cards have other speeds and links); describe "
+            "the machine in a TOML file (docs/guide.md) and give it as --cluster"
+        )
+    (kind,) = kinds
+    return cluster_from(f"{kind}x{len(names)}")
+
+
+def _model_name(file: Path) -> str:
+    found = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return found[1] if found else "a GPU without a name"
+
+
+def _link(costs: CostCoefficients, cost_file: Path, processes: int) -> LinkSpec:
+    """Between processes, as far as it was measured; one process alone uses none."""
+    if costs.intra_node is not None:
+        return costs.intra_node
+    for kind in ("p2p", "reduce"):
+        if (bandwidth := getattr(costs, f"{kind}_bandwidth_bytes_per_s")) is not None:
+            return LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=getattr(costs, f"{kind}_latency_s"))
+    if processes > 1:
+        raise ConfigError(
+            f"cost file {cost_file} knows no link, and the layout has {processes} processes; measure it with evenload "
+            "profile --layout and that layout, or name a --cluster"
+        )
+    return LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
+
+
+_PRECISIONS = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+def measured_line(costs: CostCoefficients) -> str:
+    """Of costs that say what they were measured on."""
+    measured, profile = costs.measured_on, costs.profile
+    assert measured is not None, "read by `cost.coverage.require_measured_on`"
+    sizes = ",".join(f"{axis}={getattr(measured, axis)}" for axis in ("dp", "cp", "pp", "tp"))
+    precision = _PRECISIONS[measured.model.bytes_per_element]
+    what = f"measured on {costs.device}, model {measured.model.name} in {precision}, layout {sizes}"
+    if profile is None:
+        return f"{what}, in seconds at the start of a run (evenload profile takes minutes and says how far it is off)"
+    parts = [
+        f"{what}, on {profile.date[:10]} by evenload {profile.versions.get('evenload', '?')}",
+        f"{profile.forward.packs} packs x {profile.passes} passes in {profile.seconds / 60:.1f} min, "
+        f"{profile.outliers:,} of {profile.timings:,} timings far off",
+        "packs that the fit had not seen were off by "
+        + " and ".join(
+            f"{format_percent(error.median)} (median) {format_percent(error.p90)} (90 % of them) {direction}"
+            for direction, error in (("forward", profile.forward), ("backward", profile.backward))
+        ),
+    ]
+    if costs.is_changed:
+        parts.append("CHANGED after it was measured, so these errors may no longer hold")
+    return "; ".join(parts)
+
+
+def other_device_line(costs: CostCoefficients, cluster: ClusterSpec) -> str:
+    """That seconds are of another device than the cluster's, as far as names tell; "" where they agree."""
+    # "H100" of "H100-80GB", which its driver calls "NVIDIA H100 80GB HBM3".
+    if re.split(r"[-\s]", cluster.device.name.lower())[0] in costs.device.lower():
+        return ""
+    return (
+        f"the seconds were measured on {costs.device} and are taken as they are; cluster {cluster.name} has "
+        f"{cluster.device.name}, so if that is another device, step times are not of it"
+    )
+
+
+def cost_file_warnings(costs: CostCoefficients, file: str, device_name: str) -> list[str]:
+    """What may make predictions of a run wrong though its `train.cost_file` is of its model and layout."""
+    lines = []
+    if costs.device != device_name:
+        lines.append(
+            f"costs measured on {costs.device} (train.cost_file {file}), this is {device_name}: predicted seconds are "
+            "of the former"
+        )
+    if costs.is_changed:
+        lines.append(
+            f"train.cost_file {file} was changed after evenload profile had measured it: its errors may no longer hold"
+        )
+    return lines

@@ -9,17 +9,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from evenload.cli.options import progress_bar
 from evenload.cli.plan_inputs import PlanInputs
-from evenload.cli.progress_bar import progress_bar
 from evenload.errors import InfeasiblePlanError
-from evenload.explore.coarse_batch import LARGE_CLUSTER
-from evenload.explore.default_layout import default_layout, usable_bytes
+from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import StrategyPlanners
-from evenload.explore.fitting_layouts import fitting_layouts
-from evenload.explore.layout_search import LayoutResult
-from evenload.explore.sampled_batches import SampledBatch
-from evenload.explore.stage_layers import balanced_layout
-from evenload.explore.strategy_layouts import StrategyLayouts, fair_planners, planners_in, search_strategies
+from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult
+from evenload.explore.stage_layers import balanced_layout, default_layout, usable_bytes
+from evenload.explore.strategy_layouts import (
+    StrategyLayouts,
+    fair_planners,
+    fitting_layouts,
+    planners_in,
+    search_strategies,
+)
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.strategies.auto import AUTO
 from evenload.plan.strategies.best_fit import BEST_FIT

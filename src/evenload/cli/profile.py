@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from evenload.cli.cost_lines import measured_line
-from evenload.cli.option_values import COUNTS, parse_tokens
-from evenload.cli.output_file import require_writable, write_output
+from evenload.cli.options import COUNTS, parse_tokens, require_writable, write_output
+from evenload.cli.plan_inputs import measured_line
 from evenload.cost.coefficients import CostCoefficients, encode_coefficients, read_coefficients
 from evenload.errors import ConfigError
 from evenload.types.train_extra import needs_train_extra, require_train_extra

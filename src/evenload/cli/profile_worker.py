@@ -15,17 +15,16 @@ from evenload.attention.backends import select_backend
 from evenload.calibrate.memory_counts import resident_bytes
 from evenload.calibrate.partial_file import partial_path
 from evenload.calibrate.profile import ProfileTask, profile
-from evenload.cli.option_values import parse_layout
+from evenload.cli.options import parse_layout
 from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import BYTES_PER_ELEMENT
 from evenload.cost.coefficients import CostCoefficients
+from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.hub.model_files import model_from
-from evenload.runtime.config.run_config import RunConfig
-from evenload.runtime.config.train_config import BYTES_PER_ELEMENT
 from evenload.runtime.device import require_device
 from evenload.runtime.model.built_in import config_from, spec_of, with_few_layers
-from evenload.runtime.model.fused_modules import fuse_modules
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
@@ -108,9 +107,6 @@ def _profiled(
     layout = even_layout(timed.num_layers, virtual=stages_of_all // mesh.layout.pp, **sizes)
     build = functools.partial(build_stage_model, dtype=dtype, device=device, weights=None, seed=0, tp_rank=mesh.tp_rank)
     models = build_rank_models(few, layout, mesh.pp_rank, build)
-    as_runs = RunConfig(output_dir="", device=options.device)
-    for part in models.values():
-        fuse_modules([*part.layers.values(), part.norm], part.architecture, as_runs, device)
     buffers = flatten_units(tuple(models.values()), mesh.data_size)
     backend = select_backend(
         options.attention, device.type, attention_soft_cap(few), dtype=dtype, head_dim=model.head_dim

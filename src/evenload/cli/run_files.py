@@ -1,21 +1,20 @@
-"""What a training run leaves in its output directory, written by rank 0.
+"""The files that a training run leaves in its output directory, written by rank 0, and `steps.jsonl`, the plans and
+measured timelines of its steps.
 
-    metrics.jsonl   one row a step             measured.npz  last step's timeline
-    config.json     resolved settings          trace.json    last step, predicted and measured (Perfetto)
-    cost.json       cost model used            report.html   all of it for people
-    run.json        facts and ledger           plan.json     last step's plan, re-simulatable
-    layouts.jsonl   what was decided about the layout before every step, where it may change
-    validation.jsonl  losses of the validation data; samples.jsonl  what the model wrote
-    steps.jsonl     plans and measured timelines of the steps that the page can show
-
-Pictures are made from these files alone, so runs can be put side by side later. All of them are written again and again
-while the run goes on, so that a run that is killed has them.
+`steps.jsonl` has one line a step, appended and read back: the plan as in `plan.json`, compressed, and the timeline as
+in `measured.npz`. A page holds what a browser opens at once: from 12,000 tasks or 200 steps on only every second,
+fourth, eighth ... step stays, and the file is written anew without the others. Of a step that a resumed run repeats the
+last line counts; a torn last line (a crash while writing) is left out. Price: some hundred bytes a task on disk; at
+most `MOST_TASKS` are in a page, 20 bytes each in large steps, 100 in small ones.
 """
 
+import base64
+import io
 import os
 import platform
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -23,28 +22,25 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.cli.step_file import StepFile, read_steps
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_planned_step
-from evenload.report.chrome_trace import write_chrome_trace
+from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import write_report
-from evenload.report.layout_file import append_decision, read_decisions
-from evenload.report.metrics_file import (
+from evenload.report.run_files import (
     append_metrics,
-    drop_from_step,
+    append_rows,
     drop_torn_line,
     latest_per_step,
+    read_decisions,
     read_metrics,
+    read_validations,
 )
-from evenload.report.pack_label import label_packs
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.validation_file import append_samples, append_validation, read_validations
-from evenload.runtime.checkpoint.kept_steps import KeptStep
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
@@ -56,6 +52,103 @@ from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 from evenload.types.timeline_file import read_timeline, write_timeline
 from evenload.types.validation import Validation
+
+MOST_TASKS, MOST_STEPS = 12_000, 200
+"""Of all steps in the file together; a step alone that has more tasks is left out."""
+
+
+class StepLine(Frozen):
+    """A line: a step, its tasks, and the two texts."""
+
+    step: int
+    tasks: int
+    plan: str
+    measured: str
+
+
+class StepFile:
+    """Keeps steps while a run goes on, as many as a page takes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tasks = {line.step: line.tasks for line in _lines(path)}
+        # Powers of two, so that a thinned file is a part of what it was.
+        steps = [step for step in self._tasks if step]
+        self._every = min((step & -step for step in steps), default=1) if len(steps) > 1 else 1
+
+    def add(self, plan: StepPlan, measured: Timeline) -> None:
+        """Append a step, if its turn has come, and thin the file where it has become too large."""
+        if plan.step % self._every or measured.num_tasks > MOST_TASKS:
+            return
+        content = io.BytesIO()
+        write_timeline(content, measured)
+        line = StepLine(
+            step=plan.step,
+            tasks=measured.num_tasks,
+            plan=_text(zlib.compress(encode_plan_file((plan,)))),
+            measured=_text(content.getvalue()),
+        )
+        with open(self._path, "ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+        self._tasks[line.step] = line.tasks
+        if self._is_too_large():
+            self._thin()
+
+    def _is_too_large(self) -> bool:
+        return sum(self._tasks.values()) > MOST_TASKS or len(self._tasks) > MOST_STEPS
+
+    def _thin(self) -> None:
+        while self._is_too_large():
+            self._every *= 2
+            self._tasks = {step: tasks for step, tasks in self._tasks.items() if step % self._every == 0}
+        latest = {line.step: line for line in _lines(self._path) if line.step in self._tasks}
+        new = self._path.with_name(f".{self._path.name}.new")
+        new.write_bytes(b"".join(msgspec.json.encode(latest[step]) + b"\n" for step in sorted(latest)))
+        os.replace(new, self._path)
+
+
+def read_steps(path: Path, newest: int | None = None) -> Iterator[tuple[StepPlan, Timeline]]:
+    """All, or so many of the last, by ascending step; none where there is no file. `DataError` where a whole line is no
+    step."""
+    latest = {line.step: line for line in _lines(path)}
+    for step in sorted(latest)[-(newest or len(latest)) :]:
+        line = latest[step]
+        try:
+            (plan,) = decode_plan_file(zlib.decompress(base64.b64decode(line.plan)))
+            measured = read_timeline(io.BytesIO(base64.b64decode(line.measured)))
+        except (ValueError, zlib.error) as error:
+            raise DataError(f"{path}: step {step} is no plan and timeline ({error}); remove its line") from error
+        yield plan, measured
+
+
+def _lines(path: Path) -> Iterator[StepLine]:
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield msgspec.json.decode(line, type=StepLine)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{path}, line {number} is no step ({error}); remove the line") from error
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+# What a training run leaves in its output directory, written by rank 0.
+#
+# metrics.jsonl   one row a step             measured.npz  last step's timeline
+# config.json     resolved settings          trace.json    last step, predicted and measured (Perfetto)
+# cost.json       cost model used            report.html   all of it for people
+# run.json        facts and ledger           plan.json     last step's plan, re-simulatable
+# layouts.jsonl   what was decided about the layout before every step, where it may change
+# validation.jsonl  losses of the validation data; samples.jsonl  what the model wrote
+# steps.jsonl     plans and measured timelines of the steps that the page can show
+#
+# Pictures are made from these files alone, so runs can be put side by side later. All of them are written again and
+# again while the run goes on, so that a run that is killed has them.
 
 
 class RunFacts(Frozen):
@@ -77,9 +170,8 @@ class RunWriter:
     """Writes one run's files.
 
     Args:
-        resumed: from where an earlier run is continued; None = its files are replaced. After a checkpoint steps are
-            trained again and have a row for each time; after a step that was kept they are not, so rows that no rank
-            knows to be finished go.
+        resumed: the checkpoint from which an earlier run is continued; steps after it are trained again and have a row
+            for each time. None = files of an earlier run are replaced.
     """
 
     def __init__(
@@ -88,7 +180,7 @@ class RunWriter:
         costs: CostCoefficients,
         memory_cap_bytes: int,
         *,
-        resumed: Path | KeptStep | None,
+        resumed: Path | None,
     ) -> None:
         self._config, self._model, self._costs = trainer.config, trainer.model, costs
         self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.tokenizer_fact
@@ -106,10 +198,10 @@ class RunWriter:
             self._steps = self._begin()
         append_metrics(self._metrics, report.row)
         if report.decision is not None:
-            append_decision(self._layouts, report.decision)
+            append_rows(self._layouts, [report.decision])
         if report.validation is not None:
-            append_validation(self._validations, report.validation)
-        append_samples(self._samples, report.samples)
+            append_rows(self._validations, [report.validation])
+        append_rows(self._samples, report.samples)
         self._steps.add(report.plan, report.measured)
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
@@ -121,7 +213,7 @@ class RunWriter:
     def add_validation(self, validation: Validation) -> None:
         """Append a pass that was made before the first step of this start, so after one of an earlier start."""
         drop_torn_line(self._validations)
-        append_validation(self._validations, validation)
+        append_rows(self._validations, [validation])
 
     def _begin(self) -> StepFile:
         directory, steps = self._directory, self._directory / "steps.jsonl"
@@ -129,8 +221,6 @@ class RunWriter:
         for path in (self._metrics, self._layouts, self._validations, self._samples, steps):
             if self._resumed is not None:
                 drop_torn_line(path)
-                if isinstance(self._resumed, KeptStep):
-                    drop_from_step(path, self._resumed.steps_done)
             else:
                 path.unlink(missing_ok=True)
         pretty = msgspec.json.format(msgspec.json.encode(self._config), indent=2)

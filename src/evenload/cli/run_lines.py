@@ -1,24 +1,38 @@
-"""What a run says in words: what is on and why, what the first plan made of it, predictions that do not hold, how to go
-on after a stop.
+"""The lines that a run prints: what is on and why, what the first plan made of it, steps, validation, changes of
+layout, predictions that do not hold, how to go on after a stop.
 
 Silent no-op options are what users of packing trainers suffer from (is it on? why is it slower?), so everything that
 decides speed or data order stands here, with its value.
 """
 
 import shlex
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from evenload.bench.runs import QUIET_WAITED_SHARE
-from evenload.cost.coefficients import BesideCompute, BesideHalves
+from evenload.cost.coefficients import CostCoefficients, OverlapCost
+from evenload.cost.coverage import completed_between_layouts
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
-from evenload.report.units import format_seconds
+from evenload.report.run_files import MetricRow
+from evenload.report.table import format_action, progress_text, step_line
+from evenload.report.units import format_count, format_plain, format_seconds
+from evenload.runtime.comm.mesh import Meshes
+from evenload.runtime.stages.live_stages import Switch, Twins
 from evenload.types.counted import counted
 from evenload.types.data_sheets import data_sheet_flops_per_s
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan
+from evenload.types.scaled_units import format_bytes
+from evenload.types.validation import LossOf, Validation
 
 _NUM_STEPS = 3
 """Steps after the first, which pays for what is done once, whose predictions are looked at."""
@@ -31,76 +45,51 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     return f"strategy {name}: {strategy_named(name).description}{shared}{'; ' if merging else ''}{merging}"
 
 
-def _beside(beside: BesideCompute | BesideHalves, *, keeps: str = "keep computing") -> str:
-    """What transfers and compute cost each other, after "they"."""
-    return f"last {beside.stretch:.2f} times as long as alone and {keeps} from {beside.slowdown:.0%} of that time"
+def reduction_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
+    """Say when gradients are reduced, over so many ranks in each layout of the run; "" where each rank has its weights
+    alone in all of them.
 
-
-def reduction_line(copies: Collection[int], beside: BesideCompute | None) -> str:
-    """When gradients are summed, over so many ranks in each layout of the run; "" where each rank has its weights alone
-    in all of them."""
+    Args:
+        overlap: None = none is configured.
+    """
     if max(copies) == 1:
         return ""
-    over = f"gradients are summed over {_over(copies)}"
-    if beside is None:
+    over = f"gradients are reduced over {_over(copies)}"
+    if overlap is None:
         return f"{over} after the last backward (train.overlap_reduction = false)"
-    if not beside.pays:
-        return f"{over} after the last backward: beside it sums {_beside(beside)}, as measured"
-    return f"{over} unit by unit beside the last backward, where sums are taken to {_beside(beside)}"
+    if not overlap.pays:
+        return f"{over} after the last backward: beside it they {_slowdowns(overlap)}, as measured"
+    return f"{over} unit by unit beside the last backward, where they are taken to {_slowdowns(overlap)}"
 
 
-def gather_line(copies: Collection[int], beside: BesideCompute | None) -> str:
-    """When updated weights are gathered; arguments and answer as `reduction_line`."""
+def gather_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
+    """Say when updated weights are gathered; arguments and result as `reduction_line`."""
     if max(copies) == 1:
         return ""
     over = f"updated weights are gathered from {_over(copies)}"
-    if beside is None:
+    if overlap is None:
         return f"{over} before the next step (train.overlap_gather = false)"
-    if not beside.pays:
-        return f"{over} before the next step: beside its packs gathers {_beside(beside)}, as measured"
-    return f"{over} unit by unit beside the next step's first packs, where gathers are taken to {_beside(beside)}"
+    if not overlap.pays:
+        return f"{over} before the next step: beside its packs they {_slowdowns(overlap)}, as measured"
+    return f"{over} unit by unit beside the next step's first packs, where they are taken to {_slowdowns(overlap)}"
 
 
-def context_line(largest_group: int, exchange: str, beside: BesideCompute | None, *, is_priced: bool) -> str:
-    """How keys and values travel in a run whose largest group that may share documents has so many ranks; "" where no
-    ranks may.
+def _slowdowns(overlap: OverlapCost) -> str:
+    """What collectives and compute cost each other, after "they"."""
+    return (
+        f"last {overlap.communication_slowdown:.2f} times as long as alone and keep computing from "
+        f"{overlap.compute_slowdown:.0%} of that time"
+    )
 
-    Args:
-        is_priced: what several parts cost is known (`CostCoefficients.prices_context_parts`).
-    """
+
+def context_line(largest_group: int, exchange: str) -> str:
+    """Say how keys and values travel in a run whose largest group that may share documents has so many ranks; "" where
+    no ranks may."""
     if largest_group == 1:
         return ""
     if exchange == "ring":
         return "keys and values of shared documents travel round the ranks, beside attention of those that are there"
-    whole = "keys and values of shared documents travel in one part"
-    if beside is None:
-        return f"{whole} (train.overlap_context = false)"
-    if not is_priced:
-        return f"{whole}: the costs do not say what several cost; train.recalibrate = true measures it"
-    if not beside.pays:
-        return f"{whole}: beside attention they {_beside(beside, keeps='keep it')}, as measured"
-    return (
-        "keys and values of shared documents travel in parts where that pays, beside attention of the parts before; "
-        f"they are taken to {_beside(beside, keeps='keep it')}"
-    )
-
-
-def halves_line(tp: int, beside: BesideHalves | None) -> str:
-    """Whether packs are computed in halves; "" without tensor parallelism."""
-    if tp == 1:
-        return ""
-    if beside is None:
-        return "tensor-parallel transfers: nothing hides them (train.overlap_tensor = false)"
-    if not beside.pays:
-        cost = _beside(beside)
-        return f"tensor-parallel transfers: nothing hides them, because beside compute they {cost}, as measured"
-    turns = f"{1e3 * beside.turns_s:.2f} ms"
-    if beside.host_turns_s:
-        turns += f", and {1e3 * beside.host_turns_s:.2f} ms of the host beside its device"
-    return (
-        "tensor-parallel transfers of one half of a pack run beside the other half where that is shorter; they are "
-        f"taken to {_beside(beside)}, and the turns of a layer to take {turns}"
-    )
+    return "keys and values of shared documents are gathered while attention of local ones is computed"
 
 
 def data_sheet_line(device: str) -> str:
@@ -249,3 +238,145 @@ def resume_command(arguments: Sequence[str], *, is_resumed: bool) -> str:
         # The interpreter in front of an installed script is not what anybody types.
         words = words[scripts[0] :]
     return shlex.join(words if is_resumed else [*words, "train.resume=true"])
+
+
+BAR_WIDTH = 20
+
+
+class StepLines:
+    """Of one start of a run.
+
+    Args:
+        every_s: seconds between two lines; 0 = every step has one.
+        total: steps of the run; None = nobody knows.
+    """
+
+    def __init__(self, console: Console, every_s: float, steps_done: int, total: int | None) -> None:
+        self._console, self._every_s = console, every_s
+        self._is_first, self._next_s = True, 0.0
+        self._waiting: MetricRow | None = None
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=BAR_WIDTH),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("first step", total=total, completed=steps_done)
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """The line that moves, on a terminal; at the end the last step has its line."""
+        with self._progress:
+            yield
+        if self._waiting is not None:
+            self._print(self._waiting)
+
+    def show(self, row: MetricRow, steps_done: int) -> None:
+        """A step's line, where it is time for one."""
+        self._progress.update(self._task, completed=steps_done, description=progress_text(row))
+        # The second step is the first whose speed tells something.
+        if self._is_first or time.monotonic() >= self._next_s:
+            self._next_s = 0.0 if self._is_first else time.monotonic() + self._every_s
+            self._is_first = False
+            self._print(row)
+        else:
+            self._waiting = row
+
+    def _print(self, row: MetricRow) -> None:
+        self._waiting = None
+        self._console.print(step_line(row), soft_wrap=True, markup=False)
+
+
+def groups_line(meshes: Meshes, *, are_declared: bool) -> str:
+    """At the start; "" for a run of one layout.
+
+    Args:
+        are_declared: in `plan.layouts`; else the run chose them.
+    """
+    if len(meshes.layouts) == 1:
+        return ""
+    named = ", ".join(layout.describe() for layout in meshes.layouts)
+    chosen = "" if are_declared else ", as plan.layouts names none (plan.options.flexpipe.most_layouts, most_groups)"
+    return f"layouts that the run may take: {named}{chosen} | {counted(meshes.num_groups, 'process group')}"
+
+
+def twins_line(twins: Twins | None, budget_bytes: int | None) -> str:
+    """At the start; "" where ranks have nothing to share."""
+    if twins is None:
+        return ""
+    if twins.reason:
+        return f"shared memory: none, what moves between layouts is sent ({twins.reason})"
+    limit = "no limit" if budget_bytes is None else f"limit {format_bytes(budget_bytes)}"
+    left_out = twins.num_pieces - twins.num_shared
+    rest = f"; {left_out} do not fit and are sent (plan.twin_bytes)" if left_out else ""
+    return (
+        f"shared memory: {twins.num_shared} of {twins.num_pieces} pieces of the model, at most "
+        f"{format_bytes(twins.num_bytes)} of a machine ({limit}){rest}"
+    )
+
+
+def switch_line(step: int, switch: Switch, decision: LayoutDecision | None = None) -> str:
+    """Of one change, and where it comes from if not from the step's decision."""
+    resumed = ""
+    if decision is not None and decision.before != switch.before:
+        resumed = f"; processes start in {switch.before}, the steps before the checkpoint ran in {decision.before}"
+    return (
+        f"layout {switch.before} -> {switch.after} before step {step}: training waited "
+        f"{format_seconds(switch.stall_s)} (predicted {format_seconds(switch.predicted_stall_s)}) for "
+        f"{format_bytes(switch.weight_bytes)} of weights, {format_seconds(switch.wait_s)} more for "
+        f"{format_bytes(switch.state_bytes)} of optimizer state behind the step{resumed}"
+    )
+
+
+def validation_lines(validation: Validation, *, shows_left_out: bool) -> list[str]:
+    """One line, and one each by length and by source where there are several.
+
+    Args:
+        shows_left_out: what reading left out, too.
+    """
+    whole = validation.whole
+    name = "validation of the average" if validation.of_average else "validation"
+    lines = [
+        f"{name} after step {validation.step} | loss {format_plain(whole.loss, '.4f')} | perplexity "
+        f"{format_plain(whole.perplexity, '.4g')} | {counted(whole.documents, 'document')}, {whole.tokens:,} tokens in "
+        f"{format_seconds(validation.seconds)} ({format_count(whole.tokens / max(validation.seconds, 1e-9))} tokens/s)"
+    ]
+    if len(validation.by_length) > 1:
+        lines.append(f"  loss by length: {_losses(validation.by_length)}")
+    if len(validation.by_source) > 1:
+        lines.append(f"  loss by source: {_losses(validation.by_source)}")
+    if shows_left_out:
+        lines += [
+            f"  left out of the validation data: {counted(documents, 'document')}, {tokens:,} tokens ({reason})"
+            for reason, documents, tokens in validation.left_out
+        ]
+    return lines
+
+
+def _losses(parts: Sequence[LossOf]) -> str:
+    return ", ".join(f"{one.name} {format_plain(one.loss, '.4f')}" for one in parts)
+
+
+def layout_line(decision: LayoutDecision) -> str:
+    """One line about a switch; "" where the layout stays."""
+    if not decision.is_switch:
+        return ""
+    said = (
+        f"{decision.before} -> {decision.layout} before step {decision.step}, {format_action(decision)}: {decision.why}"
+    )
+    switch_s = format_seconds(decision.switch_s)
+    if decision.gain_s is None:
+        return f"layout {said}; forced by memory, whatever it costs; predicted: {switch_s} for the switch"
+    steps = f"{decision.known_steps} known step{'s' if decision.known_steps > 1 else ''}"
+    gain = f"{format_seconds(decision.gain_s)} gained over {steps}"
+    return f"layout {said}; predicted: {switch_s} for the switch, {gain}"
+
+
+def other_layouts_lines(costs: CostCoefficients, layouts: Sequence[ParallelLayout]) -> tuple[str, ...]:
+    """At the start: what was not measured and is taken from something else where the layout changes."""
+    if len(layouts) == 1:
+        return ()
+    notes = [note for layout in layouts for note in completed_between_layouts(costs, layout)[1]]
+    return tuple(f"costs of other layouts: {note}" for note in dict.fromkeys(notes))

@@ -6,7 +6,7 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.config.train_config import TrainConfig
 
 DIRECTORY = "profile"
 

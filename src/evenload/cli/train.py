@@ -51,7 +51,7 @@ def train_command(
     """
     from evenload.cli.run_lines import resume_command
     from evenload.cli.train_run import train_run
-    from evenload.runtime.config.train_config import load_train_config
+    from evenload.config.train_config import load_train_config
 
     require_train_extra("evenload train")
     settings = load_train_config(config, overrides or [])

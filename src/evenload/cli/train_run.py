@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenload.cli.environment import prepare_environment
-from evenload.cli.output_file import calibration_cache, require_writable_directory
+from evenload.cli.options import calibration_cache, require_writable_directory
+from evenload.config.sections import require_trackers
 from evenload.errors import ConfigError
-from evenload.runtime.config.log_config import require_trackers
 from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.stop_request import StopLine
+    from evenload.config.train_config import TrainConfig
     from evenload.integrations.callback import Callback
-    from evenload.runtime.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -62,13 +62,11 @@ def train_run(
         with needs_train_extra("evenload train"):
             from torch.distributed.elastic.multiprocessing.errors import record
 
-        run = _run_elastic_rank if settings.train.on_lost_rank == "shrink" else _run_rank
-        return record(run)(settings, calibration_cache(), "the same torchrun command", callbacks) or 0
-    _require_survivable(settings)
+        return record(_run_rank)(settings, calibration_cache(), "the same torchrun command", callbacks) or 0
     from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
 
     checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)
-    if one_in_place and settings.train.on_lost_rank == "stop" and _product(settings) == 1:
+    if one_in_place and _product(settings) == 1:
         return _run_here(settings, command, callbacks)
     return _run_in_processes(settings, command, callbacks, nproc)
 
@@ -78,13 +76,9 @@ def _run_in_processes(
 ) -> int:
     from evenload.cli.child_process import call_in_child, start_fork_server
     from evenload.cli.launch import run_local
-    from evenload.cli.launch_survivors import run_surviving
 
     # Everything a user can get wrong is checked here, once, before ranks start.
-    if settings.train.on_lost_rank == "shrink":
-        # Connections to the lost are cut, of which torch would print a page each.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    start_fork_server("evenload.cli.train_worker", "evenload.cli.start_checks")
+    start_fork_server("evenload.cli.train_worker", "evenload.cli.worker_setup")
     with needs_train_extra("evenload train"):
         import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
 
@@ -94,18 +88,8 @@ def _run_in_processes(
             f"--nproc is {nproc}, but layout {layout.describe()} needs {counted(layout.world_size, 'process')}; "
             "change --nproc, or parallel.dp / parallel.pp"
         )
-    task, grace_s = (settings, calibration_cache(), command, callbacks), settings.train.stop_grace_s
-    if settings.train.on_lost_rank == "shrink":
-        run_surviving(
-            _run_rank,
-            task,
-            layout.world_size,
-            grace_s=grace_s,
-            num_replacements=settings.train.replace_lost_ranks,
-            keeps_state=settings.train.survivor_memory == "shared",
-        )
-    else:
-        run_local(_run_rank, task, layout.world_size, grace_s=grace_s)
+    task = settings, calibration_cache(), command, callbacks
+    run_local(_run_rank, task, layout.world_size, grace_s=settings.train.stop_grace_s)
     return 0
 
 
@@ -155,21 +139,11 @@ def _product(settings: "TrainConfig") -> int:
     return sizes.dp * sizes.pp * sizes.cp * sizes.tp
 
 
-def _require_survivable(settings: "TrainConfig") -> None:
-    """Refuse what cannot go on in the same processes; under torchrun these are new ones."""
-    if settings.train.on_lost_rank == "shrink" and settings.train.device != "cpu":
-        raise ConfigError(
-            f"train.on_lost_rank is 'shrink' and train.device '{settings.train.device}': groups of GPUs are not "
-            "rebuilt in a running process in this version; start with torchrun, whose agents start processes again, or "
-            "leave on_lost_rank at 'stop'"
-        )
-
-
 # Named here, so that the launcher itself need not import what its children have imported.
 
 
 def _checked_layout(settings: "TrainConfig") -> "ParallelLayout":
-    from evenload.cli.start_checks import require_runnable
+    from evenload.cli.worker_setup import require_runnable
     from evenload.runtime.device import require_device
 
     layout = require_runnable(settings)
@@ -187,10 +161,3 @@ def _run_rank(
     from evenload.cli.train_worker import RunTask, run_worker
 
     return run_worker(RunTask(config=settings, cache=cache, command=command, callbacks=callbacks), line)
-
-
-def _run_elastic_rank(settings: "TrainConfig", cache: Path, command: str, callbacks: "tuple[Callback, ...]") -> int:
-    from evenload.cli.elastic_worker import run_elastic_worker
-    from evenload.cli.train_worker import RunTask
-
-    return run_elastic_worker(RunTask(config=settings, cache=cache, command=command, callbacks=callbacks))

@@ -1,69 +1,59 @@
 """One rank of `evenload train`: set up, calibrate, train, write. Runs under our launcher or `torchrun`."""
 
 import os
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from evenload.calibrate.deterministic_price import deterministic_price
 from evenload.calibrate.disturbance import CoreWaits
 from evenload.cli.callback_calls import CallbackCalls
-from evenload.cli.layout_line import layout_line, other_layouts_lines
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
 from evenload.cli.run_lines import (
+    StepLines,
     context_line,
     data_line,
     data_sheet_line,
     first_plan_line,
     gather_line,
-    halves_line,
+    groups_line,
     interval_line,
+    layout_line,
+    other_layouts_lines,
     prediction_line,
     reduction_line,
     resumed_line,
     strategy_line,
+    switch_line,
+    twins_line,
+    validation_lines,
 )
-from evenload.cli.start_record import append_start, read_starts, start_record
-from evenload.cli.step_lines import StepLines
 from evenload.cli.step_profile import StepProfile
 from evenload.cli.stop_request import StopLine, StopRequest
-from evenload.cli.survivor_start import kept_steps, standing
-from evenload.cli.switch_line import groups_line, switch_line, twins_line
-from evenload.cli.validation_lines import validation_lines
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
+from evenload.config.layouts import fitted_config, layouts_of
+from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
-from evenload.errors import RankLostError
+from evenload.errors import ConfigError, RankLostError
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.integrations.callback import Callback
 from evenload.plan.strategies.merge_default import decide_dp_merge
 from evenload.runtime.checkpoint.directory import (
     checkpoints_of,
-    latest_checkpoint,
     skipped_checkpoints,
-    steps_in_name,
 )
-from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
-from evenload.runtime.comm.membership import Membership
-from evenload.runtime.config.fitted_config import fitted_config
-from evenload.runtime.config.run_layouts import layouts_of
-from evenload.runtime.config.train_config import TrainConfig, layout_of
+from evenload.runtime.comm.watch import comes_of_transport
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
-from evenload.types.layout import ParallelLayout
+from evenload.types.counted import counted
 from evenload.types.scaled_units import format_bytes
 from evenload.types.validation import Validation
-
-_OTHERS_CAME = "others are let in"
-
-_MOST_IN_VAIN = 2
-"""Rounds in a row that may end with nobody lost and nothing kept or saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,160 +71,103 @@ class RunTask:
     command: str
     callbacks: tuple[Callback, ...] = ()
 
-    def of(self, config: TrainConfig) -> "RunTask":
-        """The same with another configuration, of fewer ranks."""
-        return replace(self, config=config)
-
 
 def run_worker(task: RunTask, line: StopLine | None = None) -> int:
     """Train with this process as one rank; rank 0 shows and writes. Returns the signal that stopped the run, or 0.
 
+    Under a torchrun that restarts processes (`--max-restarts`) the layout is fitted to the ranks that it has started,
+    and a rank that loses another one ends at once, so that its agent acts.
+
     Args:
         line: to our launcher; None under another one.
+
+    Raises:
+        ConfigError: settings that do not go together, or another number of ranks than the layout has.
     """
-    config = task.config
-    if config.train.on_lost_rank == "shrink":
-        return _run_with_fewer_and_fewer(task, line)
-    with started_rank(config, *layouts_of(config, model_spec(config).num_layers)) as setup:
-        return train_as_rank(task, setup, StopRequest(line)) or 0
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if may_restart:
+        task = replace(task, config=_fitted_to_started_ranks(task.config))
+    layouts = layouts_of(task.config, model_spec(task.config).num_layers)
+    if may_restart and not _has_place(layouts[0].world_size):
+        return 0
+    try:
+        with started_rank(task.config, *layouts) as setup:
+            return train_as_rank(task, setup, StopRequest(line))
+    except Exception as error:
+        if may_restart and (isinstance(error, RankLostError) or comes_of_transport(error)):
+            # Threads and groups may wait for ranks that are gone, and the agent waits for this process.
+            sys.stderr.write(f"evenload: error: {' '.join(str(error).split())}\n")
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(RankLostError.exit_code)
+        raise
 
 
-def _run_with_fewer_and_fewer(task: RunTask, line: StopLine | None) -> int:
-    """As `run_worker`; where ranks are lost, those that are left make everything but their processes anew."""
-    here, config = os.environ, task.config
-    members = Membership(int(here["RANK"]), int(here["WORLD_SIZE"]), here["MASTER_ADDR"], int(here["MASTER_PORT"]))
-    num_layers, why, in_vain = model_spec(config).num_layers, "", 0
-    while members.is_member or members.wait_to_join():
-        now = fitted_config(config, num_layers, len(members.ranks))
-        if members.round:  # what was saved before is this run's own
-            now = msgspec.structs.replace(now, train=msgspec.structs.replace(now.train, resume=True))
-        layouts = layouts_of(now, num_layers)
-        size = layouts[0].world_size
-        if not members.keep(size):
-            if config.train.replace_lost_ranks:
-                continue  # it may be needed once others come
-            return 0
-        # Cores and memory of the machine are divided by those that are left on it.
-        here["LOCAL_WORLD_SIZE"] = str(size)
-        start = standing(members, saved_steps(config))
-        if members.rank == 0:
-            note_start(config, layouts[0], start.steps_done, why, is_kept=start.is_kept)
-        grows = partial(_is_larger_with_others, config, num_layers, members)
-        try:
-            stopped = _train_round(task.of(now), layouts, members, line, grows)
-            if stopped is not None:
-                return stopped
-            why = _OTHERS_CAME
-        except RankLostError as error:
-            why = str(error)
-        # Nothing of the round is held any more, so its groups can go.
-        before = members.ranks
-        members.go_on()
-        lost = [f"rank {rank}" for rank in before if rank not in members.ranks]
-        if config.train.survivor_memory == "shared":
-            members.await_end(set(before) - set(members.ranks))
-        has_come_on = standing(members, saved_steps(config)).steps_done != start.steps_done
-        in_vain = 0 if lost or has_come_on else in_vain + 1
-        if in_vain == _MOST_IN_VAIN:
-            raise RankLostError(
-                f"connections broke {in_vain} times in a row though every rank lives, with no step kept or saved in "
-                f"between, so going on would not end ({why}); raise train.timeout_s where a rank is only slow"
-            )
-        if why != _OTHERS_CAME:
-            why = f"lost {', '.join(lost) or 'a connection'} ({why})"
-        elif lost:
-            why += f", and lost {', '.join(lost)}"
-    return 0
+def _fitted_to_started_ranks(config: TrainConfig) -> TrainConfig:
+    """Return the settings in which as many ranks train as torchrun has started; rank 0 says where these are fewer.
+
+    Raises:
+        ConfigError: no layout fits them, or torchrun keeps one store for all starts: ranks that are started again
+            would find in it what the lost ones left, and agents keep its address when its machine is gone (torch 2.13,
+            `DynamicRendezvousHandler.next_rendezvous`).
+    """
+    here, num_layers = os.environ, model_spec(config).num_layers
+    num_ranks, full = int(here["WORLD_SIZE"]), layout_of(config, num_layers)
+    if int(here["GROUP_WORLD_SIZE"]) > 1 and here.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        raise ConfigError(
+            f"torchrun's --max-restarts is {here['TORCHELASTIC_MAX_RESTARTS']}, but its agents keep one store for all "
+            "starts, in which ranks that are started again find what the lost ones left; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment on every machine, or leave --max-restarts out"
+        )
+    fitted = fitted_config(config, num_layers, num_ranks)
+    if num_ranks < full.world_size and here["RANK"] == "0":
+        warn(
+            f"torchrun has started {counted(num_ranks, 'rank')}, layout {full.describe()} of [parallel] has "
+            f"{full.world_size}: they train in layout {layout_of(fitted, num_layers).describe()}"
+        )
+    return fitted
 
 
-def _train_round(
-    task: RunTask,
-    layouts: tuple[ParallelLayout, ...],
-    members: Membership,
-    line: StopLine | None,
-    asked_to_pause: Callable[[], bool],
-) -> int | None:
-    """`train_as_rank` with these members. A function of its own, so that when it ends nothing holds groups of the round
-    or maps what was kept in it."""
-    with started_rank(task.config, *layouts, members=members) as setup:
-        return train_as_rank(task, setup, StopRequest(line), asked_to_pause, kept_steps(members))
-
-
-def _is_larger_with_others(config: TrainConfig, num_layers: int, members: Membership) -> bool:
-    """Whether the run would use more ranks if those that wait were let in."""
-    waiting = members.num_waiting
-    if not waiting:
+def _has_place(num_ranks: int) -> bool:
+    """Return whether this process is among so many ranks, the first ones, and count only these from now on."""
+    here = os.environ
+    rank, first_here = int(here["RANK"]), int(here["RANK"]) - int(here["LOCAL_RANK"])
+    if rank >= num_ranks:
         return False
-    fitted = fitted_config(config, num_layers, len(members.ranks) + waiting)
-    return layout_of(fitted, num_layers).world_size > len(members.ranks)
-
-
-def note_start(
-    config: TrainConfig, layout: ParallelLayout, steps_done: int, why: str, *, is_kept: bool = False
-) -> None:
-    """As the first of the ranks: write down with whom training goes on and, where this is not the start of the run, say
-    what changed.
-
-    Args:
-        steps_done: from which they go on.
-        why: they do; "" = the run starts.
-        is_kept: they go on from a step that all kept in memory.
-    """
-    directory = Path(config.train.output_dir)
-    record = start_record(
-        directory, ranks=layout.world_size, layout=layout.describe(), steps_done=steps_done, is_kept=is_kept
-    )
-    earlier = read_starts(directory)
-    if why:
-        warn(record.line(earlier[-1] if earlier else None, why))
-    append_start(directory, record)
-
-
-def saved_steps(config: TrainConfig) -> int:
-    """Steps in the latest checkpoint; 0 = there is none."""
-    newest = latest_checkpoint(checkpoints_of(config.train.output_dir))
-    return steps_in_name(newest) if newest is not None else 0
+    here["WORLD_SIZE"] = str(min(num_ranks, int(here["WORLD_SIZE"])))
+    # Cores and memory of the machine are divided by those that train on it.
+    here["LOCAL_WORLD_SIZE"] = str(min(int(here["LOCAL_WORLD_SIZE"]), num_ranks - first_here))
+    return True
 
 
 def train_as_rank(
     task: RunTask,
     setup: RankSetup,
     stop: StopRequest,
-    asked_to_pause: Callable[[], bool] = lambda: False,
-    kept: KeptSteps | None = None,
-) -> int | None:
-    """All that a rank does once it has met the others: calibrate, train, write. Collective.
-
-    Returns:
-        The signal that stopped the run, or 0; None where all ranks left off, saved, because one was asked to.
-    """
+) -> int:
+    """All that a rank does once it has met the others: calibrate, train, write. Returns the signal that stopped the
+    run, or 0. Collective."""
     config, mesh, memory_cap_bytes = task.config, setup.mesh, setup.memory_cap_bytes
     console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
-    trainer = Trainer(config, mesh, setup.meshes, kept)
+    trainer = Trainer(config, mesh, setup.meshes)
     resumed = trainer.resume()
     costs = run_coefficients(trainer, task.cache, setup.threads, console)
     _show_start(console, trainer, costs, memory_cap_bytes, resumed)
     files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed)
     steps_before, calls = trainer.steps_done, CallbackCalls(task.callbacks, trainer)
     with stop.listening(), calls.running():
-        told, asked, waits = (files, calls), (stop, asked_to_pause), CoreWaits(setup.demand)
-        last = _run_steps(trainer, costs, memory_cap_bytes, told, console, asked, waits)
-        # A step that was kept in memory is in no checkpoint yet, be it the last one.
-        has_trained = trainer.steps_done > steps_before or isinstance(resumed, KeptStep)
+        told, waits = (files, calls), CoreWaits(setup.demand)
+        last = _run_steps(trainer, costs, memory_cap_bytes, told, console, stop, waits)
+        has_trained = trainer.steps_done > steps_before
         if has_trained:
             saved = trainer.save()
             console.print(f"checkpoint {saved}")
             calls.checkpoint(saved)
             if last is not None:
                 files.write(last)
-            elif mesh.rank == 0:  # all were kept: of the last ones the rank that wrote the files may be gone
-                files.write_pictures()
         if trainer.stop_signal:
             calls.end_reason = "stopped"
             show_stopped(console, trainer, task.command)
-        elif trainer.is_paused:
-            calls.end_reason = "regrouped"
-            return None
         else:
             leave_finished(console, trainer, files, last, has_trained=has_trained, command=task.command)
             calls.end_reason = "finished"
@@ -247,29 +180,27 @@ def _run_steps(
     memory_cap_bytes: int,
     told: tuple[RunWriter, CallbackCalls],
     console: Console,
-    asked: tuple[StopRequest, Callable[[], bool]],
+    stop: StopRequest,
     waits: CoreWaits,
 ) -> StepReport | None:
     """The last step's report, on rank 0 and if any step ran.
 
     Args:
         told: of every step: files, and callbacks.
-        asked: to stop, and to leave off.
     """
     files, calls = told
     last: StepReport | None = None
     has_validated = False
     ratios: list[float] = []
     interval = prediction_interval(costs, trainer.mesh.layout)
-    config, (stop, pause) = trainer.config, asked
+    config = trainer.config
     lines = StepLines(console, config.log.lines_every_s, trainer.steps_done, config.train.steps)
     with lines.moving(), StepProfile(config, trainer.mesh.rank, trainer.steps_done) as profile:
         steps = trainer.train(
             costs,
             memory_cap_bytes,
-            asked_to_stop=lambda: stop.signal,
-            asked_to_pause=pause,
-            on_made_up=partial(_tell_made_up, told, console),
+            stop_requested=lambda: stop.signal,
+            on_late_pass=partial(_show_late_pass, told, console),
         )
         for report in steps:
             profiled = profile.after_step(trainer.steps_done)
@@ -292,7 +223,7 @@ def _run_steps(
     return last
 
 
-def _tell_made_up(told: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
+def _show_late_pass(told: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
     """A pass that an earlier start left out."""
     files, calls = told
     files.add_validation(validation)
@@ -336,7 +267,7 @@ def _show_start(
     trainer: Trainer,
     costs: CostCoefficients,
     memory_cap_bytes: int,
-    resumed: Path | KeptStep | None,
+    resumed: Path | None,
 ) -> None:
     config, model, mesh = trainer.config, trainer.model, trainer.mesh
     parameters = model.num_parameters
@@ -348,11 +279,6 @@ def _show_start(
         f"memory limit {format_bytes(memory_cap_bytes)} a process",
     )
     console.print(" | ".join(facts), soft_wrap=True)
-    if kept_bytes := trainer.survivors.num_bytes:
-        text = (
-            f"for survivors of a lost rank: {format_bytes(kept_bytes)} of shared memory a process hold its last steps"
-        )
-        console.print(text, soft_wrap=True)
     if config.train.deterministic and mesh.device.type == "cuda":
         times = deterministic_price(next(iter(trainer.stages.values())), model, mesh.layout.tp)
         console.print(f"deterministic kernels: attention's backward takes {times:.2f} times as long", soft_wrap=True)
@@ -362,15 +288,12 @@ def _show_start(
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
     copies = [max(one.data_sizes) for one in trainer.meshes.layouts]
-    if summed := reduction_line(copies, costs.reduction_beside):
-        console.print(summed, soft_wrap=True)
-        console.print(gather_line(copies, costs.gather_beside), soft_wrap=True)
+    if reduced := reduction_line(copies, costs.overlap if costs.overlap_reduction else None):
+        console.print(reduced, soft_wrap=True)
+        console.print(gather_line(copies, costs.overlap if costs.overlap_gather else None), soft_wrap=True)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
-    exchange, is_priced = config.parallel.cp_exchange, costs.prices_context_parts
-    if travelling := context_line(largest_group, exchange, costs.context_beside, is_priced=is_priced):
+    if travelling := context_line(largest_group, config.parallel.cp_exchange):
         console.print(travelling, soft_wrap=True)
-    if halves := halves_line(layout.tp, costs.tensor_beside):
-        console.print(halves, soft_wrap=True)
     if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
         console.print(groups, soft_wrap=True)
     if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):
@@ -385,10 +308,8 @@ def _show_start(
     for line in (position, *trainer.tokenizer_warnings, *trainer.label_warnings()):
         warn(line, console)
     warn(trainer.resume_warning, console)
-    if not isinstance(resumed, KeptStep):
-        for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
-            warn(line, console)
+    for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
+        warn(line, console)
     if resumed is not None:
-        where = "shared memory" if isinstance(resumed, KeptStep) else str(resumed)
-        line = resumed_line(where, trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
+        line = resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
         console.print(line, soft_wrap=True, markup=False)

@@ -1,4 +1,13 @@
-"""What every rank of a command does first: threads, process groups, costs, memory limit."""
+"""What every process of a run does before its first step: refuse settings that do not go together (`require_runnable`),
+join the others, build or read the costs, and set up the device.
+
+Each rule stands with what it protects, where it is checked again when the run builds its parts (under torchrun
+processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
+(`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_ring`), layers and stages (`types.layout`),
+tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.coverage`), sources and what
+their files hold (`data.part_files`). tests/support/matrix.py lists the pairs; all others are trained in
+tests/dist/test_matrix.py.
+"""
 
 import os
 import platform
@@ -14,25 +23,84 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from evenload.calibrate.beside_timings import Transferred, measured_beside
+from evenload.attention.backends import select_backend
 from evenload.calibrate.calibrate import calibrate
 from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
-from evenload.calibrate.halves_timings import measured_halves
-from evenload.cli.cost_lines import cost_file_warnings
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, read_coefficients
-from evenload.cost.coverage import missing_costs, require_covered, unmeasured_coefficients
+from evenload.calibrate.overlap import measured_overlap
+from evenload.cli.plan_inputs import cost_file_warnings
+from evenload.config.layouts import layouts_of, require_optimizer
+from evenload.config.planner import process_memory_bytes
+from evenload.config.sections import RunConfig, validation_data
+from evenload.config.tokenizer import require_tokenizer
+from evenload.config.train_config import TrainConfig
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
+from evenload.cost.coverage import missing_costs, require_covered
+from evenload.data.config import mixture_configs
+from evenload.data.hub import local_path
+from evenload.data.part_files import open_part
+from evenload.errors import ConfigError
 from evenload.plan.search.usable_cores import usable_cores
-from evenload.runtime.comm.membership import Membership
-from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes
-from evenload.runtime.comm.scalars import least_of_ranks
-from evenload.runtime.comm.warm_up import warm_up
-from evenload.runtime.config.machine_memory import process_memory_bytes
-from evenload.runtime.config.run_config import RunConfig
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.plan.strategies.registry import require_layouts, require_trainable
+from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.export_files import require_same_ids
+from evenload.runtime.model.hf_model import require_model
+from evenload.runtime.model.supported import attention_soft_cap
+from evenload.runtime.model.tensor_weights import require_tensor_parallel
+from evenload.runtime.replay.context_ring import require_no_window
+from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
 from evenload.types.transfers import ChannelChoice, channel_mode
+
+
+def require_runnable(config: TrainConfig) -> ParallelLayout:
+    """The layout in which a run starts whose settings go together; the error says which do not, and why."""
+    hf_config = load_config(config.model.path)
+    require_tensor_parallel(hf_config, config.parallel.tp)
+    spec = model_spec(config)
+    layouts = layouts_of(config, spec.num_layers)
+    layout = layouts[0]
+    require_layouts(config.plan.strategy, layout, len(layouts))
+    require_optimizer(config, spec, len(layouts))
+    require_whole_model(config, layouts)
+    _require_use_of_twins(config, layouts)
+    options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
+    for one in layouts:
+        require_trainable(config.plan.strategy, one, options, config.data.max_document_tokens)
+    if config.train.cost_file is not None:
+        file = config.train.cost_file
+        require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")
+    if config.parallel.cp_exchange == "ring":
+        require_no_window(max(spec.windows))
+    tokenizer = require_tokenizer(
+        config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
+    )
+    require_same_ids(tokenizer)
+    config.optimizer.rate(
+        config.optimizer.warmup_steps, config.train.steps
+    )  # a function of the user's is found and runs
+    if config.train.device == "cpu":  # a GPU's kernels are asked on the GPU
+        select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
+    for part in mixture_configs(config.data):
+        open_part(part)
+    if config.validation is not None:
+        for part in mixture_configs(validation_data(config.data, config.validation)):
+            open_part(part)
+    weights = None if config.model.random_init else local_path(config.model.path, "model.path", "weights")
+    require_model(hf_config, weights)
+    return layout
+
+
+def _require_use_of_twins(config: TrainConfig, layouts: tuple[ParallelLayout, ...]) -> None:
+    """Refuse a budget without effect as the user wrote it; a run that lost all but one of its layouts keeps it."""
+    if config.plan.twin_bytes is not None and len(layouts) == 1:
+        raise ConfigError(
+            f"plan.twin_bytes is {config.plan.twin_bytes}, but the run takes one layout, {layouts[0].describe()}, so "
+            "nothing moves between layouts and nothing is shared; leave it out, or declare others in plan.layouts"
+        )
+
 
 # Of a GPU, for CUDA, NCCL's buffers and what the allocator cannot use in one piece.
 _FREE_DEVICE_SHARE = 0.1
@@ -61,11 +129,9 @@ class RankSetup:
         return computing_demand(self.threads)
 
 
-def started_rank(
-    config: TrainConfig, *layouts: ParallelLayout, members: Membership | None = None
-) -> AbstractContextManager[RankSetup]:
+def started_rank(config: TrainConfig, *layouts: ParallelLayout) -> AbstractContextManager[RankSetup]:
     """Join the other processes of this job, with groups for these layouts; the run starts in the first."""
-    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes, members)
+    return joined_rank(config.train, layouts, config.parallel.channels, config.plan.memory_bytes)
 
 
 @contextmanager
@@ -74,16 +140,11 @@ def joined_rank(
     layouts: Sequence[ParallelLayout],
     channels: ChannelChoice = "auto",
     memory_bytes: int | None = None,
-    members: Membership | None = None,
 ) -> Iterator[RankSetup]:
     """As `started_rank`, with only what processes need to meet.
 
     Args:
         memory_bytes: what one process may hold; None = its share of what there is.
-        members: who trains, where others may be lost; None = all that the launcher started, to the end.
-
-    Raises:
-        RankLostError: with `members`, another rank is lost.
     """
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     threads = run.threads_per_process or max(1, usable_cores() // local_world)
@@ -96,29 +157,28 @@ def joined_rank(
             use_deterministic_kernels()
     require_device(run.device, local_world)
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
-    with _all_ranks(run.timeout_s) if members is None else members.groups(run.timeout_s):
-        meshes = create_meshes(
-            layouts,
-            device,
-            run.timeout_s,
-            run.checkpoint_timeout_s,
-            # Where a loss is no error nobody asks for signs.
-            signs=_store_of_signs() if members is None else None,
-            channels=channel_mode(channels, run.device, layouts),
-            ranks_per_machine=local_world,
-        )
-        if device.type == "cuda" or len(layouts) > 1:
-            warm_up(meshes)
-        cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
-        try:
-            yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
-        except BaseException:
-            if meshes.start.num_ranks == 1:  # there is nobody else, and this process may live on
-                meshes.start.watch.close()
-            raise
-        # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
-        meshes.start.watch.close()
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=run.timeout_s))
+    meshes = create_meshes(
+        layouts,
+        device,
+        run.timeout_s,
+        run.checkpoint_timeout_s,
+        signs=_store_of_signs(),
+        channels=channel_mode(channels, run.device, layouts),
+        ranks_per_machine=local_world,
+    )
+    if device.type == "cuda" or len(layouts) > 1:
+        warm_up(meshes)
+    cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
+    try:
+        yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
+    except BaseException:
+        if meshes.start.num_ranks == 1:  # there is nobody else, and this process may live on
+            meshes.start.watch.close()
+        raise
+    # Only where all went well: after an error other ranks may never answer, and the launcher ends them.
+    meshes.start.watch.close()
+    dist.destroy_process_group()
 
 
 def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: bool = False) -> None:
@@ -133,12 +193,6 @@ def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: b
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not any(name in environment for name in _ALLOCATOR_SETTINGS):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-@contextmanager
-def _all_ranks(timeout_s: float) -> Iterator[None]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    yield
 
 
 def run_coefficients(
@@ -163,27 +217,19 @@ def run_coefficients(
     return msgspec.structs.replace(
         found,
         context_exchange=config.parallel.cp_exchange,
-        reduction_beside=_beside(trainer, "sums", found.reduction_beside) if config.train.overlap_reduction else None,
-        gather_beside=_beside(trainer, "gathers", found.gather_beside) if config.train.overlap_gather else None,
-        context_beside=_beside(trainer, "context", found.context_beside) if config.parts_beside_attention else None,
-        tensor_beside=_halves_beside(trainer, found),
+        overlap=_overlap(trainer, found.overlap),
+        overlap_reduction=config.train.overlap_reduction,
+        overlap_gather=config.train.overlap_gather,
     )
 
 
-def _beside(trainer: Trainer, what: Transferred, known: BesideCompute | None) -> BesideCompute | None:
-    """What these transfers and packs cost each other: measured where costs do not say it, as those of a layout in which
-    nothing was summed, or of a run without overlap. Collective there."""
-    meshes = trainer.meshes
-    if known is not None or not (meshes.share_documents if what == "context" else meshes.sum_gradients):
+def _overlap(trainer: Trainer, known: OverlapCost | None) -> OverlapCost | None:
+    """Return how collectives and compute slow each other: measured where costs do not say it, as those of a layout in
+    which nothing was reduced; assumed on a GPU. Collective there."""
+    train, meshes = trainer.config.train, trainer.meshes
+    if known is not None or not meshes.sum_gradients or not (train.overlap_reduction or train.overlap_gather):
         return known
-    return measured_beside(meshes, what) or BesideCompute()
-
-
-def _halves_beside(trainer: Trainer, found: CostCoefficients) -> BesideHalves | None:
-    """Of packs in halves, as configured; measured where the costs do not say, and on GPUs assumed."""
-    if trainer.mesh.layout.tp == 1 or not trainer.config.train.overlap_tensor:
-        return None
-    return found.tensor_beside or measured_halves(trainer.meshes) or BesideHalves()
+    return measured_overlap(meshes) or OverlapCost()
 
 
 def _found_or_measured(
@@ -194,7 +240,6 @@ def _found_or_measured(
     if trainer.coefficients is not None and not is_anew:
         lacks = missing_costs(trainer.coefficients, mesh.layout)
         if not lacks:
-            _warn_of(trainer.coefficients, mesh, "the costs in the checkpoint", console)
             return trainer.coefficients
         console.print(
             f"the costs in the checkpoint do not cover layout {mesh.layout.describe()} ({', '.join(lacks)}): costs of "
@@ -212,7 +257,6 @@ def _found_or_measured(
             require_covered(found[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
             for line in cost_file_warnings(found[0], configured, name):
                 console.print(f"evenload: warning: {line}", soft_wrap=True, markup=False)
-            _warn_of(found[0], mesh, f"train.cost_file {configured}", console)
         return found[0]
     console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or trainer.config.data.max_document_tokens
@@ -243,16 +287,9 @@ def _found_or_measured(
     return measured.coefficients
 
 
-def _warn_of(costs: CostCoefficients, mesh: Mesh, origin: str, console: Console) -> None:
-    """Say what costs of an older version do not say of the layout that runs."""
-    for line in unmeasured_coefficients(costs, mesh.layout, on_cpu=mesh.device.type == "cpu"):
-        console.print(f"evenload: warning: {origin}: {line}", soft_wrap=True, markup=False)
-
-
 def what_is_timed(config: TrainConfig) -> str:
     """What changes measured seconds beside model, layout and device: costs are kept for runs that have the same."""
-    found = config.train.attention + (", fused norms" if config.train.fuses_norms else "")
-    found += ", fused elementwise" if config.train.fuses_elementwise else ""
+    found = config.train.attention
     if config.train.deterministic:
         found += ", deterministic"
     if config.train.device == "cuda":

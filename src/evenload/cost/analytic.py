@@ -7,8 +7,9 @@
                           prefix's keys are read inside the kernel)
     pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens: see `cost.coefficients` why the
                           loss of small products is a constant
-    context_part_s        kernel_s, as for all launches of a layer: a part has about half as many, and attention of
-                          fewer heads leaves some of a device idle at its end
+    tensor_exposed_share  1 - hidden share: of the 10 transfers of a layer (`cost.group_comm`) 6 are in 4 chunks, all
+                          but the first of which products hide, and 4 hide whole behind weight gradients; a hidden
+                          second costs the products 0.2 (`BesideCompute`). Half of the products hide something at most
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
 All are of one device that computes whole layers, except the constants of a pack; `cost.pack_cost` divides by tp and
@@ -17,9 +18,12 @@ its tiles (rows of one head) but has fewer to fill a device with, so a short pac
 strategies are trustworthy, absolute seconds need calibration.
 """
 
+import msgspec
+
 from evenload.cost.activation import kv_gradient_bytes_per_token
-from evenload.cost.coefficients import BesideCompute, BesideHalves, CostCoefficients, PassCoefficients
+from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, backward_linear_ratio
+from evenload.cost.group_comm import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ring_seconds
 from evenload.cost.support import require_supported_layout
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec
@@ -33,6 +37,10 @@ OPTIMIZER_BYTES_PER_PARAMETER = 30.0
 """AdamW reads gradient, master and two moments in fp32, writes the last three and the bf16 weight."""
 SLICE_SHARE_OF_KERNEL = 1 / 20
 """A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches."""
+CHUNKED_RINGS = 6
+"""Of the 10 transfers of hidden states of a layer, those in chunks (`runtime/replay/tensor_parallel.py`)."""
+HIDING_SHARE = 0.5
+"""Of a layer's matrix products, those that run while its tensor-parallel transfers are under way."""
 
 
 def analytic_coefficients(
@@ -69,7 +77,6 @@ def analytic_coefficients(
             prefix_s_per_token=prefix_s,
             slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * linear_ratio,
             pack_s=(device.kernel_s + linear_s / layout.tp * device.matmul_half_tokens) * linear_ratio,
-            context_part_s=device.kernel_s * linear_ratio,
         )
         for linear_ratio, pair_s, prefix_s in (
             (1.0, attention_s[0], 0.0),
@@ -84,7 +91,7 @@ def analytic_coefficients(
     # whole pipeline does; data-parallel ranks are neighbours.
     p2p = cluster.device_link(layout.world_size)
     reduce = cluster.group_link(max(layout.data_sizes), layout.tp)
-    return CostCoefficients(
+    found = CostCoefficients(
         source="analytic",
         device=device.name,
         peak_flops_per_s=device.peak_flops_per_s,
@@ -101,13 +108,24 @@ def analytic_coefficients(
         p2p_latency_s=p2p.latency_s,
         reduce_bandwidth_bytes_per_s=reduce.bandwidth_bytes_per_s,
         reduce_latency_s=reduce.latency_s,
-        reduction_beside=BesideCompute(),
-        gather_beside=BesideCompute(),
-        context_beside=BesideCompute(),
-        tensor_beside=BesideHalves(),
+        overlap=OverlapCost(),
         intra_node=cluster.intra_node,
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,
         nics_per_node=cluster.num_nics,
         host_link=cluster.host_link(),
     )
+    if layout.tp == 1:
+        return found
+    products_s = linear_s * (1.0 + backward_linear_ratio(model)) / layout.tp
+    return msgspec.structs.replace(found, tensor_exposed_share=_exposed_share(model, found, layout.tp, products_s))
+
+
+def _exposed_share(model: ModelSpec, found: CostCoefficients, tp: int, products_s: float) -> float:
+    """Of a layer's tensor-parallel transfers what its products (`products_s` a token, both directions) do not hide."""
+    rings = sum(TENSOR_RINGS.values())
+    whole_share = 1.0 - CHUNKED_RINGS / rings / TENSOR_CHUNKS
+    transfer_s, _ = tensor_ring_seconds(model, found, tp, rings)
+    assumed = OverlapCost()
+    gained_share = 1.0 - assumed.communication_slowdown * assumed.compute_slowdown
+    return 1.0 - gained_share * min(whole_share, HIDING_SHARE * products_s / transfer_s)

@@ -5,10 +5,9 @@ planners and the simulator never know where a number came from. A file of it is 
 in which measurements return to planning; it says what it was measured on (`cost.coverage` compares that with what is
 planned), and what was not measured is absent rather than free.
 
-Time of a pack on one layer is linear in six features of the pack:
+Time of a pack on one layer is linear in five features of the pack:
 
     linear_s_per_token · tokens + attention_s_per_pair · pairs + prefix_s_per_token · prefix + slice_s · slices + pack_s
-        + small_pack_s · max(0, 1 - tokens / small_pack_tokens)
 
 `prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys a slice reads and,
 in backward, gradients of K and V it adds to. Finer cuts pay it again and again, which bounds how fine is worth it.
@@ -20,10 +19,6 @@ and b, and beside them the kernel's own rates by rows and keys.
 n / (n + n_half) of its best speed takes `c·n / (n / (n + n_half)) = c·n + c·n_half`: the loss is exactly an
 additive constant per pack, so it needs no non-linear term and sums stay sums.
 
-`small_pack_s` is for packs of so few tokens that it takes longer to read weights, and in backward to read and write
-their gradients, than to compute with them: as long whatever the tokens, so the line has a knee. Where that lies
-(`small_pack_tokens`) is measured with it; data sheets do not say.
-
 A device that its host only queues work for is never ahead of its host, which needs a pack's kernels queued one by one:
 
     host_slice_s · slices + host_pack_s
@@ -32,7 +27,6 @@ A pack on a stage takes the longer of the two. Where both were measured (`calibr
 host's seconds; data sheets have none and put launches into `pack_s`, on top of the device's, which is never less.
 """
 
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -50,8 +44,6 @@ _SECONDS = (
     "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
 
-BESIDE = ("reduction_beside", "gather_beside", "context_beside", "tensor_beside")
-"""Fields with what transfers and compute cost each other."""
 _NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 """Where the link inside a node is not known."""
 
@@ -65,14 +57,8 @@ class PassCoefficients(Frozen):
         prefix_s_per_token: one token of the prefix of a slice, on top of its pairs.
         slice_s: constant of every slice (document piece) in a pack.
         pack_s: constant of every pack: kernel launches and the n/(n+n_half) loss of matrix products.
-        small_pack_s: what a pack of next to no tokens takes beyond that; less with every token, and nothing from
-            `CostCoefficients.small_pack_tokens` on.
         host_slice_s, host_pack_s: until the host has queued a slice's, and a pack's, part of this layer on the device;
             0 where the device is the host, and where it was not measured apart.
-        context_part_s: constant of every part but the first in which keys and values of a shared pack travel: its
-            launches, and what attention of fewer heads loses; None = not known, and they travel in one part.
-        meeting_s: constant of a layer in which ranks that share a pack meet, beyond their rows and transfers: they wait
-            for each other (`cost.group_comm`); None = not known, and nothing is counted.
     """
 
     linear_s_per_token: float
@@ -80,72 +66,37 @@ class PassCoefficients(Frozen):
     prefix_s_per_token: float = 0.0
     slice_s: float = 0.0
     pack_s: float = 0.0
-    small_pack_s: float = 0.0
     host_slice_s: float = 0.0
     host_pack_s: float = 0.0
-    context_part_s: float | None = None
-    meeting_s: float | None = None
 
 
-class BesideCompute(Frozen):
-    """Sums of gradients, gathers of weights, or of keys and values, that run while packs are computed: what each costs
-    the other.
+class OverlapCost(Frozen):
+    """How much collective communication and compute slow each other while both run: reduce-scatters of gradients beside
+    backwards, all-gathers of weights beside forwards.
 
     Args:
-        stretch: seconds of a transfer beside compute over its seconds alone.
-        slowdown: seconds that compute loses in each of them, 0..1. Where cores that compute move the bytes it is near
-            1, and nothing is gained; the default is for devices that copy beside their kernels, and not measured.
+        communication_slowdown: seconds of a collective beside compute over its seconds alone.
+        compute_slowdown: share of the time of such a collective that compute loses, 0..1. Where cores that compute move
+            the bytes it is near 1, and nothing is gained; the default is for devices that copy beside their kernels,
+            and not measured.
+
+    Raises:
+        ConfigError: a factor that is not above 0, or a share that is not in 0..1.
     """
 
-    stretch: float = 1.0
-    slowdown: float = 0.2
+    communication_slowdown: float = 1.0
+    compute_slowdown: float = 0.2
 
     def __post_init__(self) -> None:
-        if not self.stretch > 0:
-            raise ConfigError(f"stretch of transfers beside compute is {self.stretch}, must be above 0")
-        if not 0 <= self.slowdown <= 1:
-            raise ConfigError(f"slowdown by transfers beside compute is {self.slowdown}, must be in 0..1")
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """All of what was measured, in the order of the fields."""
-        return msgspec.structs.astuple(self)
+        if not self.communication_slowdown > 0:
+            raise ConfigError(f"overlap: communication_slowdown is {self.communication_slowdown}, must be above 0")
+        if not 0 <= self.compute_slowdown <= 1:
+            raise ConfigError(f"overlap: compute_slowdown is {self.compute_slowdown}, must be in 0..1")
 
     @property
     def pays(self) -> bool:
-        """A transfer keeps less from computing than it takes alone; else it had better not run beside it."""
-        return self.stretch * self.slowdown < 1
-
-    @property
-    def gained_share(self) -> float:
-        """Of the seconds of a sum alone, what a step saves by running it beside compute; below 0 where it loses."""
-        return 1 - self.stretch * self.slowdown
-
-    @property
-    def computed_share(self) -> float:
-        """Seconds of compute that go on beside a sum, over its seconds alone; at least the smallest float above 0."""
-        return max(self.stretch * (1 - self.slowdown), sys.float_info.min)
-
-
-class BesideHalves(BesideCompute):
-    """Tensor-parallel transfers of one half of a pack while the other half is computed: what each costs the other.
-
-    Args:
-        turns_s: what a layer and direction get longer by, because the halves hand the turn to each other some twelve
-            times; on devices of their own nothing, because only hosts hand it over.
-        host_turns_s: what the host takes for that while its device computes what was queued before: it counts with
-            what else the host queues (`PassCoefficients.host_pack_s`). 0 where the device is the host. The default is
-            for threads that wake each other.
-    """
-
-    turns_s: float = 0.0
-    host_turns_s: float = 1.5e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("turns_s", "host_turns_s"):
-            if not getattr(self, field) >= 0:
-                raise ConfigError(f"tensor_beside.{field} is {getattr(self, field)}, must be >= 0 seconds")
+        """Say whether a collective keeps less from computing than it takes alone; else it had better run alone."""
+        return self.communication_slowdown * self.compute_slowdown < 1
 
 
 class CostCoefficients(Frozen):
@@ -157,8 +108,6 @@ class CostCoefficients(Frozen):
         peak_flops_per_s: of one device; MFU is a share of it.
         forward, backward: seconds per layer.
         attention_tile: query rows of one attention block; an incomplete block costs a whole one. 1 = no tiles.
-        small_pack_tokens: packs of fewer tokens on a rank take some `small_pack_s` of either direction; 0 = none do;
-            None = not known, and nothing is counted.
         embedding_s_per_token: on the first stage, once in forward and once in backward.
         head_s_per_token, head_pack_s: final norm, logits, loss and their gradient. Charged to the LAST STAGE'S
             BACKWARD, because that is where the runtime computes them.
@@ -171,23 +120,21 @@ class CostCoefficients(Frozen):
         nics_per_node: adapters of a node, of which `inter_node` is one; None = `inter_node` is what a group gets in
             all, as measured.
         host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
-        tensor_exposed_share: of a tensor-parallel group's transfers, what does not hide behind matrix products.
+        tensor_exposed_share: of the bytes of a tensor-parallel group's transfers, what does not hide behind matrix
+            products; 0 = layers were measured with all of their transfers.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
         weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Less than
             half where elementwise work, which stays in I, is a part of these seconds; None = not measured, and half is
             taken, which it is by count of products (`cost.split_backward`).
         context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
             V of others hide; below 1 because both slow each other down.
-        context_beside: K and V of shared documents travel in parts while attention of the parts before is computed
-            (`cost.context_waiting`), and what that costs both; None = in one part (`train.overlap_context`).
         copy_s_per_byte: read one byte and write it elsewhere on the device.
         context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
-        reduction_beside: gradients are summed unit by unit while later ones are computed, and what that costs both;
-            None = after the last backward (`train.overlap_reduction`).
-        gather_beside: updated weights are gathered unit by unit while the next step begins, and what that costs both;
-            None = before it begins (`train.overlap_gather`).
-        tensor_beside: packs may be computed in halves that take turns, so that tensor-parallel transfers of one run
-            beside the other, and what that costs both; None = never (`train.overlap_tensor`).
+        overlap: how much packs slow, and are slowed by, gradients that are reduced and weights that are gathered
+            meanwhile, unit by unit; None = not measured, and neither runs beside compute.
+        overlap_reduction: gradients are reduced while later ones are computed (`train.overlap_reduction`), else after
+            the last backward; overlap_gather: updated weights are gathered while the next step begins
+            (`train.overlap_gather`), else before it.
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
         measured_on: the model and layout that were measured; None where nothing was.
@@ -203,7 +150,6 @@ class CostCoefficients(Frozen):
     forward: PassCoefficients
     backward: PassCoefficients
     attention_tile: int = 1
-    small_pack_tokens: int | None = None
     embedding_s_per_token: float = 0.0
     head_s_per_token: float = 0.0
     head_pack_s: float = 0.0
@@ -224,10 +170,9 @@ class CostCoefficients(Frozen):
     context_hidden_share: float = 0.8
     copy_s_per_byte: float = 0.0
     context_exchange: Literal["all_gather", "ring"] = "all_gather"
-    reduction_beside: BesideCompute | None = None
-    gather_beside: BesideCompute | None = None
-    context_beside: BesideCompute | None = None
-    tensor_beside: BesideHalves | None = None
+    overlap: OverlapCost | None = None
+    overlap_reduction: bool = True
+    overlap_gather: bool = True
     copies: CopySpec | None = None
     measured_on: MeasuredOn | None = None
     profile: Profile | None = None
@@ -247,10 +192,6 @@ class CostCoefficients(Frozen):
         if self.attention_tile < 1:
             raise ConfigError(
                 f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
-            )
-        if self.small_pack_tokens is not None and self.small_pack_tokens < 0:
-            raise ConfigError(
-                f"cost coefficients of {self.device}: small_pack_tokens is {self.small_pack_tokens}, must be >= 0"
             )
         if self.nics_per_node is not None and self.nics_per_node < 1:
             raise ConfigError(
@@ -275,18 +216,25 @@ class CostCoefficients(Frozen):
         return Disturbance(waited_share=self.profile.waited_share, spread=self.profile.spread)
 
     @property
-    def prices_context_parts(self) -> bool:
-        """What one part more of shared keys and values costs is known."""
-        return None not in (self.forward.context_part_s, self.backward.context_part_s)
-
-    @property
     def is_changed(self) -> bool:
         """A profile was changed after it was measured, by hand or by another program."""
         if self.profile is None:
             return False
-        kept = ((getattr(self, str(name)), measured) for name, *measured in self.profile.beside)
-        is_other = any(own is not None and own.seconds[: len(measured)] != tuple(measured) for own, measured in kept)
-        return is_other or self.profile.digest != digest_of(self)
+        return self.profile.digest != digest_of(self)
+
+    @property
+    def reduction_overlap(self) -> OverlapCost | None:
+        """Return what reducing gradients beside backwards costs; None where they are reduced after the last one: it is
+        not configured, not measured, or does not pay."""
+        return self._overlap_if(is_wanted=self.overlap_reduction)
+
+    @property
+    def gather_overlap(self) -> OverlapCost | None:
+        """Return what gathering weights beside forwards costs; None where they are gathered before the first one."""
+        return self._overlap_if(is_wanted=self.overlap_gather)
+
+    def _overlap_if(self, *, is_wanted: bool) -> OverlapCost | None:
+        return self.overlap if is_wanted and self.overlap is not None and self.overlap.pays else None
 
     def stage_link(self) -> LinkSpec:
         """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""

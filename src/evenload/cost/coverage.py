@@ -8,7 +8,6 @@ the shape: seconds are of one layer, and pairs of tokens are counted by window.
                 nothing about another tp. Measured on whole matrices (tp 1), any tp can be costed
     links       a link is known between as many devices as took part in the measurement, and not known where nothing
                 was sent over it
-    others      coefficients that a later version measures and this file does not say: what is taken instead is told
 
 A run measures what its costs lack; a plan without devices takes links from its cluster and says so. Where a run may
 change its layout, what one of its links measured stands for those that another layout of the same processes needs.
@@ -92,32 +91,6 @@ def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tup
     if layout.cp * layout.tp > 1 and coefficients.group_link_or_none(layout.cp * layout.tp, 1) is None:
         lacks.append("group link")
     return tuple(lacks)
-
-
-def unmeasured_coefficients(coefficients: CostCoefficients, layout: ParallelLayout, *, on_cpu: bool) -> tuple[str, ...]:
-    """What measured costs do not say of a layout and what is taken for it, one sentence each: such as files of versions
-    that did not measure it yet.
-
-    Args:
-        on_cpu: they were measured on a CPU; on a GPU nobody times ranks that meet.
-    """
-    lacking = []
-    if layout.num_stages > 1 and coefficients.weight_share is None:
-        lacking.append(
-            "weight_share, of a backward that is split what its weight gradients take, was not measured: half is taken"
-        )
-    if coefficients.small_pack_tokens is None:
-        lacking.append(
-            "small_pack_tokens, below how many tokens packs take longer than in line with others, was not measured: "
-            "nothing is counted, and packs of few tokens may take longer than predicted"
-        )
-    of_passes = (coefficients.forward.meeting_s, coefficients.backward.meeting_s)
-    if on_cpu and layout.dp * layout.cp > 1 and None in of_passes:
-        lacking.append(
-            "meeting_s, what a layer takes longer because ranks that share a pack meet in it, was not measured: "
-            "nothing is counted, and such packs may take longer than predicted"
-        )
-    return tuple(f"{sentence}; evenload profile and train.recalibrate = true measure it" for sentence in lacking)
 
 
 def require_covered(coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, origin: str) -> None:

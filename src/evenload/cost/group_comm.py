@@ -2,22 +2,16 @@
 
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
 before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
-for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of it does not hide
-behind matrix products: all of it, because the runtime waits for each, but where a pack is computed in halves
-(`cost.tensor_halves`). Recomputing makes the output of attention again,
-so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept. A backward split
-into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of both blocks and the
-gradients of both outputs again: 4 more.
+for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of their bytes does not hide behind
+matrix products (`cost.analytic` says how the share comes about); their latency does not. Recomputing makes the output
+of attention again, so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept.
+A backward split into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of
+both blocks and the gradients of both outputs again: 4 more.
 
 Context parallelism: K and V of a pack are all-gathered before attention, and dK and dV are reduce-scattered behind it
 in backward. K and V are gathered in backward again only of documents that are never cut: of others every rank has kept
 them. What arrives is put in its place, which costs copies (`copy_s_per_byte`) that nothing hides. Transfers hide behind
-`context_hidden_share` (default 0.8) of the attention of *local* documents, those that lie whole on one rank, and where
-they travel in parts all but the first behind that of the parts before (`cost.context_waiting`).
-
-Ranks that meet in a layer for these transfers take `meeting_s` longer for it than rows and transfers by themselves:
-each of them is late at times, who waited has to be woken, and launches come on top. It is a constant of a layer and
-direction, whatever the pack holds (docs/decisions/08-prices.md).
+`context_hidden_share` (default 0.8) of the attention of *local* documents, those that lie whole on one rank.
 
 A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 transfers of 1/n each, and
 in backward their gradients in n, the last of which brings them home and hides behind nothing. The others hide behind
@@ -40,6 +34,8 @@ from evenload.types.model import ModelSpec
 
 TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
 """All-gathers and reduce-scatters of a layer's hidden states."""
+TENSOR_CHUNKS = 4
+"""Transfers that a collective of a pack's hidden states is divided into at most, so that products hide all but one."""
 WEIGHT_RINGS = 4
 """All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`."""
 
@@ -64,12 +60,10 @@ class ContextSeconds(NamedTuple):
 
     Args:
         transfer_s: transfers that attention may hide.
-        latency_s: of these, what any number of bytes takes.
-        plain_s: copies, transfers that nothing hides, and what a layer takes longer because ranks meet in it.
+        plain_s: copies, and transfers that nothing hides.
     """
 
     transfer_s: NDArray[np.float64]
-    latency_s: NDArray[np.float64]
     plain_s: NDArray[np.float64]
 
 
@@ -77,7 +71,7 @@ def tensor_seconds(
     model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
 ) -> tuple[float, float]:
     """(seconds a token, seconds a pack) of one layer that are exposed."""
-    return tensor_ring_seconds(model, coefficients, tp, TENSOR_RINGS[direction] * coefficients.tensor_exposed_share)
+    return _exposed_seconds(model, coefficients, tp, TENSOR_RINGS[direction])
 
 
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
@@ -98,8 +92,14 @@ def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: in
 
 def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
     """(seconds a token, seconds a pack) of one layer's transfers that recomputing makes again, exposed."""
-    rings = (2 if model.post_norm else 1) * coefficients.tensor_exposed_share
-    return tensor_ring_seconds(model, coefficients, tp, rings)
+    return _exposed_seconds(model, coefficients, tp, 2 if model.post_norm else 1)
+
+
+def _exposed_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: int) -> tuple[float, float]:
+    """Of `tensor_ring_seconds` what is exposed; nothing where layers were measured with their transfers."""
+    token_s, pack_s = tensor_ring_seconds(model, coefficients, tp, rings)
+    share = coefficients.tensor_exposed_share
+    return share * token_s, pack_s if share else 0.0
 
 
 def context_seconds(
@@ -120,8 +120,7 @@ def context_seconds(
     """
     whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
-    meeting_s = coefficients.of_pass(direction).meeting_s or 0.0
-    found = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)), np.zeros(len(ranks)))
+    found = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)))
     tokens = whole_tokens + cut_tokens
     for size in np.unique(ranks[tokens > 0]).tolist():
         if size == 1:
@@ -130,11 +129,10 @@ def context_seconds(
         from_whole, from_cut = whole_tokens[of_size], cut_tokens[of_size]
         moved = (from_whole * whole.token_bytes + from_cut * cut.token_bytes) * (size - 1) / size
         hops = np.where(from_whole > 0, whole.rings, cut.rings) * (size - 1)
-        found.latency_s[of_size] = hops * link.latency_s
         found.transfer_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
         placed = from_whole * whole.placed_bytes + from_cut * cut.placed_bytes
         home_s = tokens[of_size] * home_bytes / size / link.bandwidth_bytes_per_s + home_hops * link.latency_s
-        found.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s + meeting_s
+        found.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
     return found
 
 

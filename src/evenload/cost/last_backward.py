@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.coefficients import PassCoefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.slice_features import MISSING_COLUMN, pairs_column, prefix_column
+from evenload.cost.slice_features import pairs_column, prefix_column
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 
@@ -58,7 +58,6 @@ def unit_seconds(
         else:
             window = costs.windows.index(costs.model.windows[unit - 1])
             rates[:3, at] = layer.linear_s_per_token / tp, layer.slice_s, layer.pack_s
-            rates[MISSING_COLUMN, at] = layer.small_pack_s / tp
             rates[pairs_column(window), at] = layer.attention_s_per_pair / tp
             rates[prefix_column(window), at] = layer.prefix_s_per_token / tp
     return features @ rates

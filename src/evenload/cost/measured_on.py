@@ -1,7 +1,5 @@
-"""What the coefficients of a cost file were measured on: the model, the layout, how busy the machine was meanwhile, and
-packs to time again later."""
-
-from typing import Literal
+"""What the coefficients of a cost file were measured on: the model, the layout, and how busy the machine was
+meanwhile."""
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
@@ -41,26 +39,12 @@ class Disturbance(Frozen):
         )
 
 
-class MeasuredPack(Frozen):
-    """A pack that was timed, to be timed again later: the difference is the machine's (`calibrate.yardstick`).
-
-    Args:
-        slices: (document, start, stop).
-        seconds: of one layer, medians of repeats, the mean of all ranks.
-    """
-
-    direction: Literal["forward", "backward"]
-    slices: tuple[tuple[int, int, int], ...]
-    seconds: float
-
-
 class MeasuredOn(Frozen):
     """What measured coefficients were measured on.
 
     Args:
         model: whose layers were timed, in the precision that they computed in.
         dp, cp, pp, tp: sizes of the layout that ran; links between more devices than those are not known.
-        packs: a few that were timed, cheapest first; cost files of older versions hold none.
         disturbance: of the machine meanwhile; None = not known (cost files of older versions).
     """
 
@@ -69,7 +53,6 @@ class MeasuredOn(Frozen):
     cp: int
     pp: int
     tp: int
-    packs: tuple[MeasuredPack, ...] = ()
     disturbance: Disturbance | None = None
 
     def __post_init__(self) -> None:

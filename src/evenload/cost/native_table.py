@@ -11,7 +11,6 @@ from evenload import _native
 from evenload.cost.activation import activation_bytes_per_token
 from evenload.cost.attention_workspace import KEY_GRADIENT_BYTES
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.context_waiting import most_parts
 from evenload.cost.group_comm import ContextTraffic, context_traffic, ring_home, weight_gather_seconds
 from evenload.cost.memory import HEAD_ROWS, byte_rates
 from evenload.cost.split_backward import weight_elements_per_token, weight_share
@@ -46,7 +45,6 @@ def native_table(
     table.shared_tile = coefficients.attention_tile if keeps_short_whole else 0
     table.devices_per_node = coefficients.devices_per_node
     table.windows = sorted(set(model.windows))
-    table.small_pack_tokens = coefficients.small_pack_tokens or 0
     table.forward, table.backward = (
         _pass_table(model, coefficients, layout.tp, direction, stage_seconds[direction], host_seconds[direction])
         for direction in ("forward", "backward")
@@ -54,9 +52,6 @@ def native_table(
     table.context_hidden_share = coefficients.context_hidden_share
     table.copy_s_per_byte = coefficients.copy_s_per_byte
     table.context_ring = coefficients.context_exchange == "ring"
-    table.context_most_parts = most_parts(model, coefficients, layout.tp)
-    if (beside := coefficients.context_beside) is not None:
-        table.context_gained_share, table.context_computed_share = beside.gained_share, beside.computed_share
     # In the core only groups at stride tp choose between the two, and what they get between nodes does not depend on
     # how many they are: the link of one that leaves its node is that of all.
     between = coefficients.group_link_or_none(coefficients.devices_per_node + 1, layout.tp)
@@ -88,7 +83,6 @@ def native_table(
     table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
     table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
     table.weight_pack_s = coefficients.backward.pack_s
-    table.weight_small_pack_s = coefficients.backward.small_pack_s / layout.tp
     table.weight_share = weight_share(model, coefficients)
     table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
@@ -104,15 +98,12 @@ def _pass_table(
     stage_seconds: NDArray[np.float64],
     host_seconds: NDArray[np.float64],
 ) -> _native.PassTable:
-    of_pass = coefficients.of_pass(direction)
     return _native.PassTable(
         stage_seconds.ravel().tolist(),
         host_seconds.ravel().tolist(),
         _traffic(context_traffic(model, coefficients, tp, direction, is_cut=False)),
         _traffic(context_traffic(model, coefficients, tp, direction, is_cut=True)),
         *map(float, ring_home(model, coefficients, tp, direction)),
-        context_part_s=of_pass.context_part_s or 0.0,
-        meeting_s=of_pass.meeting_s or 0.0,
     )
 
 

@@ -7,7 +7,7 @@ Details that matter:
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
 - A stage's host may take longer to queue a pack than its device to compute it: a pack takes the longer of the two.
 - Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
-  pack costs what its ranks take on average. K and V travel for slices that are cut (`cost.context_waiting`). That is
+  pack costs what its ranks take on average. K and V travel for slices that are cut (`cost.group_comm`). That is
   what searches compare; what a plan promises is the slowest rank by its own rows (`cost.ranked_packs`).
 - Recomputed layers of the layout (`ParallelLayout.stage_recomputed`): part of what a token and a pack cost in backward.
 - Policies (`cost.activation`): a recomputed document pays the matrix products that are made again in backward, which
@@ -15,7 +15,6 @@ Details that matter:
   its copies to or from the host.
 """
 
-import copy
 import functools
 
 import numpy as np
@@ -24,7 +23,6 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.activation import OFFLOAD, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.context_waiting import ContextWork, context_parts, most_parts, waiting_seconds
 from evenload.cost.group_comm import context_seconds
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.native_table import native_table
@@ -59,7 +57,6 @@ class PackCosts:
         keeps_short_whole: bool = True,
     ) -> None:
         require_supported_layout(model, layout)
-        self.most_context_parts = most_parts(model, coefficients, layout.tp)
         self.keeps_short_whole = keeps_short_whole
         self.model = model
         self.coefficients = coefficients
@@ -70,7 +67,6 @@ class PackCosts:
             tile=coefficients.attention_tile,
             causal=model.causal,
             keeps_short_whole=keeps_short_whole,
-            small_pack_tokens=coefficients.small_pack_tokens,
         )
         self._rates = StageRates(model, coefficients, layout, self.windows)
         self.stage_seconds: dict[Direction, NDArray[np.float64]] = {
@@ -103,23 +99,10 @@ class PackCosts:
             keeps_short_whole=self.keeps_short_whole,
         )
 
-    def with_stage_seconds(
-        self,
-        stage_seconds: dict[Direction, NDArray[np.float64]],
-        host_seconds: dict[Direction, NDArray[np.float64]],
-    ) -> "PackCosts":
-        """The same but for what features of packs cost on every stage, of device and host; for searches under another
-        price."""
-        other = copy.copy(self)
-        for cached in ("native", "pack_constant_s"):
-            other.__dict__.pop(cached, None)
-        other.stage_seconds, other.host_seconds = stage_seconds, host_seconds
-        return other
-
     @functools.cached_property
     def pack_constant_s(self) -> float:
-        """Seconds that a pack takes on all stages, forward and backward, whatever is in it, but for what small ones
-        take longer; at least the smallest float above 0."""
+        """Seconds that a pack takes on all stages, forward and backward, whatever is in it; at least the smallest float
+        above 0."""
         constant_s = sum(
             float(np.maximum(matrix[2], self.host_seconds[direction][1]).sum())
             for direction, matrix in self.stage_seconds.items()
@@ -146,9 +129,7 @@ class PackCosts:
         if (columns.cp > 1).any():
             is_local = ~self.features.is_sharded(columns.slice_tokens(), columns.cp)
             travelling = self._travelling_tokens(columns, is_cut)
-            work = self.context_work(columns, direction, columns.pack_ranks(), *travelling, is_local)
-            parts = context_parts(self.coefficients, direction, self.most_context_parts, work)
-            seconds += waiting_seconds(self.coefficients, direction, parts, work)
+            seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *travelling, is_local)
         return seconds if policy is None else self.under_policy(seconds, columns, direction, policy)
 
     def under_policy(
@@ -170,7 +151,7 @@ class PackCosts:
         seconds, host = weighted(features, self.stage_seconds[direction]), self.host_seconds[direction]
         return np.maximum(seconds, weighted(features[:, 1:3], host)) if host.any() else seconds
 
-    def context_work(
+    def waiting_seconds(
         self,
         columns: SliceColumns,
         direction: Direction,
@@ -178,21 +159,24 @@ class PackCosts:
         whole_tokens: NDArray[np.float64],
         cut_tokens: NDArray[np.float64],
         is_local: NDArray[np.bool_],
-    ) -> ContextWork:
-        """Transfers of shared documents' keys and values, and the attention that runs meanwhile.
+    ) -> NDArray[np.float64]:
+        """What keys and values of shared documents cost beyond attention: transfers that attention of local documents
+        does not hide, and copies; float64[num_packs, P].
 
         Args:
             ranks, whole_tokens, cut_tokens: of every pack, as `group_comm.context_seconds` takes them.
             is_local: bool[num_slices], of documents that lie whole on the rank.
         """
         tokens = ranks, whole_tokens, cut_tokens
-        layer_s = context_seconds(self.model, self.coefficients, self.layout.tp, *tokens, direction)
+        layer = context_seconds(self.model, self.coefficients, self.layout.tp, *tokens, direction)
         local_s = self._attention_seconds(self._features(columns, is_local), direction)
-        all_s = self._attention_seconds(self._features(columns), direction)
         if self.coefficients.context_exchange == "ring":
             # All rounds but the last have a transfer under way.
+            all_s = self._attention_seconds(self._features(columns), direction)
             local_s = local_s + (all_s - local_s) * ((ranks - 1) / ranks)[:, None]
-        return ContextWork(*layer_s, local_s, all_s, self.layers())
+        layers = self.layers()
+        exposed_s = np.outer(layer.transfer_s, layers) - self.coefficients.context_hidden_share * local_s
+        return np.maximum(0.0, exposed_s) + np.outer(layer.plain_s, layers)
 
     def context_seconds(
         self, columns: SliceColumns, direction: Direction
@@ -279,8 +263,7 @@ class PackCosts:
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
         """All useful work of a step on all devices, spread evenly: no recompute, no padding, no tiles, no
         per-slice or per-pack constants, no communication, no optimizer. No schedule can beat it under this
-        cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it, and
-        halves may hide them."""
+        cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it."""
         whole = self._rates.features("forward", tp=1) + self._rates.features("backward", tp=1)
         return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
 
@@ -293,7 +276,7 @@ class PackCosts:
         """Of all documents together, whole, without tiles and constants."""
         tokens = np.asarray(num_tokens, np.int64)
         features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
-        features[:, 1:3] = 0.0  # of what packs lack, slices alone have nothing
+        features[:, 1:3] = 0.0
         return features.sum(axis=0)
 
     def require_sliceable(self, columns: SliceColumns) -> None:

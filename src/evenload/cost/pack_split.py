@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 
 from evenload.cost.activation import OFFLOAD, REPLAY
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedHalves, rank_waiting_seconds
-from evenload.cost.tensor_halves import halved_packs
+from evenload.cost.ranked_packs import RankedPacks, rank_waiting_seconds
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 
-_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "small_pack_s", "host_slice_s", "host_pack_s")
+_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "host_slice_s", "host_pack_s")
 """Of `PassCoefficients`."""
 
 
@@ -55,18 +54,15 @@ def split_pack_seconds(
     columns: SliceColumns,
     direction: Direction,
     policy: NDArray[np.int8] | None = None,
-    in_ranks: RankedHalves | None = None,
-    first_rows: NDArray[np.int64] | None = None,
+    ranked: RankedPacks | None = None,
 ) -> PackSplit:
     """Seconds of every pack on every virtual stage by cause.
 
     Args:
         policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
-        in_ranks: the same packs rank by rank; None = nobody shares them, or the mean that searches compare.
-        first_rows: int64[num_packs], of packs in halves, whose costs and gains are those of transfers; None = none.
+        ranked: the same packs rank by rank; None = nobody shares them, or the mean that searches compare.
     """
     coefficients, layout = costs.coefficients, costs.layout
-    ranked = None if in_ranks is None else in_ranks.whole
     without_tp = msgspec.structs.replace(coefficients, tensor_exposed_share=0.0)
     passes = {
         name: msgspec.structs.replace(getattr(without_tp, name), **dict.fromkeys(_NOT_USEFUL, 0.0))
@@ -96,17 +92,13 @@ def split_pack_seconds(
         kept = np.where(policy == OFFLOAD, REPLAY, policy).astype(np.int8)
         recomputed_s, planned_s = (costs.under_policy(recomputed_s, rows, direction, codes) for codes in (kept, policy))
     slowest_s = planned_s if ranked is None else ranked.slowest(planned_s)
-    tp_s = compute_s - without_tp_s
-    if first_rows is not None:
-        tp_s = tp_s + halved_packs(costs, columns, direction, policy, first_rows, in_ranks).more_s
-    # Transfers that were measured with their layers are in those' useful work, and so is what hides of them.
     return PackSplit(
-        useful_s=useful_s + np.minimum(0.0, tp_s),
+        useful_s=useful_s,
         kernels_s=without_tp_s - ideal_s,
         padding_s=ideal_s - useful_s,
         recompute_s=mean(recomputed_s - replayed_s),
         offload_s=mean(planned_s - recomputed_s),
-        tp_communication_s=np.maximum(0.0, tp_s),
+        tp_communication_s=compute_s - without_tp_s,
         cp_communication_s=mean(rank_waiting_s),
         cp_imbalance_s=slowest_s - mean(planned_s),
     )

@@ -104,8 +104,7 @@ class Profile(Frozen):
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
         held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 where the system does not
             say), at the peak of the longest round; counted_bytes: that its tensors needed.
-        beside: (name in the cost file, stretch, slowdown) of transfers beside compute as they were measured; a run
-            leaves out those that it does not overlap.
+        has_overlap: it measured `CostCoefficients.overlap`; else a run measures it.
         digest: of the coefficients as they were measured, to notice a later change by hand.
     """
 
@@ -128,27 +127,26 @@ class Profile(Frozen):
     activation_bytes: dict[str, int]
     held_bytes: int
     counted_bytes: int
-    beside: tuple[tuple[str | float, ...], ...] = ()
+    has_overlap: bool = False
     digest: str = ""
 
 
 def digest_of(coefficients: msgspec.Struct) -> str:
     """Of all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
-    default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel, when
-    gradients are summed and whether packs have halves, which it chooses (`beside` has what the profile measured of
-    that), and what copies take between its processes, which it measures."""
+    default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and what it
+    overlaps, which it chooses, and what copies take between its processes, which it measures."""
     tree = _said(coefficients)
     for of_run in (
         "context_exchange",
-        "reduction_beside",
-        "gather_beside",
-        "context_beside",
-        "tensor_beside",
+        "overlap_reduction",
+        "overlap_gather",
         "copies",
     ):
         tree.pop(of_run, None)
     if "profile" in tree:
         tree["profile"].pop("digest", None)
+        if not tree["profile"].get("has_overlap"):
+            tree.pop("overlap", None)
     return hashlib.sha256(msgspec.json.encode(tree, order="deterministic")).hexdigest()[:16]
 
 

@@ -12,14 +12,12 @@ Who computes which rows says `stepplan.ranked_packs`. O(ranges + packs · ranks 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.context_waiting import ContextWork, beside_seconds, context_parts, waiting_seconds
 from evenload.cost.pack_cost import PackCosts
-from evenload.types.columns import SliceColumns, joined_ranges
+from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 
 
@@ -44,25 +42,6 @@ class RankedPacks:
     whole_tokens: NDArray[np.float64]
     cut_tokens: NDArray[np.float64]
 
-    @classmethod
-    def alone(cls, columns: SliceColumns) -> "RankedPacks":
-        """Packs that nobody shares."""
-        no_tokens, yes = np.zeros(columns.num_packs), np.ones(columns.num_slices, bool)
-        return cls(columns, np.arange(columns.num_packs + 1), yes, ~yes, no_tokens, no_tokens)
-
-    def taken(self, packs: NDArray[np.intp]) -> "RankedPacks":
-        """Some packs, in their order."""
-        ranks = self.num_ranks()[packs]
-        rows, chosen = self.rows.packs_at(joined_ranges(self.first_rank[packs], ranks))
-        return RankedPacks(
-            rows,
-            np.concatenate([[0], np.cumsum(ranks)]),
-            self.is_local[chosen],
-            self.is_cut[chosen],
-            self.whole_tokens[packs],
-            self.cut_tokens[packs],
-        )
-
     def num_ranks(self) -> NDArray[np.int64]:
         """Of every pack."""
         return np.diff(self.first_rank)
@@ -79,18 +58,6 @@ class RankedPacks:
         if not len(rank_values):
             return rank_values
         return operation.reduceat(rank_values, self.first_rank[:-1], axis=0)
-
-
-class RankedHalves(NamedTuple):
-    """Packs of one direction, of which some are in halves.
-
-    Args:
-        whole: as they were in one go.
-        halves: as they are; every pack is one of these, or two (`cost.halved_rows.in_halves`).
-    """
-
-    whole: RankedPacks
-    halves: RankedPacks
 
 
 def rank_seconds(
@@ -110,61 +77,8 @@ def rank_seconds(
 
 def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> NDArray[np.float64]:
     """Of `rank_seconds` what keys and values of shared documents cost; float64[packs of `ranked.rows`, P]."""
-    work = _context_work(costs, ranked, direction)
-    parts = np.repeat(_parts(costs, ranked, direction, work), ranked.num_ranks())
-    return waiting_seconds(costs.coefficients, direction, parts, work)
-
-
-def waiting_in_parts(
-    costs: PackCosts, ranked: RankedPacks, direction: Direction, parts: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """As `rank_waiting_seconds`, with keys and values in so many parts (int64[num_packs]), and `beside_seconds` of
-    these; float64[packs of `ranked.rows`, P] each."""
-    work, of_ranks = _context_work(costs, ranked, direction), np.repeat(parts, ranked.num_ranks())
-    waiting_s = waiting_seconds(costs.coefficients, direction, of_ranks, work)
-    return waiting_s, *beside_seconds(costs.coefficients, of_ranks, work)
-
-
-class TravellingParts(NamedTuple):
-    """How keys and values of packs travel.
-
-    Args:
-        parts: int64[num_packs], in so many each, by the mean over its ranks.
-        beside_s, hidden_s: float64[num_packs, P], as `context_waiting.beside_seconds`, means over its ranks.
-    """
-
-    parts: NDArray[np.int64]
-    beside_s: NDArray[np.float64]
-    hidden_s: NDArray[np.float64]
-
-
-def travelling_parts(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> TravellingParts:
-    """Of all packs of a replica in one direction."""
-    if costs.most_context_parts == 1 or (ranked.num_ranks() == 1).all():
-        nothing_s = np.zeros((len(ranked.whole_tokens), costs.layout.num_stages))
-        return TravellingParts(np.ones(len(ranked.whole_tokens), np.int64), nothing_s, nothing_s)
-    work = _context_work(costs, ranked, direction)
-    parts = _parts(costs, ranked, direction, work)
-    found = beside_seconds(costs.coefficients, np.repeat(parts, ranked.num_ranks()), work)
-    return TravellingParts(parts, *map(ranked.mean, found))
-
-
-def _context_work(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> ContextWork:
-    """Of every rank of every pack."""
     ranks = ranked.num_ranks()
     whole_tokens, cut_tokens = np.repeat(ranked.whole_tokens, ranks), np.repeat(ranked.cut_tokens, ranks)
-    return costs.context_work(
+    return costs.waiting_seconds(
         ranked.rows, direction, np.repeat(ranks, ranks), whole_tokens, cut_tokens, ranked.is_local
     )
-
-
-def _parts(costs: PackCosts, ranked: RankedPacks, direction: Direction, work: ContextWork) -> NDArray[np.int64]:
-    first = ranked.first_rank[:-1]
-    of_packs = work._replace(
-        transfer_s=work.transfer_s[first],
-        latency_s=work.latency_s[first],
-        plain_s=work.plain_s[first],
-        local_s=ranked.mean(work.local_s),
-        all_s=ranked.mean(work.all_s),
-    )
-    return context_parts(costs.coefficients, direction, costs.most_context_parts, of_packs)

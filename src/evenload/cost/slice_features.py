@@ -1,8 +1,7 @@
 """`SliceFeatures`: what the cost of a slice, or of a pack, is linear in.
 
-Columns: tokens, slices, 1, what the pack lacks of tokens, then pairs and prefix of each distinct window of the model.
+Columns: tokens, slices, 1, then pairs and prefix of each distinct window of the model.
 
-- Packs of few tokens: `missing_share`, the only feature that is no sum over slices.
 - Sliding windows: layers with equal windows share one pair count.
 - Tiles: flash attention computes whole blocks of `tile` query rows. The rows a slice lacks to full blocks cost like its
   last row, which sees `min(stop, window)` keys (WLB §5.2).
@@ -30,14 +29,12 @@ class SliceFeatures:
         tile: query rows of one attention block; an incomplete block costs a whole one.
         causal: every token sees those before it; else the whole document.
         keeps_short_whole: short slices of a shared pack stay whole on one rank.
-        small_pack_tokens: packs of fewer lack some (`missing_share`); 0 or None = none do.
     """
 
     windows: tuple[int, ...]
     tile: int
     causal: bool
     keeps_short_whole: bool
-    small_pack_tokens: int | None
 
     def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
         """float64[num_packs, num_columns], of one of the ranks that share each pack.
@@ -52,16 +49,15 @@ class SliceFeatures:
             slices = slices * chosen[:, None]
         packs = columns.num_packs
         out = np.empty((packs, slices.shape[1]))
-        for column in (0, 1, *range(MISSING_COLUMN + 1, slices.shape[1])):
+        for column in (0, 1, *range(3, slices.shape[1])):
             out[:, column] = np.bincount(pack, weights=slices[:, column], minlength=packs)
         out[:, 2] = 1.0
-        out[:, MISSING_COLUMN] = missing_share(out[:, 0], self.small_pack_tokens)
         return out
 
     def of_slices(
         self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None, tile: int | None = None
     ) -> NDArray[np.float64]:
-        """float64[num_slices, num_columns]; column 2 is left 1 for the pack constant, and slices lack no tokens.
+        """float64[num_slices, num_columns]; column 2 is left 1 for the pack constant.
 
         Args:
             ranks: int64[num_slices] that share each slice; None = 1.
@@ -71,7 +67,7 @@ class SliceFeatures:
             return self._of_shared_slices(start, stop, ranks)
         tile = self.tile if tile is None else tile
         rows = stop - start
-        out = self._blank(len(rows))
+        out = np.ones((len(rows), num_columns(len(self.windows))))
         out[:, 0] = rows
         missing_rows = -rows % tile
         for index, window in enumerate(self.windows):
@@ -86,18 +82,12 @@ class SliceFeatures:
         shortest = 2 * ranks * self.tile if self.keeps_short_whole else 0
         return (ranks > 1) & (rows >= shortest)
 
-    def _blank(self, num_slices: int) -> NDArray[np.float64]:
-        """Ones, but for what slices lack of tokens."""
-        out = np.ones((num_slices, num_columns(len(self.windows))))
-        out[:, MISSING_COLUMN] = 0.0
-        return out
-
     def _of_shared_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
         """As `of_slices` of one of the ranks that share each slice, on average over them."""
         rows = stop - start
         sharded = self.is_sharded(rows, ranks)
         share = 1.0 / ranks
-        out = self._blank(len(rows))
+        out = np.ones((len(rows), num_columns(len(self.windows))))
         out[:, 0] = rows * share
         out[:, 1] = np.where(sharded, 2.0, share)
         chunk = -(-rows // (2 * ranks))
@@ -115,14 +105,6 @@ class SliceFeatures:
             prefix, chunk_prefix = (np.minimum(keys, window) if window else keys for keys in (start, chunk_start))
             out[:, prefix_column(index)] = np.where(sharded, 2 * chunk_prefix, prefix * share)
         return out
-
-
-def missing_share(tokens: NDArray, small_pack_tokens: int | None) -> NDArray[np.float64]:
-    """Of so many tokens what packs lack, as a share; float64, as `tokens`. Packs that are empty lack nothing: there is
-    nothing that they compute."""
-    if not small_pack_tokens:
-        return np.zeros(np.shape(tokens))
-    return np.where(tokens > 0, np.maximum(0.0, 1.0 - tokens / small_pack_tokens), 0.0)
 
 
 def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
@@ -143,19 +125,15 @@ def weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDAr
     return total
 
 
-MISSING_COLUMN = 3
-"""Of what packs lack of tokens."""
-
-
 def num_columns(num_windows: int) -> int:
     return pairs_column(num_windows)
 
 
 def pairs_column(window_index: int) -> int:
     """Of a window's pairs."""
-    return MISSING_COLUMN + 1 + 2 * window_index
+    return 3 + 2 * window_index
 
 
 def prefix_column(window_index: int) -> int:
     """Of a window's prefix tokens."""
-    return MISSING_COLUMN + 2 + 2 * window_index
+    return 4 + 2 * window_index

@@ -1,11 +1,11 @@
 """A backward pack as I and W (zero bubble; Qi et al. 2023): seconds and bytes of both.
 
 W is one of the two equal products of every linear layer's backward (dW; the other is dX) and its part of the constants
-that come with them, and of what small packs take longer: the share of these seconds that was measured
-(`calibrate.weight_timings`), else half. Attention has no weights: all of it, of the norms and of the embedding stays in
-I. So does the head: its logits live for a block of rows only (`cost.memory.HEAD_ROWS`), and keeping them for W would
-cost vocab·(e + 4) bytes a token. Under tensor parallelism W gathers again the rows that I has let go
-(`group_comm.WEIGHT_RINGS`): I and W together then take longer than the whole backward.
+that come with them: the share of these seconds that was measured, else half. Attention has no weights: all of it, of
+the norms and of the embedding stays in I. So does the head: its logits live for a block of rows only
+(`cost.memory.HEAD_ROWS`), and keeping them for W would cost vocab·(e + 4) bytes a token. Under tensor parallelism W
+gathers again the rows that I has let go (`group_comm.WEIGHT_RINGS`): I and W together then take longer than the whole
+backward.
 
 From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs, which
 `runtime/replay/weight_products.py` keeps as they are, so that W computes nothing but products:
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from evenload.cost.activation import local_kv_heads
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.group_comm import weight_gather_seconds
-from evenload.cost.slice_features import missing_share
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -66,9 +65,7 @@ def weight_seconds(
         copy_s: float64[m_b, P], of what comes back from the host; None = nothing does.
     """
     share, per_layer = weight_share(model, coefficients), coefficients.backward
-    missing = missing_share(tokens, coefficients.small_pack_tokens)
     layer_s = tokens * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s
-    layer_s = layer_s + missing * (per_layer.small_pack_s / layout.tp)
     weight_s = share * np.outer(layer_s, np.array(layout.stage_counts, np.float64))
     # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
     weight_s = np.minimum(weight_s, share * backward_s)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.flops import recomputed_share
 from evenload.cost.group_comm import recompute_seconds, tensor_seconds
-from evenload.cost.slice_features import MISSING_COLUMN, num_columns, pairs_column, prefix_column
+from evenload.cost.slice_features import num_columns, pairs_column, prefix_column
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
@@ -41,8 +41,6 @@ class StageRates:
         matrix[0], matrix[2] = self._linear(direction, tp)
         for stage, (first, last) in enumerate(stages):
             matrix[1, stage] = (last - first) * layer.slice_s
-            # A device reads its part of the weights.
-            matrix[MISSING_COLUMN, stage] = (last - first) * layer.small_pack_s / tp
             for index, window in enumerate(self.windows):
                 count = self.model.windows[first:last].count(window)
                 matrix[pairs_column(index), stage] = count * layer.attention_s_per_pair / tp

@@ -22,7 +22,6 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.flops import training_flops
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.tensor_halves import least_share
 from evenload.cost.unit_transfers import unit_transfers
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
@@ -37,7 +36,7 @@ def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
 def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
     """Of a step with documents of these lengths (int64[n]) in the layout of `costs`."""
     layout = costs.layout
-    stage_s = costs.useful_stage_seconds(num_tokens) * least_share(costs)
+    stage_s = costs.useful_stage_seconds(num_tokens)
     rank_s = np.zeros(layout.pipeline_ranks)
     for stage, seconds in enumerate(stage_s.tolist()):
         ranks = layout.ranks_of_stage(stage)
@@ -65,7 +64,7 @@ def sizes_bound_seconds(
     # Every layer as a stage, embedding and head with the first and the last: a rank has the sum of its layers.
     alone = even_layout(layers, dp=layout.dp, cp=layout.cp, pp=layers, tp=layout.tp)
     costs = PackCosts(model, coefficients, alone)
-    layer_s = costs.useful_stage_seconds(num_tokens) * least_share(costs)
+    layer_s = costs.useful_stage_seconds(num_tokens)
     sum_s = np.array([unit_transfers(model, coefficients, alone, rank).sum_s.sum() for rank in range(layers)])
     computed_s = _fullest_at_least(layer_s, ranks) / (layout.dp * layout.cp)
     evenly_s = costs.lower_bound_seconds(num_tokens) * layers / ranks

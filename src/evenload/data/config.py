@@ -33,7 +33,7 @@ _AT_LEAST_1 = (
 
 
 class RecordSettings(Frozen):
-    """How records are read, where some of the data is read otherwise than `DataConfig` says: unset = as there.
+    """How records are read, where some of the data is read otherwise than by `DataConfig`: unset = as there.
 
     Args:
         format, record, include: as in `DataConfig`.
@@ -94,7 +94,7 @@ class DataConfig(Frozen):
             an ended part anew, so that the weights always hold (then `epochs` has no meaning and is not set).
         format: "auto" goes by file name: `.jsonl`/`.ndjson`, `.json` (a list of records, held in memory, or one a
             line), `.parquet`, `.arrow`/`.feather`, `.bin`/`.idx`/`.npy` (token files); tables and archives (`.csv`,
-            `.zip`, ...) are refused; anything else is text (one document per file), but not beside data files unless
+            `.zip`, ...) are refused; anything else is text (one document per file), but not next to data files unless
             `include` names it. A compression suffix that fsspec knows (`.gz`, `.xz`, `.bz2`, ...) may follow; resuming
             inside a compressed file reads it from its beginning.
         record: what a record holds: "text"; "messages" (a chat: role and content); "prompt_completion"; "tokens"
@@ -104,19 +104,19 @@ class DataConfig(Frozen):
             else every token after the first.
         mask_column: of "tokens" records: a number a token, 0 = no loss; "" = "completion_mask", "assistant_masks" and
             "loss_mask" of records that have them.
-        ignore_columns: keys or columns that are passed over although their name says that they decide what is trained,
+        ignore_columns: keys or columns that are passed over although by their name they decide what is trained,
             such as "attention_mask" (docs/loader.md lists them).
         document_end_id: of `.npy` token files: the id that ends a document and belongs to it, where no
-            `<name>.idx.npy` beside the file holds the documents' edges.
+            `<name>.idx.npy` next to the file holds the documents' edges.
         loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
-            "auto" = completion where the record tells which, else all.
+            "auto" = completion where the record marks it, else all.
         chat_template: file with a Jinja template; default: the tokeniser's own.
         include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched
             against the path below the directory. Empty = every file.
         tokenizer: "bytes", a `tokenizer.json`, a directory that holds one, or a name on the Hugging Face Hub. Default:
             that of the model's directory; where it has none, bytes if the model's weights are random or its vocabulary
             is one of bytes.
-        eos_token: text of the end-of-document token; by default looked up beside or in the tokenizer file.
+        eos_token: text of the end-of-document token; by default looked up in the tokenizer file and its directory.
         append_eos: end every text, and every completion that is a string, with the end-of-document token, unless it
             ends with it already.
         prepend_bos: begin every text, and every prompt that is a string, with the token that begins a document, unless
@@ -139,7 +139,7 @@ class DataConfig(Frozen):
             length, only its first tokens, or nothing of it. All of it is in the ledger.
         on_corrupt: stop at a record that cannot be read, or count it in the ledger and go on.
         workers: processes per rank that read and tokenise; 0 = a thread of the training process.
-        prefetch_steps: steps that are read, planned and exchanged ahead; 0 = when the step asks (slow, for
+        prefetch_steps: steps that are read, planned and exchanged ahead; 0 = when the step needs them (slow, for
             comparison).
         stall_timeout_s: how long a source may give nothing before the run stops with its name; counts from when the
             reading process has started, for which it has 300 s or, where this is longer, as long as this.

@@ -3,9 +3,9 @@
     read = trained + dropped (by reason) + deferred + waiting
     trained = with a loss + masked
 
-where waiting = held by the loader (shuffle window, pending document) + in flight (in a global batch
-whose plan was not noted yet). The loader counts what it holds for itself, so `check` compares two
-independent counts. A record that could not be read counts as a document of 0 tokens.
+where waiting = held by the loader (shuffle window, pending document) + in flight (in a global batch whose plan was not
+noted yet). The loader counts what it holds for itself, so `check` compares two independent counts. A record that could
+not be read counts as a document of 0 tokens.
 """
 
 from collections.abc import Callable, Collection
@@ -93,8 +93,8 @@ def masked_and_untaught(documents: Collection[Document]) -> tuple[int, int]:
 
 
 def untaught_warning(documents: Collection[Document], origin: Callable[[int], str]) -> str:
-    """What to say of a first batch some of whose documents have no loss, although they have tokens for one; "" = none.
-    `origin` says where a document was read."""
+    """A warning where documents of a first batch have no loss although they have tokens for one; else "". `origin`
+    names the place where a document was read."""
     found = [document for document in documents if not document.num_label_tokens and document.num_tokens > 1]
     if not found:
         return ""

@@ -1,8 +1,8 @@
 """`read_numbers`: document lengths from files of numbers: .npy, .npz, .txt, .csv, .tsv, .json, .jsonl, also with .gz.
 
-A table must have one column of whole numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused in
-words, because a table that is read as if it were a document gives one length that looks right. Only .jsonl may hold
-documents, too; its first record tells. Price: a file of numbers is held in memory whole.
+A table must have one column of whole numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused, because
+a table that is read as if it were a document gives one length that looks right. Only .jsonl may hold documents, too;
+its first record decides. Price: a file of numbers is held in memory whole.
 """
 
 import csv
@@ -88,7 +88,7 @@ def _begins_with_numbers(source: str) -> bool:
         with file, gzip.GzipFile(fileobj=file) if source.endswith(".gz") else file as stream:
             record = msgspec.json.decode(next((line for line in stream if line.strip()), b""))
     except (OSError, EOFError, zlib.error, msgspec.DecodeError):
-        return False  # its reader says what is wrong, and with which line
+        return False  # its reader reports what is wrong, and in which line
     if isinstance(record, dict):
         return bool(record) and all(_is_whole(value) or isinstance(value, float) for value in record.values())
     return _is_whole(record) or isinstance(record, float)

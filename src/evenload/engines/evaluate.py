@@ -19,9 +19,7 @@ from evenload.engines.profile import Limitation
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import BEST, require_strategy, runnable
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.planned_steps import planned_steps
-from evenload.explore.progress import OnProgress, no_progress
-from evenload.explore.sampled_batches import SampledBatch
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
 from evenload.plan.planner import Proposal
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen

@@ -5,8 +5,8 @@
                                                                   sum              | 3     | 2     | 1   | 0
 
 The gather of the next unit and the sum of the one before run beside the compute of a unit, one after the other; the
-first gather of a pass and the last sum of a backward nobody hides. What they and compute cost each other say
-`CostCoefficients.gather_beside` and `reduction_beside`; without these all run one after the other.
+first gather of a pass and the last sum of a backward nobody hides. What they and compute cost each other
+say `CostCoefficients.gather_overlap` and `reduction_overlap`; without these all run one after the other.
 
 Gathered are all weights of a unit, those that are not trained too (LoRA); summed are gradients, so trained ones only.
 DeepSpeed sums whenever a bucket of gradients is full: half a billion by default, so a model of that size hides nothing.
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.cost.first_forward import forward_units
 from evenload.cost.last_backward import pack_features, stage_units, unit_seconds
 from evenload.cost.pack_cost import PackCosts
@@ -30,7 +30,7 @@ from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction
 from evenload.types.pipeline import PipelineTasks
 
-Transfer = tuple[float, BesideCompute | None]
+Transfer = tuple[float, OverlapCost | None]
 """Seconds alone, and what it and compute cost each other; None = it runs alone."""
 
 
@@ -57,7 +57,7 @@ def with_pass_transfers(
         found = np.full(len(pack_s), own_gathers_s[0] + own_sums_s[-1])
         beside = zip([*own_gathers_s[1:], 0.0], [0.0, *own_sums_s[:-1]], strict=True)
         for at, (next_s, last_s) in enumerate(beside):
-            transfers = (next_s, coefficients.gather_beside), (last_s, coefficients.reduction_beside)
+            transfers = (next_s, coefficients.gather_overlap), (last_s, coefficients.reduction_overlap)
             found += beside_seconds(unit_s[:, at], transfers)
         return found
 
@@ -120,20 +120,20 @@ def beside_seconds(compute_s: NDArray[np.float64], transfers: Sequence[Transfer]
 
     Args:
         compute_s: float64[n], alone.
-        transfers: in their order. Beside `None`, or where it does not pay, compute waits for one.
+        transfers: in their order. Compute waits for one without an overlap.
     """
     left_s, now_s = compute_s.copy(), np.zeros_like(compute_s)
-    for transfer_s, beside in transfers:
-        if beside is None or not beside.pays:
+    for transfer_s, overlap in transfers:
+        if overlap is None or not overlap.pays:
             now_s += transfer_s
             continue
-        rate, stretched_s = 1 - beside.slowdown, transfer_s * beside.stretch
+        rate, stretched_s = 1 - overlap.compute_slowdown, transfer_s * overlap.communication_slowdown
         if not rate:
             now_s += stretched_s
             continue
         # The transfer ends first, and compute goes on; or compute ends first, and the transfer alone.
         ends_first = stretched_s * rate <= left_s
-        compute_first_s = left_s / rate + transfer_s - left_s / rate / beside.stretch
+        compute_first_s = left_s / rate + transfer_s - left_s / rate / overlap.communication_slowdown
         now_s += np.where(ends_first, stretched_s, compute_first_s)
         left_s = np.where(ends_first, left_s - stretched_s * rate, 0.0)
     return now_s + left_s

@@ -112,7 +112,7 @@ def engine_price(
 def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[SimulatedReplica]) -> tuple[float, float]:
     """End of the last micro-batch, and what comes after it."""
     # Weights that are gathered in every pass are in its seconds, and not beside the first packs of a step once more.
-    end = step_end(_with_coefficients(costs, gather_beside=None), simulated)
+    end = step_end(_with_coefficients(costs, overlap_gather=False), simulated)
     end_s = _update_seconds(profile, costs)
     if profile.sums_in(costs.layout) == "step":
         # Beside the last backward, sums make it slower: `summed_s` has that.
@@ -125,11 +125,13 @@ def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[Simu
 def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
     """The cost model with what the engine hides of transfers, and how far it has to sum."""
     found = costs.coefficients
-    changes: dict[str, object] = {"tensor_beside": None}
+    changes: dict[str, object] = {}
+    if found.source == "analytic":
+        changes["tensor_exposed_share"] = 1.0  # as without userbuffers or asynchronous tensor parallelism
     if not profile.timing.sums_beside:
-        changes["reduction_beside"] = None
+        changes["overlap_reduction"] = False
     if profile.weights_in(costs.layout) != "pass":
-        changes["gather_beside"] = None  # gathered at the end of a step, beside nothing
+        changes["overlap_gather"] = False  # gathered at the end of a step, beside nothing
     if not profile.timing.sharded_update and found.reduce_bandwidth_bytes_per_s is not None:
         # Every rank gets the whole sum: what a reduce-scatter moves, and as much again.
         changes["reduce_bandwidth_bytes_per_s"] = found.reduce_bandwidth_bytes_per_s / 2

@@ -33,7 +33,7 @@ from evenload.simulate.step_end import StepEnd, step_end
 from evenload.simulate.step_start import SimulatedReplica
 from evenload.simulate.timeline import join_timelines, memory_ledger, to_timeline
 from evenload.stepplan.plan_tasks import ReplicaColumns, replica_columns, tasks_of_columns
-from evenload.stepplan.ranked_packs import ranked_in_halves
+from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.layout import ParallelLayout
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import StepPlan
@@ -110,7 +110,7 @@ def _inside(
     """Recompute and copies of every action that has them."""
     if columns.policy is None:
         return
-    _, ranked = ranked_in_halves(costs, columns.forward, columns.backward, columns.shardings, columns.first_rows)
+    _, ranked = ranked_where_shared(costs, columns.forward, columns.backward, columns.shardings)
     again = split_pack_seconds(costs, columns.backward, "backward", columns.policy, ranked)
     for kinds, name, seconds in (
         ("BI", "recompute", again.recompute_s),

@@ -19,8 +19,9 @@ between steps, `layout` is that of most steps, step times include the switches, 
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,11 +29,8 @@ from numpy.typing import NDArray
 
 from evenload.cost.step_bounds import layout_bound_seconds, physical_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.fair_baseline import judged_window, with_window
-from evenload.explore.planned_steps import planned_steps
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
 from evenload.explore.prediction_interval import prediction_interval
-from evenload.explore.progress import OnProgress, no_progress
-from evenload.explore.sampled_batches import SampledBatch
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner, FlexProposal
@@ -378,3 +376,169 @@ def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
     """Packs of all replicas, mean over steps."""
     totals = [sum(len(getattr(packs, direction)) for packs in proposal.plan.pack_plans) for proposal in proposals]
     return float(np.mean(totals))
+
+
+# `headline`: what a comparison comes to, as data: the fastest strategy, by how much, and what the baseline loses
+# more.
+#
+# The reasons are the causes of `types.time_split` in which the baseline spends most seconds more than the best
+# strategy, at most two, and none below `LEAST_SHARE` of the baseline's step.
+
+MOST_REASONS = 2
+LEAST_SHARE = 0.01
+
+
+class Reason(Frozen):
+    """A cause of `TimeSplit`, by its label, as shares of the baseline's and of the best strategy's step."""
+
+    cause: str
+    baseline_share: float
+    best_share: float
+
+
+class Headline(Frozen):
+    """One comparison in short.
+
+    Args:
+        best: the fastest strategy within memory.
+        step_time_s: mean, predicted; interval_s: where nine of ten measured step times lie.
+        factor: the baseline's mean step time over it; None without a baseline.
+        baseline_window_tokens: of `best_fit`'s windows that suit it best; None where it was not compared, or fits
+            memory in none.
+        factor_over_best_fit: over `best_fit` as it was asked for; None where that does not fit memory.
+        reasons: dearest first.
+        layout, baseline_layout: sizes of the dimensions, which differ where each strategy is in its own.
+        fraction_of_bound, fraction_of_layout_bound, bubble_fraction: of the best strategy.
+        baseline_bubble_fraction: of the baseline.
+    """
+
+    best: str
+    step_time_s: float
+    interval_s: tuple[float, float] | None
+    factor: float | None = None
+    baseline_window_tokens: int | None = None
+    factor_over_best_fit: float | None = None
+    reasons: tuple[Reason, ...] = ()
+    layout: dict[str, int]
+    baseline_layout: dict[str, int] | None = None
+    fraction_of_bound: float | None = None
+    fraction_of_layout_bound: float | None = None
+    bubble_fraction: float | None = None
+    baseline_bubble_fraction: float | None = None
+
+
+def headline(evaluation: Evaluation) -> Headline | None:
+    """None where no strategy fits memory."""
+    if evaluation.best is None:
+        return None
+    best = next(result for result in evaluation.results if result.name == evaluation.best)
+    assert best.mean_step_time_s is not None, "the best one was planned"
+    found = evaluation.baseline
+    return Headline(
+        best=best.name,
+        step_time_s=best.mean_step_time_s,
+        interval_s=best.step_time_interval_s,
+        factor=best.speedup_over_baseline,
+        baseline_window_tokens=None if found is None else found.window_tokens,
+        factor_over_best_fit=best.speedup_over_best_fit,
+        layout=best.layout,
+        baseline_layout=None if found is None else found.layout,
+        reasons=_reasons(best, found) if found is not None else (),
+        fraction_of_bound=best.fraction_of_bound,
+        fraction_of_layout_bound=best.fraction_of_layout_bound,
+        bubble_fraction=best.bubble_fraction,
+        baseline_bubble_fraction=None if found is None else found.bubble_fraction,
+    )
+
+
+def _reasons(best: StrategyResult, baseline: StrategyResult) -> tuple[Reason, ...]:
+    if best.time_split is None or baseline.time_split is None:
+        return ()
+    best_s, baseline_s = best.time_split.total_s(), baseline.time_split.total_s()
+    pairs = zip(baseline.time_split.parts()[1:], best.time_split.parts()[1:], strict=True)
+    more = sorted(((slow_s - fast_s, cause, slow_s, fast_s) for (cause, slow_s), (_, fast_s) in pairs), reverse=True)
+    return tuple(
+        Reason(cause=cause, baseline_share=slow_s / baseline_s, best_share=fast_s / best_s)
+        for more_s, cause, slow_s, fast_s in more[:MOST_REASONS]
+        if more_s > LEAST_SHARE * baseline_s
+    )
+
+
+# `judged_window`: the windows in which `best_fit` is fastest, so that others are compared with the best of it.
+#
+# `best_fit` fills windows of `max_pack_tokens`, because that is what its users set; somebody who tunes it finds out
+# that smaller windows, which are more micro-batches, often shorten a pipeline's ends or save recomputing. So a
+# comparison tries half of the window, a quarter and so on, the one that the user set (`best_fit.window_tokens`), and
+# what lies between the best one and its neighbours, on all steps, and takes the one with the least mean step time
+# within memory, as one constant for the run. Halving ends behind two windows that are both slower than the best,
+# where most documents are windows of their own, and after `MOST_HALVINGS`. O(windows) plans of every step.
+
+MOST_HALVINGS = 8
+_IN_VAIN = 2
+"""Halvings in a row that are slower than the best, behind which nothing is tried."""
+
+
+class JudgedWindow(NamedTuple):
+    """A window, and the mean step time with it, infinite where it does not fit memory."""
+
+    window_tokens: int
+    mean_step_time_s: float
+
+
+def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
+    """A planner whose `best_fit` fills windows of so many tokens."""
+    options = planner.options.with_own(BestFitOptions(window_tokens=window_tokens))
+    costs = planner.costs
+    return StepPlanner(
+        costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, host=planner.host
+    )
+
+
+def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> JudgedWindow | None:
+    """The windows in which `best_fit` is fastest; None where it fits memory with none, or has no window."""
+    limit = planner.options.max_pack_tokens
+    if limit is None:
+        return None
+    lengths = [document.num_tokens for batch in batches for document in batch.documents]
+    median = int(np.median(lengths)) if lengths else 1
+
+    def judge(window_tokens: int) -> JudgedWindow:
+        return JudgedWindow(window_tokens, _mean_seconds(with_window(planner, window_tokens), batches))
+
+    tried = _halvings(limit, max(1, median), judge)
+    own = planner.options.own(BestFitOptions).window_tokens
+    if own is not None and own not in {one.window_tokens for one in tried}:
+        tried.append(judge(own))
+    best = min(tried, key=_by_time)
+    between = {best.window_tokens * 3 // 4, best.window_tokens * 3 // 2}
+    known = {one.window_tokens for one in tried}
+    tried += [judge(tokens) for tokens in sorted(between - known) if median <= tokens <= limit and tokens >= 1]
+    best = min(tried, key=_by_time)
+    return None if np.isinf(best.mean_step_time_s) else best
+
+
+def _halvings(limit: int, least: int, judge: Callable[[int], JudgedWindow]) -> list[JudgedWindow]:
+    tried = [judge(limit)]
+    for halving in range(1, MOST_HALVINGS + 1):
+        if limit >> halving < least:
+            break
+        tried.append(judge(limit >> halving))
+        best = min(tried, key=_by_time)
+        if best.mean_step_time_s < float("inf") and all(one is not best for one in tried[-_IN_VAIN:]):
+            break
+    return tried
+
+
+def _by_time(one: JudgedWindow) -> tuple[float, int]:
+    """Of equals the largest window, which is the one that was asked for."""
+    return one.mean_step_time_s, -one.window_tokens
+
+
+def _mean_seconds(planner: StepPlanner, batches: Sequence[SampledBatch]) -> float:
+    try:
+        proposals, _, _ = planned_steps(planner, batches, BEST_FIT.name)
+    except (ConfigError, DataError, InfeasiblePlanError):
+        return float("inf")
+    if not all(proposal.feasible for proposal in proposals):
+        return float("inf")
+    return float(np.mean([proposal.plan.predicted.step_time_s for proposal in proposals]))

@@ -1,7 +1,7 @@
 """Within which factors of a predicted step time the measured one lies in nine of ten cases.
 
 What the public ledger of errors (docs/accuracy.md) supports: `prediction_errors.json` beside this file is made from its
-rows (`tools/make_accuracy.py`, by `tools/ledger_intervals.py`) and holds an interval for measured costs of each kind of
+rows (`tools/make_accuracy.py`) and holds an interval for measured costs of each kind of
 layout, and one for all of them together, of every model of processor apart.
 
 Where it holds nothing of the processor that the costs are of, the interval is a prior that says so: the largest error

@@ -1,26 +1,8 @@
-"""`balanced_layout`: how many layers each pipeline stage gets, so that no rank is slower than it has to be.
+"""The layout `evenload plan` assumes when none is given: the shallowest pipeline that leaves room to train.
 
-The head's product with the vocabulary runs on the last stage; in a model with many words it costs as much as several
-layers (2.3 in qwen2.5-7b, 9 in qwen2.5-0.5b). Equal numbers of layers then leave all other ranks waiting. What a
-step pays for a split is estimated as
-
-    slowest rank's forward + backward of the step's documents  +  gradient reduction and optimizer of the fullest rank
-
-and minimised over all contiguous splits with at least one layer a stage. The second summand keeps the embedding's
-stage from being filled up where that only costs. Constants of packs and slices are left out: how documents are packed
-is not known yet, and the constants are nearly proportional to the rest.
-
-One stage a rank, exact: for falling limits on the trained parameters of a rank, dynamic programming over (stages,
-layers) finds the least bottleneck; of the best limit's splits the one whose stages' seconds have the least sum of
-squares is taken, then the one with fewer layers on early stages, which keep the most activations. Price: O(limits · pp
-· L²) in numpy, 1-20 ms. More stages a rank: the same search gives layers of ranks; from those, spread over stages,
-and from the even split, steepest descent moves one layer from any stage to any other, O(moves · stages²). Exact where
-layers are alike; with windows that differ at random, 10 layers and 4 stages, 0.3 % above the optimum in the mean, 5 %
-at most.
-
-Memory: a rank may grow beyond the fullest rank of the even split only within `STATIC_SHARE` of a device, which
-`default_layout` also leaves for activations. Where only adapters are trained (LoRA), gradients, optimizer state and
-what follows the last backward are theirs alone; weights are those of the whole model.
+Layout decides more than any packer and a search over sampled batches is planned. Until then: the
+smallest pp, a divisor of the devices, whose weights, gradients and optimizer state take at most half of a
+device; all other devices are data parallel. O(divisors).
 """
 
 from dataclasses import dataclass
@@ -33,13 +15,64 @@ from evenload.cost.memory import (
     embedding_parameters,
     layer_parameters,
     optimizer_bytes_per_parameter,
+    static_bytes,
     trained_layer_parameters,
 )
 from evenload.cost.pack_cost import PackCosts
-from evenload.explore.default_layout import STATIC_SHARE
+from evenload.errors import InfeasiblePlanError
+from evenload.types.cluster import ClusterSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
+from evenload.types.scaled_units import format_bytes
+
+STATIC_SHARE = 0.5
+"""Of a device's memory; the rest is for activations."""
+
+
+def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
+    """dp x pp over all devices of the cluster; an `InfeasiblePlanError` where the model fits at no depth."""
+    room = usable_bytes(cluster)
+    depths = [pp for pp in range(1, model.num_layers + 1) if cluster.num_devices % pp == 0]
+    for pp in depths:
+        layout = even_layout(model.num_layers, dp=cluster.num_devices // pp, pp=pp)
+        if static_bytes(model, layout).max() <= STATIC_SHARE * room:
+            return layout
+    deepest = even_layout(model.num_layers, dp=cluster.num_devices // depths[-1], pp=depths[-1])
+    raise InfeasiblePlanError(
+        f"model {model.name} needs {format_bytes(static_bytes(model, deepest).max())} a device for weights, "
+        f"gradients and optimizer with {deepest.describe()}, a device of {cluster.name} offers {format_bytes(room)}; "
+        "name a larger cluster"
+    )
+
+
+def usable_bytes(cluster: ClusterSpec) -> int:
+    return cluster.device.usable_bytes
+
+
+# `balanced_layout`: how many layers each pipeline stage gets, so that no rank is slower than it has to be.
+#
+# The head's product with the vocabulary runs on the last stage; in a model with many words it costs as much as
+# several layers (2.3 in qwen2.5-7b, 9 in qwen2.5-0.5b). Equal numbers of layers then leave all other ranks waiting.
+# What a step pays for a split is estimated as
+#
+# slowest rank's forward + backward of the step's documents  +  gradient reduction and optimizer of the fullest rank
+#
+# and minimised over all contiguous splits with at least one layer a stage. The second summand keeps the embedding's
+# stage from being filled up where that only costs. Constants of packs and slices are left out: how documents are
+# packed is not known yet, and the constants are nearly proportional to the rest.
+#
+# One stage a rank, exact: for falling limits on the trained parameters of a rank, dynamic programming over (stages,
+# layers) finds the least bottleneck; of the best limit's splits the one whose stages' seconds have the least sum of
+# squares is taken, then the one with fewer layers on early stages, which keep the most activations. Price: O(limits ·
+# pp · L²) in numpy, 1-20 ms. More stages a rank: the same search gives layers of ranks; from those, spread over
+# stages, and from the even split, steepest descent moves one layer from any stage to any other, O(moves · stages²).
+# Exact where layers are alike; with windows that differ at random, 10 layers and 4 stages, 0.3 % above the optimum in
+# the mean, 5 % at most.
+#
+# Memory: a rank may grow beyond the fullest rank of the even split only within `STATIC_SHARE` of a device, which
+# `default_layout` also leaves for activations. Where only adapters are trained (LoRA), gradients, optimizer state and
+# what follows the last backward are theirs alone; weights are those of the whole model.
 
 TICKS = 2**28
 """All layers' seconds in whole numbers: equal layers stay exactly equal, and squares fit 64 bits."""

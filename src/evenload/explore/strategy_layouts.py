@@ -10,16 +10,29 @@ A plan that has begun is ended, and at least one layout that fits is looked for 
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+import numpy as np
+
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory
-from evenload.explore.coarse_batch import coarse_coefficients, coarse_problems
-from evenload.explore.evaluate import StrategyPlanners
-from evenload.explore.fair_baseline import judged_window
-from evenload.explore.layout_search import NOT_LOOKED_AT, LayoutResult, search_layouts
-from evenload.explore.progress import OnProgress, no_progress
-from evenload.explore.sampled_batches import SampledBatch
+from evenload.cost.memory import static_bytes
+from evenload.errors import ConfigError
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress
+from evenload.explore.evaluate import StrategyPlanners, judged_window
+from evenload.explore.layout_search import (
+    NOT_LOOKED_AT,
+    QUICK_CANDIDATES,
+    LayoutResult,
+    coarse_coefficients,
+    coarse_problems,
+    layouts_of,
+    planned_layout,
+    search_layouts,
+)
+from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.cluster import ClusterSpec
@@ -154,3 +167,53 @@ def fair_planners(
         if (window := judged_window(planners.planner, planners.batches or batches)) is not None:
             judged.append((window.mean_step_time_s, len(judged), planners))
     return min(judged)[2] if judged else None
+
+
+# `fitting_layouts`: a few layouts that hold a batch, by prediction, where the asked one does not.
+#
+# A look, no search: of the layouts whose weights and optimizer state leave room, at most `MOST_TRIED` are planned on
+# the first batch with little search. They are spread evenly over the sorted static bytes, because the leanest layouts
+# hold every batch and are slow, and the others are fast and may not hold it. Price: `MOST_TRIED` x 0.05-0.5 s.
+
+MOST_TRIED = 12
+
+
+class FittingLayouts(Frozen):
+    """Layouts that fit, the fastest on the first batch first, and how many were tried of how many the model allows."""
+
+    layouts: tuple[LayoutResult, ...]
+    num_tried: int
+    num_all: int
+
+
+def fitting_layouts(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    batch: SampledBatch,
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
+    *,
+    strategy: str,
+    options: PlanOptions,
+    on_progress: OnProgress = no_progress,
+) -> FittingLayouts:
+    """Look for layouts that hold a batch; the strategy "auto" is best at fitting memory."""
+    every, room_bytes = layouts_of(model, cluster), usable_bytes(cluster)
+    held_bytes = {layout: int(static_bytes(model, layout).max()) for layout in every}
+    roomy = sorted((layout for layout in every if held_bytes[layout] < room_bytes), key=held_bytes.__getitem__)
+    search = options.own(AutoOptions)
+    quick = options.with_own(
+        msgspec.structs.replace(search, max_candidates=min(search.max_candidates, QUICK_CANDIDATES))
+    )
+    at = np.unique(np.linspace(0, len(roomy) - 1, MOST_TRIED).round().astype(int)) if roomy else ()
+    tried = [roomy[i] for i in at]
+    found = []
+    for done, layout in enumerate(tried):
+        on_progress(done, len(tried), f"looking for layouts that fit: {layout.describe()}")
+        try:
+            result = planned_layout(model, cluster, layout, [batch], coefficients_of, strategy, quick)
+        except ConfigError:
+            continue  # a layout that this strategy or these costs do not know
+        if result.feasible:
+            found.append(result)
+    found.sort(key=lambda result: result.mean_step_time_s or 0.0)
+    return FittingLayouts(layouts=tuple(found), num_tried=len(tried), num_all=len(every))

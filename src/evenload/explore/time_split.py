@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
@@ -22,12 +21,11 @@ from evenload.cost.split_backward import gather_seconds
 from evenload.plan.planner import Proposal
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice
-from evenload.plan.sharing.halved import gathered_again_s
 from evenload.simulate.bubble import Bubble, split_bubble
 from evenload.simulate.simulate import simulate
 from evenload.simulate.step_end import step_end
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
-from evenload.stepplan.ranked_packs import ranked_in_halves
+from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction, PackSharding
 from evenload.types.pipeline import action_columns
@@ -82,7 +80,6 @@ def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
             excess_bytes=0,
             policy=packs.policy,
             shardings=packs.shardings,
-            first_rows=packs.first_rows,
         )
         choices.append(ReplicaChoice(documents, found))
     return split_step_time(costs, choices)
@@ -102,29 +99,15 @@ def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Se
     shardings: list[PackSharding] = [
         sharding for one in found for sharding in (one.shardings or ("",) * one.forward.num_packs)
     ]
-    first_rows = _first_rows(found, 0), _first_rows(found, 1)
-    ranked = ranked_in_halves(costs, sides[0], sides[1], shardings, first_rows)
+    ranked = ranked_where_shared(costs, sides[0], sides[1], shardings)
     return [
-        split_pack_seconds(costs, columns, direction, policy, of_ranks, first)
-        for columns, direction, of_ranks, first in zip(sides, _DIRECTIONS, ranked, first_rows, strict=True)
+        split_pack_seconds(costs, columns, direction, policy, of_ranks)
+        for columns, direction, of_ranks in zip(sides, _DIRECTIONS, ranked, strict=True)
     ]
-
-
-def _first_rows(found: Sequence[Candidate], direction: int) -> NDArray[np.int64]:
-    """Of all replicas' packs."""
-    packs = [(one.forward, one.backward)[direction].num_packs for one in found]
-    return np.concatenate(
-        [
-            np.zeros(count, np.int64) if one.first_rows is None else one.first_rows[direction]
-            for one, count in zip(found, packs, strict=True)
-        ]
-    )
 
 
 def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
     """What its backwards take on top because they run as I and W."""
     weights = found.actions.kind == KINDS.index("W")
     again_s = gather_seconds(costs.model, costs.coefficients, costs.layout, found.backward)
-    if found.first_rows is not None:
-        again_s = again_s + gathered_again_s(costs, found.first_rows[1])
     return float(again_s[found.actions.pack[weights], found.actions.stage[weights]].sum())

@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.explore.progress import OnProgress, no_progress
-from evenload.explore.sampled_batches import BatchRule, SampledBatch
+from evenload.explore.batches import BatchRule, OnProgress, SampledBatch, no_progress
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen

@@ -1,9 +1,9 @@
 """Pack plan + tokens → the arrays that a stage runs: ids, targets, positions and cumulative lengths.
 
-Slices of a pack stand one after the other. Queries of slice i are `[cu_seqlens_q[i], cu_seqlens_q[i+1])`;
-its keys are tokens `[0, stop)` of its document, so `cu_seqlens_k` adds up the stops. The target of a
-token is the next token of its document, also where a cut lies between them; -100 at a document's last
-token and at padding. So the first label of a document is never trained, and no target crosses documents.
+Slices of a pack stand one after the other. Queries of slice i are `[cu_seqlens_q[i], cu_seqlens_q[i+1])`; its keys are
+tokens `[0, stop)` of its document, so `cu_seqlens_k` adds up the stops. The target of a token is the next token of its
+document, also where a cut lies between them; -100 at a document's last token and at padding. So the first label of a
+document is never trained, and no target crosses documents.
 
 Example, document 7 = [5 6 7 8 9] cut at 3, and document 8 = [1 2] in the second pack:
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
-from evenload.data.encoding.token_table import table_of
+from evenload.data.blocks import table_of
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import InvalidPlanError
 from evenload.types.micropack import MicroPack, PackPlan
 
@@ -35,9 +35,9 @@ class PackBatch:
         doc_ids, starts, stops: int64[S]; token range of each slice, its padding included.
         token_ids: int64[T]; padding is 0.
         targets: int64[T]; -100 = no loss.
-        positions: int64[T] within the document; padding goes on counting.
+        positions: int64[T] within the document; padding continues them.
         cu_seqlens_q, cu_seqlens_k: int32[S + 1], from 0.
-        max_seqlen_q, max_seqlen_k: host integers, so that no kernel has to ask the device.
+        max_seqlen_q, max_seqlen_k: host integers, so that no kernel has to wait for the device.
         num_label_tokens: targets that carry a loss.
         num_padding_tokens: computed for nothing.
     """

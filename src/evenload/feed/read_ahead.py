@@ -1,8 +1,8 @@
-"""`ReadAhead`: items made by a thread before they are asked for, so many ahead and no more.
+"""`ReadAhead`: items made by a thread before they are needed, at most `depth` ahead.
 
-The thread's own work may be collective (`StepMaker`), so it never stops in the middle: told to close, it still makes
-the items that it was allowed to. As every rank allows equally many, all ranks make the same calls and none waits for
-one that has left, provided that all close after the same item.
+The thread's own work may be collective (`StepMaker`), so it never stops in the middle: after `close` it still makes the
+items that it was allowed to. As every rank allows equally many, all ranks make the same calls and none waits for one
+that has left, provided that all close after the same item.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class ReadAhead(Generic[Item]):
     Args:
         make: gives the next item; None = there are no more. Called by one thread only. If it holds this object, or
             one that does, only `close` or the end of the items ends the thread.
-        depth: items made ahead; 0 = when they are asked for, by the caller's thread.
+        depth: items made ahead; 0 = when they are needed, by the caller's thread.
         name: of the thread.
     """
 

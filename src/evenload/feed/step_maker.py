@@ -6,6 +6,11 @@ Every call is collective. Rank 0 plans because a plan may depend on the machine 
 its bytes and check them against their digest. An error on rank 0 is raised on every rank. What decides the steps after
 a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind. Batches
 that are read ahead because a planner wants their lengths stay in the loader and are in no state.
+
+Every rank has read some of the documents, and a plan names the documents that each rank trains: one all-to-all brings
+them there. Who sends what follows from plan and batch alone, so nothing is negotiated and no sizes travel. A document
+that several ranks need (pipeline stages of one replica; replicas that share it) goes to each of them. Price: 4 bytes a
+token and rank that needs it (8 where labels travel too), one message per pair of ranks.
 """
 
 import functools
@@ -13,21 +18,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from evenload import errors
-from evenload.data.batch.global_batch import GlobalBatch
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import LoaderState
-from evenload.data.encoding.token_table import TokenTable
+from evenload.data.batches import GlobalBatch, LoaderState, Peers
+from evenload.data.blocks import TokenTable, all_labels, join_tables
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import EvenloadError
-from evenload.feed.exchange import documents_by_replica, exchange_tokens
-from evenload.plan.deferral.delay import DelayState
-from evenload.plan.feedback.measured_layouts import MeasuredLayouts
-from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.planner_state import PlannerState
 from evenload.stepplan.validate import validate_plan
 from evenload.types.base import Frozen
 from evenload.types.document import Document
@@ -35,9 +35,50 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
 
+State = TypeVar("State", bound=msgspec.Struct)
+
+
+class Planner(Protocol[State]):
+    """Plans one step after the other, on rank 0 of the loader's peers."""
+
+    @property
+    def known_steps(self) -> int:
+        """Steps whose lengths it wants to know, the coming one included."""
+        ...
+
+    @property
+    def state_type(self) -> type[State]:
+        """What it carries from step to step; made without arguments before the first step."""
+        ...
+
+    def plan_step(
+        self,
+        step: int,
+        documents: tuple[Document, ...],
+        state: State,
+        *,
+        coming: Sequence[tuple[Document, ...]],
+        is_last: bool,
+    ) -> tuple[StepPlan, State, LayoutDecision | None]:
+        """Plan a step.
+
+        Args:
+            documents: those that plans of earlier steps deferred, then the new ones.
+            state: after the step before.
+            coming: documents of the batches that follow, as many as are known.
+            is_last: the data has ended, so nothing may be deferred.
+
+        Returns:
+            The plan, the state after it, and how its layout was decided (None where the layout cannot change).
+
+        Raises:
+            ConfigError, DataError, InfeasiblePlanError: there is no such plan.
+        """
+        ...
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PlannedStep:
+class PlannedStep(Generic[State]):
     """One step, its tokens at hand.
 
     Args:
@@ -45,7 +86,7 @@ class PlannedStep:
         tokens: of the documents of this rank's replica.
         loader_state, planner_state: to go on after this step.
         ledger_lines: the account after this step.
-        origin: says where a document of the step was read; part_of: of which part of the mixture it is, by number.
+        origin: names the place where a document of the step was read; part_of: its part of the mixture, by number.
         plan_time_s: seconds rank 0 spent planning.
         decision: about the layout; None where it cannot change.
     """
@@ -54,7 +95,7 @@ class PlannedStep:
     plan: StepPlan
     tokens: TokenTable
     loader_state: LoaderState
-    planner_state: PlannerState
+    planner_state: State
     ledger_lines: tuple[str, ...]
     plan_time_s: float
     origin: Callable[[int], str]
@@ -63,51 +104,41 @@ class PlannedStep:
 
 
 class _Answer(Frozen):
-    """What rank 0 tells: a plan, or an error of `evenload.errors` by name."""
+    """What rank 0 broadcasts: a plan and the encoded state after it, or an error of `evenload.errors` by name."""
 
     plan: bytes = b""
-    state: PlannerState = PlannerState()
+    state: bytes = b""
     decision: LayoutDecision | None = None
     plan_time_s: float = 0.0
     error: str = ""
     text: str = ""
 
 
-class StepMaker:
+class StepMaker(Generic[State]):
     """Makes steps of one run.
 
     Args:
-        planner: of the run's layout, or one that may change it.
-        strategy: that plans every step; a planner that changes the layout brings its own.
         replicas: of every rank of the loader's peers, the replica whose documents it wants in a plan's layout; None =
             none.
         max_pack_tokens: limit that every plan is checked against.
-        may_delay: strategies that defer documents may do so; else every step trains its whole batch.
-        measured_of: what trained steps say of layouts when a step is planned; asked once a step, on rank 0.
         waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
     """
 
     def __init__(
         self,
         loader: GlobalBatchLoader,
-        planner: StepPlanner | FlexPlanner,
-        strategy: str,
+        planner: Planner[State],
         *,
         replicas: Callable[[ParallelLayout], Sequence[int | None]],
         max_pack_tokens: int,
-        may_delay: bool = True,
-        measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts(),
         waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
-        self.loader = loader
-        self.planner = planner
-        self.planner_state = PlannerState()
-        """After the last step made; to be set where a run goes on."""
-        self._strategy, self._may_delay = strategy, may_delay
-        self._measured_of, self._waiting = measured_of, waiting
-        self._replicas, self._max_pack_tokens = replicas, max_pack_tokens
+        self.loader, self.planner = loader, planner
+        self.planner_state = planner.state_type()
+        """After the last step made; to be set where a run is resumed."""
+        self._waiting, self._replicas, self._max_pack_tokens = waiting, replicas, max_pack_tokens
 
-    def next(self, steps_left: int | None = None) -> PlannedStep | None:
+    def next(self, steps_left: int | None = None) -> PlannedStep[State] | None:
         """The next step; None when the data has ended. Collective.
 
         Args:
@@ -122,10 +153,9 @@ class StepMaker:
         if batch is None:
             return None
         coming: tuple[tuple[Document, ...], ...] = ()
-        if isinstance(self.planner, FlexPlanner):
-            known_steps = self.planner.known_steps
+        if (num_coming := min(self.planner.known_steps, steps_left or self.planner.known_steps) - 1) > 0:
             with self._waiting("the lengths of coming steps"):
-                coming = self.loader.coming(min(known_steps, steps_left or known_steps) - 1)
+                coming = self.loader.coming(num_coming)
         with self._waiting(f"the plan of step {batch.step}"):
             answer = self._shared_answer(batch, coming)
         plan = decode_plan(answer.plan)
@@ -137,13 +167,13 @@ class StepMaker:
         with self._waiting(f"the tokens of step {batch.step}"):
             tokens = exchange_tokens(batch, wanted, self.loader.peers)
         self.loader.check_ledger()
-        self.planner_state = answer.state
+        self.planner_state = msgspec.msgpack.decode(answer.state, type=self.planner.state_type)
         return PlannedStep(
             epoch=batch.epoch - 1 if batch.is_last else batch.epoch,
             plan=plan,
             tokens=tokens,
             loader_state=self.loader.state(),
-            planner_state=answer.state,
+            planner_state=self.planner_state,
             ledger_lines=tuple(self.loader.summary()),
             plan_time_s=answer.plan_time_s,
             origin=functools.partial(self.loader.origin, batch.place),
@@ -171,25 +201,46 @@ class StepMaker:
 
     def _planned(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
         start_s = time.perf_counter()
-        state, decision = self.planner_state, None
-        documents, delay = batch.carried + batch.documents, state.delay if self._may_delay else None
-        if isinstance(self.planner, FlexPlanner):
-            found = self.planner.propose(
-                batch.step,
-                documents,
-                state=state.flex,
-                coming=coming,
-                delay=delay,
-                is_last=batch.is_last,
-                measured=self._measured_of(batch.step),
-            )
-            proposal, flex, decision = found.proposal, found.state, found.told
-        else:
-            proposal = self.planner.propose(batch.step, documents, self._strategy, state=delay, is_last=batch.is_last)
-            flex = state.flex
+        plan, state, decision = self.planner.plan_step(
+            batch.step, batch.carried + batch.documents, self.planner_state, coming=coming, is_last=batch.is_last
+        )
         return _Answer(
-            plan=encode_plan(proposal.require_feasible()),
-            state=PlannerState(delay=proposal.state or DelayState(), flex=flex),
+            plan=encode_plan(plan),
+            state=msgspec.msgpack.encode(state),
             decision=decision,
             plan_time_s=time.perf_counter() - start_s,
         )
+
+
+def documents_by_replica(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    """The documents with a slice in each replica's packs, ascending."""
+    return tuple(
+        tuple(sorted({piece.doc_id for pack in (*packs.forward, *packs.backward) for piece in pack.slices}))
+        for packs in plan.pack_plans
+    )
+
+
+def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: Peers) -> TokenTable:
+    """This rank's documents, where `wanted` are the doc_ids of every rank of `peers`, each once. Collective."""
+    if peers.size == 1:
+        everything = len(wanted[0]) == len(batch.tokens)
+        return batch.tokens if everything else batch.tokens.select(wanted[0])
+    lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
+    rank = peers.rank
+    tables = [batch.tokens.select([doc_id for doc_id in documents if doc_id in batch.tokens]) for documents in wanted]
+    owners = batch.owners(wanted[rank]).tolist()
+    incoming: list[list[int]] = [[] for _ in range(peers.size)]
+    for doc_id, owner in zip(wanted[rank], owners, strict=True):
+        incoming[owner].append(doc_id)
+    copies = 2 if batch.has_labels else 1  # all tokens, then all labels
+    sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
+    outgoing = [table.tokens for table in tables]
+    if batch.has_labels:
+        outgoing = [np.concatenate([table.tokens, all_labels(table)]) for table in tables]
+    received = peers.exchange(outgoing, sizes)
+    arrived: list[TokenTable] = []
+    for documents, content in zip(incoming, received, strict=True):
+        tokens, labels = (content, None) if copies == 1 else np.split(content, 2)
+        edges = np.cumsum([0, *(lengths[doc_id] for doc_id in documents)], dtype=np.int64)
+        arrived.append(TokenTable(np.array(documents, np.int64), edges, tokens, labels))
+    return join_tables(arrived)

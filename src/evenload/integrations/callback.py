@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from evenload.runtime.config.train_config import TrainConfig
+from evenload.config.train_config import TrainConfig
 from evenload.types.model import ModelSpec
 from evenload.types.validation import Validation
 
 if TYPE_CHECKING:  # needs torch, and naming a callback does not
     from evenload.runtime.step_metrics import StepReport
 
-EndReason = Literal["finished", "stopped", "regrouped", "failed"]
+EndReason = Literal["finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,8 +48,7 @@ class RunEnd:
 
     Args:
         steps_done: in all.
-        reason: "finished" all steps, "stopped" by a signal with a checkpoint, "failed" with an error, or "regrouped":
-            training goes on with other ranks, in another process or in this one (`train.on_lost_rank = "shrink"`).
+        reason: "finished" all steps, "stopped" by a signal with a checkpoint, or "failed" with an error.
     """
 
     steps_done: int

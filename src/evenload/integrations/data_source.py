@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.data.config import DataConfig
-from evenload.data.formats.hf_dataset import is_iterable_dataset
+from evenload.data.hf_dataset import is_iterable_dataset
 from evenload.errors import ConfigError
 from evenload.types.nearest_name import did_you_mean
 

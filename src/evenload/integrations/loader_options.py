@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig
 from evenload.engines.catalog import LOOP, engine_named
@@ -21,7 +22,6 @@ from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, res
 from evenload.integrations.loader_peers import LoaderPlace
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
-from evenload.runtime.config.config_keys import plan_options
 from evenload.types.counted import counted
 from evenload.types.layout import even_layout
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from evenload.data.batch.peers import Alone, Peers
+from evenload.data.batches import Alone, Peers
 from evenload.errors import ConfigError
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.types.counted import counted

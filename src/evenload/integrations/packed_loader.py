@@ -18,16 +18,16 @@ copies of every token; in memory are `prefetch_steps` steps beyond what the glob
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, Unpack
 
 import msgspec
 
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import LoaderState, decode_state, encode_state, state_at_epoch
-from evenload.data.encoding.open_encoder import stop_warnings
-from evenload.data.encoding.tokenize import FileTokenizer
+from evenload.data.batches import LoaderState, decode_state, encode_state, state_at_epoch
 from evenload.data.ledger import untaught_warning
+from evenload.data.loader import GlobalBatchLoader
+from evenload.data.open_encoder import stop_warnings
+from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import StepMaker
@@ -41,7 +41,7 @@ from evenload.integrations.start_lines import balance_line, first_step_line, sta
 from evenload.integrations.step_planner import known_vocabulary, make_planner
 from evenload.integrations.tokenizer_source import loader_tokenizer_fact, require_choice, tokenizer_settings
 from evenload.plan.deferral.delay import DelayState
-from evenload.plan.reconfiguration.planner_state import PlannerState
+from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.counted import counted
 
@@ -136,13 +136,13 @@ class PackedLoader:
             planning,
             *options.engine_shape,
         )
+        may_delay = strategy_named(strategy).delays(planning) and not evaluation
+        self._planner = RunPlanner(planner, strategy, may_delay)
         self._maker = StepMaker(
             self._loader,
-            planner,
-            strategy,
+            self._planner,
             replicas=lambda layout: place.replicas,
             max_pack_tokens=max_tokens,
-            may_delay=strategy_named(strategy).delays(planning) and not evaluation,
         )
         self.options, self.config, self._place = options, self._loader.config, place
         self.rank, self.world_size = place.rank, place.world_size
@@ -150,7 +150,7 @@ class PackedLoader:
         self.ledger_lines: tuple[str, ...] = ()
         self._ahead: ReadAhead[PackedStep] | None = None
         self._has_logged = False
-        self._stand_at(self._loader.state(), PlannerState(), 0)
+        self._stand_at(self._loader.state(), DelayState(), 0)
         fact = loader_tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
         self.start_lines: Sequence[str] = start_lines(config, fact, options, place, planner.costs)
         if place.is_first:
@@ -178,7 +178,8 @@ class PackedLoader:
         options = self.options
         ranks = self.world_size, options.sequence_ranks
         planner = make_planner(model, options.costs, ranks, options.planning(), *options.engine_shape)
-        self._maker.planner = planner
+        self._planner = replace(self._planner, planner=planner)
+        self._maker.planner = self._planner
         self.model_is_assumed = False
         line = balance_line(planner.costs, assumed=False)
         self.start_lines = [line, *self.start_lines[1:]]
@@ -235,7 +236,7 @@ class PackedLoader:
             "version": STATE_VERSION,
             "epoch": self.epoch,
             "loader": encode_state(loader).decode(),
-            "planner": msgspec.json.encode(planner.delay).decode(),
+            "planner": msgspec.json.encode(planner).decode(),
             "world_size": self.world_size,
             **mid._asdict(),
         }
@@ -260,7 +261,7 @@ class PackedLoader:
                 f"{counted(state_dict['world_size'], 'rank')}; now there are {self.world_size}. Save between two steps "
                 "to go on with another number"
             )
-        planner = PlannerState(delay=msgspec.json.decode(state_dict["planner"], type=DelayState))
+        planner = msgspec.json.decode(state_dict["planner"], type=DelayState)
         self._go_on(decode_state(state_dict["loader"].encode()), planner, int(state_dict["epoch"]))
         self._mid_step = _MidStep(given, state_dict["plan_digest"] if given else "")
 
@@ -276,7 +277,7 @@ class PackedLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _go_on(self, loader: LoaderState, planner: PlannerState, epoch: int) -> None:
+    def _go_on(self, loader: LoaderState, planner: DelayState, epoch: int) -> None:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -284,7 +285,7 @@ class PackedLoader:
         self._maker.planner_state = planner
         self._stand_at(loader, planner, epoch)
 
-    def _stand_at(self, loader: LoaderState, planner: PlannerState, epoch: int) -> None:
+    def _stand_at(self, loader: LoaderState, planner: DelayState, epoch: int) -> None:
         self._before = self._after = (loader, planner)
         self._open: PackedStep | None = None
         self._peeked: PackedStep | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.engines.projection import project
 from evenload.errors import ConfigError
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs

@@ -12,12 +12,12 @@ from typing import Any
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.coverage import completed_from_cluster, in_measured_precision
+from evenload.data.hub import model_from
 from evenload.engines.engine_planner import EnginePlanner
 from evenload.engines.profile import EngineProfile
 from evenload.engines.projection import StepShape
 from evenload.engines.refusals import require_heads
 from evenload.errors import ConfigError
-from evenload.hub.model_files import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import DEVICES_PER_NODE, cluster_from

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from evenload.data.config import DataConfig, trains_given_ids
-from evenload.data.encoding.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
+from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
 
 

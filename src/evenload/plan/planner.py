@@ -243,23 +243,17 @@ class StepPlanner:
             is_same = found.backward is found.forward
             backward_slices = slices if is_same else found.backward.pack_slices(doc_ids)
             forward_s, backward_s = (_slowest_stage(s) for s in (found.tasks.forward_s, found.tasks.backward_s))
-            of_forward, of_backward = zip(found.context_parts, found.first_rows or (None, None), strict=True)
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
-                    forward=found.forward.packs("forward", slices, forward_s, found.shardings or (), *of_forward),
-                    backward=found.backward.packs("backward", backward_slices, backward_s, (), *of_backward),
+                    forward=found.forward.packs("forward", slices, forward_s, found.shardings or ()),
+                    backward=found.backward.packs("backward", backward_slices, backward_s),
                     policies=_policies(doc_ids, found.policy),
                 )
             )
             schedules.append(found.actions.to_schedule())
             times.append(found.pack_times())
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
-        ranks = len(choices) * self.layout.pipeline_ranks
-        context_s, tensor_s = (
-            np.sum(of_replicas, axis=0) / ranks
-            for of_replicas in zip(*((c.candidate.context_s, c.candidate.tensor_s) for c in choices), strict=True)
-        )
         end = step_end(self.costs, [choice.candidate.simulated() for choice in choices])
         trained = trained_documents(choices)
         if len(trained) < len(documents):
@@ -289,10 +283,6 @@ class StepPlanner:
                     reduction_hidden_s=end.reduction_hidden_s,
                     gather_s=end.gather_s,
                     gather_hidden_s=end.gather_hidden_s,
-                    context_s=float(context_s[0]),
-                    context_hidden_s=float(context_s[1]),
-                    tensor_s=float(tensor_s[0]),
-                    tensor_hidden_s=float(tensor_s[1]),
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),
@@ -361,3 +351,40 @@ def _uneven(packs: SliceColumns, pack_s: np.ndarray) -> float:
 
 def _slowest_stage(pack_s: np.ndarray) -> np.ndarray:
     return pack_s.max(axis=1) if len(pack_s) else np.zeros(0)
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlanner:
+    """Plans the steps of a run (`feed.step_maker.Planner`) by one strategy in one layout.
+
+    Args:
+        may_delay: strategies that defer documents may do so; else every step trains its whole batch.
+    """
+
+    planner: StepPlanner
+    strategy: str
+    may_delay: bool = True
+
+    @property
+    def known_steps(self) -> int:
+        """Steps whose lengths it wants to know: the coming one."""
+        return 1
+
+    @property
+    def state_type(self) -> type[DelayState]:
+        """What it carries from step to step."""
+        return DelayState
+
+    def plan_step(
+        self,
+        step: int,
+        documents: tuple[Document, ...],
+        state: DelayState,
+        *,
+        coming: Sequence[tuple[Document, ...]] = (),
+        is_last: bool = False,
+    ) -> tuple[StepPlan, DelayState, None]:
+        """Plan a step; the state after it, and no decision about the layout. Raises as `StepPlanner.plan`."""
+        delay = state if self.may_delay else None
+        proposal = self.planner.propose(step, documents, self.strategy, state=delay, is_last=is_last)
+        return proposal.require_feasible(), proposal.state or DelayState(), None

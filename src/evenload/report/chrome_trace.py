@@ -1,19 +1,17 @@
 """Chrome/Perfetto `trace.json` of timelines: open it at ui.perfetto.dev or chrome://tracing.
 
-One process for each timeline and data-parallel rank ("predicted dp 0", "measured dp 0"), one thread for each
-pipeline rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Where a
-timeline knows them: events on the critical path have the category "critical" and say so in their arguments, bytes by
-kind are counters of their own, and what happens beside the packs (`SideTasks`) is drawn. Recompute lies inside its
-backward, the optimizer after the packs, all on the rank's own thread. Copies have a thread for every rank ("rank 0
-copies"), so have sums of gradients ("rank 0 sums") and gathers of weights ("rank 0 weights"), transfers one for every
-link ("rank 0 to 1"). Transfers under way at the same time, as edge delays allow, get further threads of the same link,
-because events on a thread must not overlap.
-Lanes of all timelines have equal names and order, so predicted and measured open side by side.
-
-The format counts in microseconds. Starts and ends are rounded to whole nanoseconds first and durations are
-their difference: neighbours that touch in the timeline touch in the trace, where separate rounding would make
-them overlap and the viewer drop or nest them. Price: about 150 bytes an event; O(n log n) in tasks, samples, transfers.
-Format: "Trace Event Format", Google, 2016.
+One process for each timeline and data-parallel rank ("predicted dp 0", "measured dp 0"), one thread for each pipeline
+rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Where a timeline knows
+them: events on the critical path have the category "critical" and say so in their arguments, bytes by kind are counters
+of their own, and what happens beside the packs (`SideTasks`) is drawn. Recompute lies inside its backward, the
+optimizer after the packs, all on the rank's own thread. Copies have a thread for every rank ("rank 0 copies"), so have
+sums of gradients ("rank 0 sums") and gathers of weights ("rank 0 weights"), transfers one for every link ("rank 0 to
+1"). Transfers under way at the same time, as edge delays allow, get further threads of the same link, because events on
+a thread must not overlap. Lanes of all timelines have equal names and order, so predicted and measured open side by
+side. The format counts in microseconds. Starts and ends are rounded to whole nanoseconds first and durations are their
+difference: neighbours that touch in the timeline touch in the trace, where separate rounding would make them overlap
+and the viewer drop or nest them. Price: about 150 bytes an event; O(n log n) in tasks, samples, transfers. Format:
+"Trace Event Format", Google, 2016.
 """
 
 import heapq
@@ -24,8 +22,48 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.report.pack_label import PackKey, PackLabel
+from evenload.report.units import format_count
+from evenload.types.micropack import Direction, MicroPack
+from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline
+
+PackKey = tuple[int, Direction, int]
+"""(dp rank, direction, pack index): the same for every stage and for predicted and measured."""
+
+
+PackLabel = Mapping[str, int | str]
+"""Real `tokens`, `documents`, `slices` that are only a piece of their document, and `content`: the first documents by
+id and range."""
+MAX_DOCUMENTS = 4
+"""Listed by name; long lists are unreadable, and every stage repeats them."""
+
+
+def label_packs(plan: StepPlan) -> dict[PackKey, PackLabel]:
+    num_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
+    return {
+        (packs.dp_rank, pack.direction, pack.index): _label(pack, num_tokens)
+        for packs in plan.pack_plans
+        for pack in (*packs.forward, *packs.backward)
+    }
+
+
+def _label(pack: MicroPack, num_tokens: dict[int, int]) -> PackLabel:
+    texts = []
+    for piece in pack.slices[:MAX_DOCUMENTS]:
+        length = num_tokens[piece.doc_id]
+        if piece.num_tokens == length:
+            texts.append(f"{piece.doc_id} ({format_count(length)})")
+        else:
+            texts.append(f"{piece.doc_id} [{piece.start}, {piece.stop}) of {format_count(length)}")
+    if len(pack.slices) > MAX_DOCUMENTS:
+        texts.append(f"{len(pack.slices) - MAX_DOCUMENTS} more")
+    return {
+        "tokens": pack.num_tokens,
+        "documents": len(pack.slices),
+        "slices": sum(piece.num_tokens != num_tokens[piece.doc_id] for piece in pack.slices),
+        "content": "doc " + ", ".join(texts) if texts else "",
+    }
+
 
 _ON_THE_RANK = ("recompute", "optimizer")
 

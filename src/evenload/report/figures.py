@@ -1,20 +1,54 @@
-"""Curves of trained runs over their steps: loss, speed, step time.
+"""Pictures of a report: curves of trained runs over their steps, layouts over steps, the spread of pack times, and
+where the predicted time of a step goes.
 
 Numbers are drawn as they are: no smoothing. Beyond some thousand steps a line keeps, of the steps that share a pixel,
 the least and the most, which looks the same. Predicted is dashed and grey; measured is solid.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.report.axes import Scale, Tick, round_ticks, step_ticks, tick_labels
-from evenload.report.figure import Axes, Curves, Figure, legend, panel
-from evenload.report.metrics_file import MetricRow, latest_per_step
-from evenload.report.palette import MEASURED, PREDICTED, series_style
-from evenload.report.run_figures import metric_column
-from evenload.report.svg_marks import dot, line
+from evenload.report.run_files import MetricRow, latest_per_step
+from evenload.report.svg import (
+    CAUSE_COLORS,
+    KIND_STYLES,
+    MEASURED,
+    PREDICTED,
+    SERIES,
+    Axes,
+    Curves,
+    Figure,
+    NumberTable,
+    Scale,
+    Tick,
+    dot,
+    legend,
+    line,
+    names_width_px,
+    panel,
+    rect,
+    round_ticks,
+    rows_chart,
+    series_style,
+    shape,
+    step_ticks,
+    text,
+    text_on,
+    tick_labels,
+    triangle,
+    upright,
+)
+from evenload.report.table import format_action, format_conditions, format_predicted
+from evenload.report.units import format_percent, format_ratio, format_seconds
+from evenload.types.layout_decision import LayoutDecision
+from evenload.types.micropack import Direction
+from evenload.types.pack_times import PackSeconds, pack_times
+from evenload.types.plan import StepPlan
+from evenload.types.time_split import CAUSE_LABELS, TimeSplit
+from evenload.types.timeline import Timeline
 from evenload.types.validation import Validation
 
 # From this many steps on markers hide the line.
@@ -145,3 +179,371 @@ def outline(values: NDArray[np.float64]) -> NDArray[np.int64]:
         if len(unknown) < len(part):
             kept |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
     return np.array(sorted(kept))
+
+
+# The figures that stand for a whole trained run: one rule for every table, tile and label of a report. The first step
+# warms up caches, allocators and connections, so it is left out of medians wherever there is another. Memory and loss
+# are not medians: the largest of all steps, and the last one.
+
+
+def typical(rows: Iterable[MetricRow], key: str) -> float | None:
+    """Median of a key over the steps after the first, or of the only one; None where no step has a value."""
+    rows = latest_per_step(rows)
+    values = metric_column(rows[1:] or rows, key)
+    values = values[~np.isnan(values)]
+    return float(np.median(values)) if len(values) else None
+
+
+def typical_meaning(rows: Iterable[MetricRow]) -> str:
+    """What `typical` is, in words that stand beside it."""
+    count = len(latest_per_step(rows))
+    if count <= 2:
+        return "only step" if count == 1 else "second of 2 steps"
+    return f"median of the {count - 1} steps after the first"
+
+
+def largest(rows: Iterable[MetricRow], key: str) -> float | None:
+    values = metric_column(latest_per_step(rows), key)
+    values = values[~np.isnan(values)]
+    return float(values.max()) if len(values) else None
+
+
+def metric_column(rows: Iterable[MetricRow], key: str) -> NDArray[np.float64]:
+    """One key of metrics rows as float64[num_rows]; `None` becomes NaN, a gap in a line."""
+    return np.array([np.nan if row[key] is None else float(row[key] or 0) for row in rows], dtype=np.float64)
+
+
+_SECONDS_PX, _ROW_PX = 170, 30
+_LAYOUT_COLORS = {1: MEASURED, 2: SERIES[4], 3: SERIES[7], 4: SERIES[2]}
+_NAMES = {1: "① kept", 2: "② kept, saving memory", 3: "③ switched to fit ▲", 4: "④ switched to be faster ▼"}
+
+
+def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
+    """Two panels over the steps: the layout, marked by the case of FlexPipe's Fig. 7; and T of the conditions, a known
+    step (how many are known falls towards the end of a run)."""
+    layouts = list(dict.fromkeys(one.layout for one in decisions))
+    first, last = decisions[0].step, decisions[-1].step
+    room = 0.5 if first == last else 0.012 * (last - first)
+    x = Scale(first - room, last + room)
+    left_px = names_width_px(layouts, most_px=150)
+    cases = [case for case in _NAMES if any(one.case == case for one in decisions)]
+    seconds = _seconds(decisions)
+    label = f"layout of steps {first} to {last}: {', '.join(layouts)}"
+    body = (
+        legend((_NAMES[case], _LAYOUT_COLORS[case], "fill") for case in cases)
+        + _which(decisions, layouts, x, left_px, label)
+        + legend((name, color, dash) for name, color, dash, _ in seconds)
+        + _compared(decisions, seconds, x, left_px)
+    )
+    return Figure(body=body, label=label)
+
+
+def _which(decisions: Sequence[LayoutDecision], layouts: Sequence[str], x: Scale, left_px: int, label: str) -> str:
+    lanes = {name: i for i, name in enumerate(layouts)}
+    axes = Axes(
+        x=x,
+        y=Scale(len(layouts) - 0.5, -0.5),
+        x_ticks=(),
+        y_ticks=[Tick(at, name) for name, at in lanes.items()],
+        left_px=left_px,
+        height_px=_ROW_PX * (len(layouts) + 1),
+    )
+    places = [(x.share(one.step), axes.y_px(lanes[one.layout])) for one in decisions]
+    marks = [line(_halfway(places), axes.height_px, PREDICTED)]
+    for one, (at, y_px) in zip(decisions, places, strict=True):
+        color, tip = _LAYOUT_COLORS[one.case], _told(one)
+        if one.case in (3, 4):
+            marks.append(triangle(at, y_px, color, up=one.case == 3, tip=tip))
+        else:
+            marks.append(dot(at, y_px, color, radius_px=3.6 if one.case == 1 else 4.6, tip=tip))
+    return panel(axes, marks, label)
+
+
+def _seconds(decisions: Sequence[LayoutDecision]) -> list[tuple[str, str, str, list[float | None]]]:
+    """(name, colour, dash, seconds a known step) of what was compared anywhere."""
+    saving = [one.save_s if one.keep_s is None else None for one in decisions]
+    found = []
+    for name, totals, color, dash in (
+        ("T(keep)", [one.keep_s for one in decisions], MEASURED, "solid"),
+        ("T(save)", saving, SERIES[4], "dot"),
+        ("T(new) + T(switch)", [_switched_s(one) for one in decisions], SERIES[1], "dash"),
+    ):
+        seconds = [None if s is None else s / one.known_steps for s, one in zip(totals, decisions, strict=True)]
+        if any(value is not None for value in seconds):
+            found.append((name, color, dash, seconds))
+    return found
+
+
+def _compared(
+    decisions: Sequence[LayoutDecision],
+    seconds: Sequence[tuple[str, str, str, list[float | None]]],
+    x: Scale,
+    left_px: int,
+) -> str:
+    most = max((value for *_, values in seconds for value in values if value is not None), default=1.0)
+    at = round_ticks(0, most * 1.06, 4)
+    axes = Axes(
+        x=x,
+        y=Scale(0, most * 1.06),
+        x_ticks=step_ticks(decisions[0].step, decisions[-1].step),
+        y_ticks=[Tick(value, label) for value, label in zip(at, tick_labels(at, "s"), strict=True)],
+        x_title="step",
+        y_title="predicted a step",
+        left_px=left_px,
+        height_px=_SECONDS_PX,
+    )
+    marks = []
+    for _, color, dash, values in seconds:
+        points = [
+            (x.share(one.step), None if value is None else axes.y_px(value))
+            for one, value in zip(decisions, values, strict=True)
+        ]
+        marks.append(line(points, axes.height_px, color, dash))
+        marks += [dot(x_share, y_px, color, radius_px=2.2) for x_share, y_px in points if y_px is not None]
+    curves = Curves("step", [one.step for one in decisions], "s", [(n, c, v) for n, c, _, v in seconds])
+    return panel(axes, marks, "predicted seconds a step of staying, saving memory and switching", curves)
+
+
+def _halfway(places: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
+    """Layouts change halfway between two steps."""
+    found: list[tuple[float, float | None]] = [*places[:1]]
+    for (left, before_px), (right, y_px) in itertools.pairwise(places):
+        middle = (left + right) / 2
+        found += [(middle, before_px), (middle, y_px), (right, y_px)]
+    return found
+
+
+def _switched_s(decision: LayoutDecision) -> float | None:
+    return None if decision.new_s is None else decision.new_s + decision.switch_s
+
+
+def _told(decision: LayoutDecision) -> str:
+    lines = [
+        f"step {decision.step}: {format_action(decision)}, {format_conditions(decision)}",
+        f"T(keep) {format_predicted(decision.keep_s)}, T(save) {format_predicted(decision.save_s)}",
+    ]
+    candidates = {"documents": decision.save_documents_s, "layers": decision.save_layers_s}
+    if any(seconds is not None for seconds in candidates.values()):
+        of_each = [f"by {name} {format_predicted(seconds)}" for name, seconds in candidates.items()]
+        lines.append(f"saving memory in this step: {', '.join(of_each)}")
+    if decision.other:
+        switch = format_seconds(decision.switch_s)
+        lines.append(f"{decision.other}: T(new) {format_predicted(decision.new_s)}, T(switch) {switch}")
+    if decision.measured_switch_s is not None:
+        lines.append(f"the switch took {format_seconds(decision.measured_switch_s)}, measured")
+    return "\n".join([*lines, decision.why])
+
+
+# How evenly strategies cut: the spread of pack times, forward over backward, one violin a strategy (SlimPack Figs. 14
+# to 16). A pack counts with its slowest stage (`types.pack_times`), relative to the mean pack of its step and set of
+# ranks: a pipeline moves at the pace of its slowest pack, whatever a mean pack takes, and strategies cut into
+# different numbers of packs. A set is a replica, or the replicas that share a pack (DP-Merge), as in the planner's
+# imbalance. Where a strategy has few packs every pack is a point; a density over ten points would be invention. A
+# violin is a Gaussian kernel density with Scott's width ("Multivariate Density Estimation", 1992), cut off at the
+# least and the largest pack. Price: O(n) in packs, which are counted in narrow classes first; the page holds an
+# outline of 60 points.
+
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+_COLORS = {"forward": KIND_STYLES["F"].even, "backward": KIND_STYLES["B"].even}
+_ROW_PX = 34
+_HALF_PX = 14.0
+_MOST_DOTS = 40
+"""Up to this many packs are drawn one by one."""
+_SPREAD_OF_POINTS_PX = 7.0
+_MOST_SHOWN = 5.0
+"""Ratios beyond lie outside of the picture, or one strategy's worst pack would squeeze all shapes to a line."""
+_CLASSES, _OUTLINE = 400, 60
+
+Steps = Sequence[tuple[Timeline, StepPlan | None]]
+"""A timeline of every step, with its plan where that is known."""
+
+
+def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
+    """Violins of pack time over mean pack time, by strategy and origin ("predicted", "measured"); the number beside
+    each is max/mean, mean over the steps."""
+    rows = [(name, origin) for name, origins in sections.items() for origin in origins]
+    both = len({origin for _, origin in rows}) > 1
+    names = [f"{name}, {origin}" if both else name for name, origin in rows]
+    ratios = {
+        direction: [
+            [relative_times(timeline, plan, direction) for timeline, plan in sections[name][origin]]
+            for name, origin in rows
+        ]
+        for direction in _DIRECTIONS
+    }
+    all_steps = [one for of_direction in ratios.values() for steps in of_direction for one in steps if len(one)]
+    largest = max((float(one.max()) for one in all_steps), default=1.0)
+    scale = Scale(0, min(largest, _MOST_SHOWN) * 1.04)
+    at = round_ticks(0, scale.high, 6)
+    ticks = [Tick(value, label) for value, label in zip(at, tick_labels(at, "×"), strict=True)]
+    parts = []
+    for direction in _DIRECTIONS:
+        shown = []
+        for name, (_, origin), steps in zip(names, rows, ratios[direction], strict=True):
+            is_hollow = both and origin == "predicted"
+            color = PREDICTED if is_hollow else _COLORS[direction]
+            shown.append((name, _marks(np.concatenate(steps), scale, color, is_hollow), _pack_time_note(steps)))
+        label = f"{direction} packs, max over mean: " + "; ".join(f"{name} {note}" for name, _, note in shown)
+        is_last = direction == _DIRECTIONS[-1]
+        title = "time of a pack over the mean pack" if is_last else ""
+        parts.append(f'<div class="panel-title">{direction.capitalize()} packs</div>')
+        widths = {"names_px": names_width_px(names), "notes_px": 150}
+        parts.append(rows_chart(shown, _ROW_PX, label, x=scale, ticks=ticks, title=title, **widths))
+    table = [
+        (name, *(_pack_time_note(ratios[direction][row]) for direction in _DIRECTIONS))
+        for row, name in enumerate(names)
+    ]
+    numbers = NumberTable(("max/mean", "forward packs", "backward packs"), tuple(table))
+    return Figure(body="".join(parts), label="spread of pack times, forward and backward", numbers=numbers)
+
+
+def relative_times(timeline: Timeline, plan: StepPlan | None, direction: Direction) -> NDArray[np.float64]:
+    """Seconds of every pack over the mean of its set of ranks, sets without time left out; the maximum is max/mean."""
+    times = pack_times(timeline, direction)
+    sets = _sets(times, plan, direction)
+    parts = [times.seconds[sets == one] for one in np.unique(sets)]
+    return np.concatenate([np.zeros(0), *(part / part.mean() for part in parts if part.sum() > 0)])
+
+
+def _sets(times: PackSeconds, plan: StepPlan | None, direction: Direction) -> NDArray[np.int64]:
+    """A number for the set of ranks of every pack: its replica, and how many ranks share its first slice."""
+    if plan is None:
+        return times.dp_rank
+    ranks = {
+        (replica.dp_rank, pack.index): pack.slices[0].cp if pack.slices else 0
+        for replica in plan.pack_plans
+        for pack in (replica.forward if direction == "forward" else replica.backward)
+    }
+    keys = zip(times.dp_rank.tolist(), times.pack.tolist(), strict=True)
+    return times.dp_rank << 32 | np.array([ranks.get(key, 0) for key in keys], np.int64)
+
+
+def _pack_time_note(steps: Sequence[NDArray[np.float64]]) -> str:
+    """Mean over the steps, as in the comparison of strategies; and the slowest where it is out of the picture."""
+    found = [float(one.max()) for one in steps if len(one)]
+    if not found:
+        return "no packs"
+    text = format_ratio(float(np.mean(found)))
+    return f"{text}, slowest {max(found):.1f}× ▸" if max(found) > _MOST_SHOWN else text
+
+
+def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: bool) -> str:
+    middle = _ROW_PX / 2
+    mean = upright(scale.share(1), 0, _ROW_PX, "mean")
+    shown = ratios[ratios <= scale.high]
+    if len(ratios) <= _MOST_DOTS:
+        # Spread by place, not by chance: the same report is the same picture.
+        offsets = (np.arange(len(shown)) * 0.618034 % 1 - 0.5) * 2 * _SPREAD_OF_POINTS_PX
+        points = zip(shown.tolist(), offsets.tolist(), strict=True)
+        dots = (
+            dot(scale.share(at), middle + offset, color, hollow=is_hollow, tip=f"{at:.3f} of the mean pack")
+            for at, offset in points
+        )
+        return mean + "".join(dots)
+    if not len(shown):
+        return mean
+    at, density = _density(ratios)
+    inside = at <= scale.high
+    at, half = at[inside], _HALF_PX * density[inside] / density.max()
+    upper = [(scale.share(x), middle - h) for x, h in zip(at.tolist(), half.tolist(), strict=True)]
+    lower = [(x, 2 * middle - y) for x, y in reversed(upper)]
+    low, center, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+    half_of_them = f"half of them take {low:.3f} to {high:.3f} of the mean pack"
+    tip = f"{len(ratios):,} packs: {half_of_them}, the slowest {ratios.max():.3f}"
+    marks = [shape([*upper, *lower], _ROW_PX, color, "none" if is_hollow else f"{color}55", tip)]
+    box = scale.share(low), min(1.0, scale.share(high))
+    if box[0] < box[1]:
+        marks.append(rect(box, middle - 2.5, 5, color, tip))
+    marks.append(upright(min(1.0, scale.share(center)), middle - 5, middle + 5, "median"))
+    return mean + "".join(marks)
+
+
+def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Places and a density there, up to a factor."""
+    low, high = float(ratios.min()), float(ratios.max())
+    if high - low < 1e-9:
+        return np.array([low - 0.002, low + 0.002]), np.ones(2)
+    # Few packs that are far slower stretch the classes; the outline is as fine where it is drawn.
+    counts, edges = np.histogram(ratios, bins=_CLASSES)
+    centers = (edges[:-1] + edges[1:]) / 2
+    width = max(1.06 * float(ratios.std()) * len(ratios) ** -0.2, (high - low) / _CLASSES)
+    at = np.linspace(low, min(high, _MOST_SHOWN * 1.04), _OUTLINE) if low < _MOST_SHOWN else np.array([low, high])
+    weights = np.exp(-0.5 * ((at[:, None] - centers) / width) ** 2)
+    return at, weights @ counts
+
+
+# Where the predicted time of a step goes: one stacked bar a strategy, its parts adding up to the step time. Useful
+# work is blue; what computing costs on top of it is light blue to yellow; waiting inside pipelines red to violet,
+# transfers green, the end of the step brown. The same cause has the same colour in every report.
+
+_ROW_PX, _BAR_PX = 34, 24
+# A part thinner than this share of the longest bar cannot be seen or pointed at.
+_LEAST_NAMED_SHARE = 0.0005
+# A part this wide has room for its share of the step.
+_LEAST_LABELLED_SHARE, _LEAST_ON_NARROW = 0.055, 0.14
+
+
+def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
+    """Stacked bars, first strategy on top; causes that cost nothing anywhere are left out."""
+    longest_s = max(split.total_s() for split in splits.values()) or 1.0
+    fields = [
+        field
+        for field in CAUSE_LABELS
+        if max(getattr(split, field) for split in splits.values()) >= _LEAST_NAMED_SHARE * longest_s
+    ]
+    scale = Scale(0, longest_s * 1.01)
+    rows = [(name, _bar(split, fields, scale), _time_split_note(split)) for name, split in splits.items()]
+    at = round_ticks(0, scale.high)
+    shown = zip(at, tick_labels(at, "s"), strict=True)
+    ticks = [Tick(value, label, is_minor=bool(i % 2)) for i, (value, label) in enumerate(shown)]
+    label = "; ".join(f"{name}: {_time_split_note(split)}" for name, split in splits.items())
+    chart = rows_chart(
+        rows,
+        _ROW_PX,
+        label,
+        x=scale,
+        ticks=ticks,
+        title="predicted seconds of a step, mean over devices and steps",
+        names_px=names_width_px(splits),
+        notes_px=196,
+    )
+    keys = legend((CAUSE_LABELS[field], CAUSE_COLORS[field], "fill") for field in fields)
+    return Figure(body=keys + chart, label=label, numbers=_numbers(splits, fields))
+
+
+def _bar(split: TimeSplit, fields: list[str], scale: Scale) -> str:
+    parts = []
+    before_s = 0.0
+    for field in fields:
+        seconds = getattr(split, field)
+        if seconds <= 0:
+            continue
+        span = scale.share(before_s), scale.share(before_s + seconds)
+        share = format_percent(seconds / split.total_s())
+        tip = f"{CAUSE_LABELS[field]}: {format_seconds(seconds)}, {share} of the step"
+        parts.append(rect(span, (_ROW_PX - _BAR_PX) / 2, _BAR_PX, CAUSE_COLORS[field], tip))
+        if span[1] - span[0] >= _LEAST_LABELLED_SHARE:
+            middle = (span[0] + span[1]) / 2
+            kind = "inside" if span[1] - span[0] >= _LEAST_ON_NARROW else "inside minor"
+            parts.append(text(middle, _ROW_PX / 2 + 4, share, kind=kind, color=text_on(CAUSE_COLORS[field])))
+        before_s += seconds
+    return "".join(parts)
+
+
+def _time_split_note(split: TimeSplit) -> str:
+    total_s = split.total_s()
+    useful = format_percent(split.useful_s / total_s if total_s else None)
+    return f"{format_seconds(total_s)} predicted, {useful} useful"
+
+
+def _numbers(splits: Mapping[str, TimeSplit], fields: list[str]) -> NumberTable:
+    rows = [
+        (CAUSE_LABELS[field], *(_cell(getattr(split, field), split.total_s()) for split in splits.values()))
+        for field in fields
+    ]
+    totals = ("step", *(format_seconds(split.total_s()) for split in splits.values()))
+    return NumberTable(headings=("cause", *splits), rows=(*rows, totals))
+
+
+def _cell(seconds: float, total_s: float) -> str:
+    return f"{format_seconds(seconds)}, {format_percent(seconds / total_s)}" if seconds > 0 and total_s else "·"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from evenload.report.figure import Figure, NumberTable
+from evenload.report.svg import Figure, NumberTable
 from evenload.types.length_unit import LengthUnit
 
 _POLICY = (

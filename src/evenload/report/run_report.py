@@ -1,16 +1,31 @@
-"""`RunReport`: everything a report page shows, as data.
+"""`RunReport`: everything a report page shows, as data; and the figures and curves of a trained run.
 
 A run has one section for every strategy or configuration; comparison rows put them side by side.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
-from evenload.report.metrics_file import MetricRow
+import numpy as np
+
+from evenload.report.figures import (
+    largest,
+    loss_figure,
+    metric_column,
+    step_time_figure,
+    tokens_per_s_figure,
+    typical,
+    typical_meaning,
+)
+from evenload.report.page import definitions_html, figure_html
+from evenload.report.run_files import MetricRow, latest_per_step, predicted_part_seconds
+from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
 from evenload.types.layout_decision import LayoutDecision
 from evenload.types.length_profile import LengthProfile
 from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
+from evenload.types.scaled_units import format_bytes
 from evenload.types.time_split import TimeSplit
 from evenload.types.timeline import Timeline
 from evenload.types.validation import Validation
@@ -89,3 +104,91 @@ class RunReport:
     ledger: tuple[str, ...] = ()
     lengths: LengthProfile | None = None
     unit: LengthUnit = "tokens"
+
+
+_READ_STEP_TIME = (
+    "Solid is what the steps took, dashed what the simulator said beforehand. A constant gap is a cost model off "
+    "by a factor (calibrate again); spikes of the solid line alone are waits outside of the plan."
+)
+_READ_CLICK = " A click (or Enter) shows the inside of a step."
+_READ_TOKENS = "Real tokens trained in a second over all devices. Padding does not count, so runs compare fairly."
+_READ_LOSS = (
+    "Cross entropy over the label tokens of the whole global batch. Packing rearranges only inside of a step, so "
+    "runs on the same data and seed must lie on one line (only <code>wlb</code> moves documents between steps). Dashed "
+    "is the loss of validation data, where there are some."
+)
+
+
+def tiles_html(section: RunSection) -> str:
+    """The numbers that one looks for first."""
+    return definitions_html("tiles", _headline_numbers(section))
+
+
+def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list[str]:
+    """Predicted and measured step time; loss and speed where no figure shows them for several runs."""
+    blocks = [
+        figure_html(
+            f"{identifier}-time",
+            "Step time, predicted and measured",
+            _READ_STEP_TIME + (_READ_CLICK if section.steps else "") + _prediction_error(section.metrics),
+            step_time_figure(section.metrics, section.name),
+        )
+    ]
+    if is_alone:
+        blocks += shared_curves_html(identifier, (section,))
+    missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in section.timelines()]
+    missing += [
+        f"{origin} memory over time"
+        for origin, steps in section.timelines().items()
+        if not any(len(timeline.memory_bytes) for timeline, _ in steps)
+    ]
+    if missing:
+        blocks.append(f"<p>Not in this report: {escape(', '.join(missing))}.</p>")
+    return blocks
+
+
+def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[str]:
+    """Speed and loss of all trained runs, each in one figure."""
+    runs = {section.name: section.metrics for section in sections}
+    validations = {section.name: section.validations for section in sections}
+    return [
+        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss_figure(runs, validations)),
+        figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, tokens_per_s_figure(runs)),
+    ]
+
+
+def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
+    rows = latest_per_step(section.metrics)
+    measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
+    part_s = predicted_part_seconds({"step_time_s": measured, "exchange_s": typical(rows, "exchange_s")})
+    off = part_s / predicted - 1 if part_s is not None and predicted else None
+    meaning = typical_meaning(rows)
+    peak, predicted_peak = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
+    return [
+        ("steps", f"{len(rows):,}"),
+        ("loss, last step", f"{_loss(rows[-1])}<small>first {_loss(rows[0])}</small>"),
+        (
+            "step time, measured",
+            f"{format_seconds(measured)}<small>{meaning}; predicted {format_seconds(predicted)}, "
+            f"{format_change(off)}</small>",
+        ),
+        ("tokens/s, measured", f"{format_count(typical(rows, 'tokens_per_s'))}<small>{meaning}; real tokens</small>"),
+        ("bubble, measured", f"{format_percent(typical(rows, 'bubble_fraction'))}<small>{meaning}</small>"),
+        ("memory, peak of all steps", f"{format_bytes(peak)}<small>predicted {format_bytes(predicted_peak)}</small>"),
+        ("data wait", f"{format_seconds(typical(rows, 'data_wait_s'))}<small>{meaning}</small>"),
+    ]
+
+
+def _loss(row: MetricRow) -> str:
+    return format_plain(None if row["loss"] is None else float(row["loss"]), ".4f")
+
+
+def _prediction_error(rows: Sequence[MetricRow]) -> str:
+    rows = latest_per_step(rows)
+    measured = np.array([predicted_part_seconds(row) for row in rows], float)
+    predicted = metric_column(rows, "predicted_step_time_s")
+    known = np.isfinite(measured) & np.isfinite(predicted) & (measured > 0)
+    if not known.any():
+        return " No step has both numbers."
+    error = float(np.abs(predicted[known] / measured[known] - 1).mean())
+    return f" Mean absolute error of the prediction over {int(known.sum()):,} steps: <b>{format_percent(error)}</b>."

@@ -1,23 +1,241 @@
 """The step view of a page: any strategy, step and replica as timeline, memory and documents, drawn in the browser.
 
-All timelines and plans of a report travel as packed columns (`step_blocks`); a choice in the page unpacks what it
-needs and draws it on canvases, with true widths at every zoom. So the page opens at once however many steps it holds.
+All
+timelines and plans of a report travel as packed columns ; a choice in the page unpacks what it needs
+and draws it on canvases, with true widths at every zoom. So the page opens at once however many steps it holds.
+Price, measured in headless Chromium without a GPU on two shared cores: 16 stages and 512 packs, predicted over
+measured (32,768 bars, 65,000 memory samples) are first drawn in 0.4 s and again in 30 to 60 ms, and add 0.4 MB to
+the page; nine strategies over four steps of 2,048 documents on 64 devices add 3.6 MB."""
 
-Price, measured in headless Chromium without a GPU on two shared cores: 16 stages and 512 packs, predicted over measured
-(32,768 bars, 65,000 memory samples) are first drawn in 0.4 s and again in 30 to 60 ms, and add 0.4 MB to the page; nine
-strategies over four steps of 2,048 documents on 64 devices add 3.6 MB.
-"""
-
+import base64
+import gzip
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evenload.report.page import data_block, folded_html
-from evenload.report.palette import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
 from evenload.report.run_report import RunSection
-from evenload.report.step_blocks import DataBlock, plan_block, timeline_block
+from evenload.report.svg import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
 from evenload.report.units import format_seconds
-from evenload.types.timeline import COUNTED_KINDS, KINDS, MEMORY_KINDS, SIDE_KINDS
+from evenload.types.plan import StepPlan
+from evenload.types.timeline import COUNTED_KINDS, KINDS, MEMORY_KINDS, SIDE_KINDS, Timeline
+
+_INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
+# Numpy columns as compact text inside a page: integers of least width, gzip, base64.
+#
+# A comparison of ten strategies over four steps on 64 devices is some hundred thousand tasks. As JSON that would be
+# tens of megabytes to parse before anything shows; as packed columns it is a few bytes a task, and a block is unpacked
+# only when its step is looked at. Times and bytes are stored as differences, which compress to a fraction.
+# Price: one pass of zlib over 10 to 20 bytes a task. `packed_columns.js` is the inverse; browsers have gzip built in.
+
+_LEVEL = 9
+
+
+def pack_columns(columns: Mapping[str, NDArray | Sequence[int]]) -> tuple[str, list[tuple[str, str, int]]]:
+    """Encode one-dimensional columns.
+
+    Integers take the narrowest type that holds them (beyond 32 bits float64, exact to 2**53); floats stay float64.
+
+    Returns:
+        Base64 text, and per column its (name, type, length) in the order in which the bytes lie; types as `u1 i1 u2 i2
+        u4 i4 f8`, little-endian, widest first so that every column is aligned.
+    """
+    narrowed = [(name, _narrow(np.asarray(column))) for name, column in columns.items()]
+    narrowed.sort(key=lambda item: -item[1].dtype.itemsize)
+    # A fixed time stamp, so that the same report has the same bytes.
+    content = gzip.compress(b"".join(column.tobytes() for _, column in narrowed), _LEVEL, mtime=0)
+    directory = [(name, column.dtype.str[1:], len(column)) for name, column in narrowed]
+    return base64.b64encode(content).decode("ascii"), directory
+
+
+def _narrow(column: NDArray) -> NDArray:
+    if column.dtype.kind == "f":
+        return column.astype("<f8")
+    low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
+    for candidate in _INTEGERS:
+        limits = np.iinfo(candidate)
+        if limits.min <= low and high <= limits.max:
+            return column.astype(np.dtype(candidate).newbyteorder("<"))
+    return column.astype("<f8")
+
+
+# A step's timeline and plan as packed columns for the page's step view (`packed_columns`). Timeline: tasks sorted by
+# lane (replica, pipeline rank) and start. Times count whole units of `unit_s`, a power of ten seconds (1 ns where the
+# step allows), rounded once: a task stores the gap since the task before it on its lane ended, and its length, so
+# neighbours that touch in the timeline touch on the screen. Memory samples store time and KiB as differences, by kind
+# where the timeline knows. Recompute and copies are stored like tasks; the end of the step is the same on all ranks
+# and travels once. Plan: documents, packs and slices as in `StepPlan`, documents by index. Price: O(n log n) in
+# tasks, samples and slices.
+
+_KIB = 1024
+# The largest difference that stays within int32, whatever the order of the tasks.
+_MOST_UNITS = 2**31 - 1
+_SIDE_KINDS_IN_ROWS = ("recompute", "offload", "reload")
+_SIDE_KINDS_AT_END = ("reduction", "optimizer", "gather")
+
+DataBlock = tuple[str, dict[str, Any]]
+"""(text of the data block, what the page must know to read it)."""
+
+
+def timeline_block(timeline: Timeline) -> DataBlock:
+    unit_s = _unit_s(timeline)
+    lane_of_task = _lane_key(timeline.dp_rank, timeline.rank)
+    lane_of_sample = _lane_key(timeline.memory_dp_rank, timeline.memory_rank)
+    lanes = np.union1d(lane_of_task, lane_of_sample)
+    order = np.lexsort((timeline.start_s, lane_of_task))
+    start, end = (np.rint(column[order] / unit_s).astype(np.int64) for column in (timeline.start_s, timeline.end_s))
+    lane = np.searchsorted(lanes, lane_of_task[order])
+    is_first = np.ones(len(lane), dtype=bool)
+    is_first[1:] = lane[1:] != lane[:-1]
+    samples = np.argsort(lane_of_sample, kind="stable")
+    sample_lane = np.searchsorted(lanes, lane_of_sample[samples])
+    critical = np.zeros(timeline.num_tasks, bool) if timeline.is_critical is None else timeline.is_critical
+    side, tail = _side_columns(timeline, lanes, unit_s)
+    kinds = _memory_columns(timeline, samples, sample_lane)
+    sampled = np.rint(timeline.memory_time_s[samples] / unit_s).astype(np.int64)
+    at_tasks = _sampled_at_tasks(sampled, sample_lane, start, end, lane, len(lanes))
+    text, directory = pack_columns(
+        {
+            "laneDp": lanes >> 32,
+            "laneRank": lanes & 0xFFFFFFFF,
+            "laneTasks": np.bincount(lane, minlength=len(lanes)),
+            "gap": start - np.where(is_first, 0, np.concatenate([[0], end[:-1]])) if len(start) else start,
+            "length": end - start,
+            "stage": timeline.stage[order],
+            "kind": timeline.kind[order],
+            "pack": timeline.pack[order],
+            "critical": critical[order].astype(np.uint8),
+            "laneSamples": np.bincount(sample_lane, minlength=len(lanes)),
+            **({} if at_tasks else {"sampleGap": _differences(sampled, sample_lane)}),
+            **side,
+            **kinds,
+        }
+    )
+    return text, {
+        "columns": directory,
+        "unitS": unit_s,
+        "stepTimeS": timeline.step_time_s,
+        "bubble": timeline.bubble_fraction(),
+        "tail": tail,
+        "sampledAtTasks": at_tasks,
+        "memoryKinds": [name.removeprefix("kib ") for name in kinds if name != "kib"],
+    }
+
+
+def _side_columns(
+    timeline: Timeline, lanes: NDArray[np.int64], unit_s: float
+) -> tuple[dict[str, NDArray], list[tuple[str, float, float]]]:
+    """Side tasks that stand in the rows of ranks, and (name, start, end in seconds) of what ends the step."""
+    side = timeline.side
+    if side is None:
+        return {}, []
+    lane = np.searchsorted(lanes, _lane_key(side.dp_rank, side.rank))
+    shown = np.isin(side.kind, [SIDE_KINDS.index(name) for name in _SIDE_KINDS_IN_ROWS])
+    order = np.flatnonzero(shown)[np.lexsort((side.start_s[shown], lane[shown]))]
+    start, end = (np.rint(column[order] / unit_s).astype(np.int64) for column in (side.start_s, side.end_s))
+    tail = []
+    packs_end_s = float(timeline.end_s.max(initial=0.0))
+    for name in _SIDE_KINDS_AT_END:
+        of_kind = side.kind == SIDE_KINDS.index(name)
+        # Sums of gradients beside packs are not what ends the step.
+        of_kind &= side.end_s > packs_end_s
+        if of_kind.any():
+            start_s = max(packs_end_s, float(side.start_s[of_kind].min()))
+            tail.append((name, start_s, float(side.end_s[of_kind].max())))
+    return {
+        "laneSides": np.bincount(lane[order], minlength=len(lanes)),
+        "sideKind": side.kind[order],
+        "sideStart": _differences(start, lane[order]),
+        "sideLength": end - start,
+    }, tail
+
+
+def _memory_columns(
+    timeline: Timeline, samples: NDArray[np.int64], sample_lane: NDArray[np.int64]
+) -> dict[str, NDArray[np.int64]]:
+    """KiB as differences: in all ("kib"), or by every kind that is ever held, whose sum is all."""
+    by_kind = timeline.memory_kind_bytes
+    if by_kind is None:
+        return {"kib": _differences(np.rint(timeline.memory_bytes[samples] / _KIB).astype(np.int64), sample_lane)}
+    used = np.flatnonzero(by_kind.any(axis=0)).tolist()
+    kib = np.rint(by_kind[samples] / _KIB).astype(np.int64)
+    return {f"kib {MEMORY_KINDS[kind]}": _differences(kib[:, kind], sample_lane) for kind in used}
+
+
+def _sampled_at_tasks(
+    sampled: NDArray[np.int64],
+    sample_lane: NDArray[np.int64],
+    start: NDArray[np.int64],
+    end: NDArray[np.int64],
+    lane: NDArray[np.int64],
+    num_lanes: int,
+) -> bool:
+    """Samples lie at 0 and at start and end of every task, as the simulator takes them: their times need no room."""
+    if len(sampled) != 2 * len(start) + num_lanes:
+        return False
+    pairs = np.stack([start, end], axis=1).ravel()
+    expected = np.concatenate([np.zeros(num_lanes, np.int64), pairs])
+    lanes = np.concatenate([np.arange(num_lanes), np.repeat(lane, 2)])
+    order = np.argsort(lanes, kind="stable")
+    return bool((lanes[order] == sample_lane).all() and (expected[order] == sampled).all())
+
+
+def plan_block(plan: StepPlan) -> DataBlock:
+    index = {document.doc_id: position for position, document in enumerate(plan.documents)}
+    packs = [
+        (r.dp_rank, d, pack) for r in plan.pack_plans for d, part in enumerate((r.forward, r.backward)) for pack in part
+    ]
+    pieces = [piece for _, _, pack in packs for piece in pack.slices]
+    policy_names = sorted({name for replica in plan.pack_plans for name in replica.policies.values()})
+    policy = np.zeros(len(plan.documents), np.uint8)
+    for replica in plan.pack_plans:
+        for doc_id, name in replica.policies.items():
+            policy[index[doc_id]] = 1 + policy_names.index(name)
+    text, directory = pack_columns(
+        {
+            "docId": [document.doc_id for document in plan.documents],
+            "docTokens": [document.num_tokens for document in plan.documents],
+            "docPolicy": policy,
+            "packDp": [dp_rank for dp_rank, _, _ in packs],
+            "packDirection": [direction for _, direction, _ in packs],
+            "packIndex": [pack.index for _, _, pack in packs],
+            "packSlices": [len(pack.slices) for _, _, pack in packs],
+            "packPadTo": [pack.pad_to for _, _, pack in packs],
+            "sliceDoc": [index[piece.doc_id] for piece in pieces],
+            "sliceStart": [piece.start for piece in pieces],
+            "sliceLength": [piece.stop - piece.start for piece in pieces],
+            "sliceCp": [piece.cp for piece in pieces],
+        }
+    )
+    left_out = [f"{left.doc_id} (of length {left.num_tokens:,}): {left.reason}" for left in plan.left_out]
+    return text, {"columns": directory, "policies": ["replay", *policy_names], "leftOut": left_out}
+
+
+def _lane_key(dp_rank: NDArray[np.int32], rank: NDArray[np.int32]) -> NDArray[np.int64]:
+    return dp_rank.astype(np.int64) << 32 | rank.astype(np.int64)
+
+
+def _unit_s(timeline: Timeline) -> float:
+    """The finest power of ten of seconds in which the whole step fits int32."""
+    longest = max(
+        timeline.step_time_s, float(timeline.end_s.max(initial=0)), float(timeline.memory_time_s.max(initial=0))
+    )
+    exponent = -9
+    while longest > _MOST_UNITS * 10.0**exponent:
+        exponent += 1
+    return float(f"1e{exponent}")
+
+
+def _differences(values: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Differences to the value before, on each lane; the first one is kept."""
+    result = values.copy()
+    same = lane[1:] == lane[:-1]
+    result[1:][same] -= values[:-1][same]
+    return result
+
 
 _BASELINE = "best_fit"
 STEP_VIEW_SCRIPTS = (

@@ -1,19 +1,151 @@
-"""What the terminal shows: the table of strategies, and one line a training step."""
+"""The tables that the terminal shows: strategies side by side, a line a training step, engines, decisions about
+layouts; and the columns of the comparison, which the page shares.
 
-from collections.abc import Mapping, Sequence
+Keys are those of `evenload plan --json`, plus what only a trained run knows. A column is
+shown when any row has a value for it; keys without a column are carried by the files, not by the table.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import msgspec
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from evenload.report.columns import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
-from evenload.report.metrics_file import MetricRow, MetricValue
-from evenload.report.units import format_count, format_plain, format_seconds
+from evenload.report.run_files import MetricRow, MetricValue
+from evenload.report.units import (
+    format_count,
+    format_interval,
+    format_layout,
+    format_percent,
+    format_plain,
+    format_ratio,
+    format_seconds,
+)
 from evenload.types.counted import counted
-from evenload.types.length_unit import LengthUnit
+from evenload.types.layout_decision import LayoutDecision
+from evenload.types.length_unit import LengthUnit, in_unit
+from evenload.types.scaled_units import MISSING, format_bytes
+from evenload.types.time_split import TimeSplit
+
+TEXT_COLUMNS = frozenset({"time_split", "cuts", "schedule", "sharding", "layout"})
+"""Keys of columns that hold words and stand on the left of their cell."""
+_SHOWN_LOSSES = 2
+_LEAST_SHOWN_LOSS = 0.001
+
+
+class Column(NamedTuple):
+    """The key of a column's values, its heading, how to print a value, and what it means."""
+
+    key: str
+    heading: str
+    format: Callable[[Any], str]
+    meaning: str
+
+
+def format_losses(time_split: object) -> str:
+    """The two largest losses of a `TimeSplit` (as builtins) with their share of the step: "dp imbalance 12.0 %"."""
+    split = msgspec.convert(time_split, TimeSplit)
+    total_s = split.total_s()
+    largest = split.losses()[:_SHOWN_LOSSES]
+    shown = [
+        f"{label} {format_percent(seconds / total_s)}"
+        for label, seconds in largest
+        if seconds > _LEAST_SHOWN_LOSS * total_s
+    ]
+    return ", ".join(shown) or MISSING
+
+
+COLUMNS = (
+    Column("measured_step_time_s", "step\nmeasured", format_seconds, "median measured seconds of an optimizer step"),
+    Column("mean_step_time_s", "step\npredicted", format_seconds, "mean simulated seconds of an optimizer step"),
+    Column(
+        "step_time_interval_s",
+        "90 % of\nsteps",
+        format_interval,
+        "where nine of ten measured step times lie, predicted",
+    ),
+    Column(
+        "fraction_of_bound",
+        "of bound",
+        format_percent,
+        "all useful work at the cost model's rates on all devices, without waiting, over the predicted step time",
+    ),
+    Column(
+        "fraction_of_layout_bound",
+        "of layout\nbound",
+        format_percent,
+        "the least time of any plan in this layout (its busiest stage, transfers and update) over the predicted",
+    ),
+    Column(
+        "mfu",
+        "MFU",
+        format_percent,
+        "the physical bound (model FLOPs at the devices' peak) over the predicted step time",
+    ),
+    Column(
+        "speedup_over_baseline",
+        "vs\nbest_fit",
+        lambda ratio: f"{ratio:.2f}×",
+        "predicted speed relative to best_fit in the windows that suit it best",
+    ),
+    Column("tokens_per_s_per_device", "tokens/s\ndevice", format_count, "real tokens a second and device, predicted"),
+    Column("measured_tokens_per_s", "tokens/s\nmeasured", format_count, "real tokens a second, all devices"),
+    Column("bubble_fraction", "bubble", format_percent, "share of rank time in which nothing is computed"),
+    Column("imbalance_forward", "fwd\nmax/mean", format_ratio, "slowest forward pack over the mean"),
+    Column("imbalance_backward", "bwd\nmax/mean", format_ratio, "slowest backward pack over the mean"),
+    Column("imbalance_dp", "dp\nmax/mean", format_ratio, "slowest replica over the mean"),
+    Column("peak_memory_bytes", "memory\npeak", format_bytes, "most bytes any device holds at any time"),
+    Column(
+        "peak_host_bytes_per_node",
+        "host\na node",
+        format_bytes,
+        "most memory of a node's host that offloaded activations take",
+    ),
+    Column("cap_violations", "over\ncap", format_count, "packs over the memory cap"),
+    Column("num_packs_forward", "packs\nfwd", format_count, "forward packs of a step"),
+    Column("num_packs_backward", "packs\nbwd", format_count, "backward packs of a step"),
+    Column("deferred_tokens", "tokens\ndeferred", format_count, "tokens moved to a later step"),
+    Column("dropped_tokens", "tokens\ndropped", format_count, "tokens never trained"),
+    Column("plan_time_s", "plan\ntime", format_seconds, "seconds to plan a step"),
+    Column("time_split", "lost to", format_losses, "the two largest losses beside useful work, share of the step"),
+    Column("cuts", "cuts", str, "whole documents, or slices: the same forward and backward (symmetric), or not"),
+    Column("schedule", "schedule", str, "in which order pipeline ranks run packs (plan.options.schedule)"),
+    Column("sharding", "shared\nby", str, "how context-parallel ranks share packs (plan.options.cp_sharding)"),
+    Column("layout", "layout", format_layout, "sizes of the parallel dimensions"),
+)
+_SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropped_tokens", "peak_host_bytes_per_node"})
+
+
+def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "tokens") -> tuple[Column, ...]:
+    """The columns for which any row has a value; counts of bad things only when one is not zero."""
+    rows = tuple(rows)
+    return tuple(
+        column._replace(heading=in_unit(column.heading, unit), meaning=in_unit(column.meaning, unit))
+        for column in COLUMNS
+        if any(
+            row.get(column.key) not in (None, "")
+            and (row[column.key] != 0 or column.key not in _SHOWN_ONLY_IF_NOT_ZERO)
+            for row in rows
+        )
+    )
+
+
+def format_cell(column: Column, row: Mapping[str, object]) -> str:
+    """A row's value in a column; a dash when it has none."""
+    value = row.get(column.key)
+    return MISSING if value in (None, "") else column.format(value)
+
+
+def is_feasible(row: Mapping[str, object]) -> bool:
+    """Whether a strategy can run; rows of trained runs do not say and did."""
+    return row.get("feasible", True) is not False
+
 
 # Left out first when the terminal is narrow. What is not here stays: the step time, the factor over best_fit, tokens/s.
 _LEFT_OUT_FIRST = (
@@ -142,3 +274,135 @@ def progress_text(row: MetricRow) -> str:
 
 def _number(value: MetricValue) -> float | None:
     return None if value is None else float(value)
+
+
+_ENGINE_COLUMNS = (
+    ("mean_step_time_s", "step\npredicted", format_seconds),
+    ("own_step_time_s", "same plan on\nour runtime", format_seconds),
+    ("end_s", "sums, update,\ngather", format_seconds),
+    ("idle_fraction", "idle", format_percent),
+    ("padding_fraction", "padding", format_percent),
+    ("micro_batches", "micro-\nbatches", format_count),
+    ("empty_micro_batches", "of these\nempty", format_count),
+    ("max_padded_tokens", "longest", format_count),
+)
+
+
+@dataclass(frozen=True)
+class EngineTable:
+    """A rich renderable: strategies on one engine, the fastest marked, then those that could not be planned.
+
+    Args:
+        rows: `engines.evaluate.EngineResult` as builtins.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    best: str
+    title: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(
+            title=Text(self.title), title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        table.add_column("strategy", no_wrap=True)
+        for _, heading, _ in _ENGINE_COLUMNS:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in (row for row in self.rows if not row["why"]):
+            is_best = row["name"] == self.best
+            by = f" ({row['planned_by']})" if row["planned_by"] else ""
+            cells = [Text(format(row[key])) for key, _, format in _ENGINE_COLUMNS]
+            name = Text(f"{'▶' if is_best else ' '} {row['name']}{by}")
+            table.add_row(name, *cells, style="bold green" if is_best else None)
+        yield table
+        for row in self.rows:
+            if row["why"]:
+                yield Text(f"{row['name']}: not planned: {row['why']}")
+
+
+CASES = "①②③④"
+"""Of FlexPipe's Fig. 7."""
+
+
+def format_conditions(decision: LayoutDecision) -> str:
+    """The conditions that hold by their letters, a dot for every other: "A · C ·"."""
+    held = (
+        decision.fits,
+        decision.switching_is_slower,
+        decision.fits_saving,
+        decision.switching_is_slower_than_saving,
+    )
+    return " ".join(letter if holds else "·" for letter, holds in zip("ABCD", held, strict=True))
+
+
+def format_action(decision: LayoutDecision) -> str:
+    """The case of Fig. 7 and what is done: "④ shrink"."""
+    waits = ", waits" if decision.is_patient or decision.later_steps else ""
+    return f"{CASES[decision.case - 1]} {decision.action}{waits}"
+
+
+def format_predicted(seconds: float | None) -> str:
+    """Predicted seconds, or that the batch does not fit."""
+    return "does not fit" if seconds is None else format_seconds(seconds)
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """A rich renderable: every decision of a run or an evaluation.
+
+    Steps in a row in which the same was done for the same conditions are one row, with the last one's seconds.
+    """
+
+    decisions: Sequence[LayoutDecision]
+    title: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        title = Text(self.title) if self.title else None
+        table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("step", "layout", "A B C D", "action"):
+            table.add_column(heading, no_wrap=True)
+        for heading in ("T(keep)", "T(save)", "T(new)", "T(switch)"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("why")
+        for rows in _runs(self.decisions):
+            first, last = rows[0], rows[-1]
+            table.add_row(
+                f"{first.step}" if first is last else f"{first.step}-{last.step}",
+                Text(last.layout),
+                format_conditions(last),
+                format_action(last),
+                format_predicted(last.keep_s),
+                _saving_cell(last),
+                format_predicted(last.new_s) if last.other else "",
+                _switch_cell(last),
+                Text(last.why),
+                style="bold" if last.is_switch else None,
+            )
+        yield table
+        yield Text(
+            "A the layout holds the batch, B switching is slower, C it holds it by recomputing or offloading, D "
+            "switching is slower than that; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; "
+            "T(save) by documents, or (layers) by layers that recompute for all of them; seconds are predicted, over "
+            "the known steps"
+        )
+
+
+def _saving_cell(decision: LayoutDecision) -> str:
+    by_layers, by_documents = decision.save_layers_s, decision.save_documents_s
+    has_layers = by_layers is not None and (by_documents is None or by_layers < by_documents)
+    return format_predicted(decision.save_s) + (" (layers)" if has_layers else "")
+
+
+def _switch_cell(decision: LayoutDecision) -> str:
+    if not decision.other:
+        return ""
+    measured = decision.measured_switch_s
+    return format_seconds(decision.switch_s) + ("" if measured is None else f" ({format_seconds(measured)} measured)")
+
+
+def _runs(decisions: Sequence[LayoutDecision]) -> Iterator[list[LayoutDecision]]:
+    def kind(decision: LayoutDecision) -> object:
+        apart = decision.step if decision.is_switch else None
+        return decision.layout, format_conditions(decision), format_action(decision), apart
+
+    for _, rows in itertools.groupby(decisions, kind):
+        yield list(rows)

@@ -9,9 +9,15 @@ An action names its virtual stage: a rank with several runs the layers of one of
 backward starts to come back before its gradient is waited for. Who sums gradients is told of every unit as soon as no
 action will add to it. Updated weights may still be on their way when a step begins: a forward waits for those of every
 unit where it reads them, and the first backward for all.
+
+`forward_losses` walks a plan without backwards (`stepplan.forward_only`) through the channels, groups and packs of
+training, under every layout that trains: the last stage runs the head at once. Kept are keys and values that rows still
+to come read (`replay.forward_store`), so it holds less than the step that the plan was made for. Price: that of
+forwards and of the head's product, about a third of a step.
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,11 +27,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.beside_times import NO_TRANSFERS, BesideTimes, TransferTimes
-from evenload.runtime.comm.channels import Channels
+from evenload.runtime.comm.channels import Carried, Channels
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.transfers import Carried
-from evenload.runtime.device import HostClock, step_clock
+from evenload.runtime.device import HostClock, step_clock, to_device
+from evenload.runtime.replay.forward_store import ForwardStore
 from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
@@ -43,9 +48,6 @@ class RankTrace:
 
     Args:
         kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
-        context_s, context_hidden_s: seconds in which keys and values of shared documents travelled in parts, and of
-            these the ones in which nothing waited for them.
-        halves: transfers of packs in halves.
         memory_bytes: int64[n], activations held when each action ended; memory_kind_bytes: int64[n, kinds], the same
             by kind of `held_bytes.STORE_KINDS`.
     """
@@ -57,9 +59,6 @@ class RankTrace:
     end_s: NDArray[np.float64]
     memory_bytes: NDArray[np.int64]
     memory_kind_bytes: NDArray[np.int64]
-    context_s: float = 0.0
-    context_hidden_s: float = 0.0
-    halves: TransferTimes = NO_TRANSFERS
 
 
 class HeadOutput(NamedTuple):
@@ -181,13 +180,9 @@ class Executor:
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         completing = completing_actions((action.kind, action.stage) for action in actions)
         self._clock.start()
-        beside = (self._context_times(), self._halves_times(step))
-        for times in beside:
-            if times is not None:
-                times.begin_step()
         for at, action in enumerate(actions):
             before_action()
-            self._mesh.watch.note(action)
+            self._mesh.watch.record(action)
             channels.before_action(at)
             stage, store = self._stages[action.stage], stores[action.stage]
             if action.kind != "F":
@@ -221,7 +216,7 @@ class Executor:
         self._check_empty(stores.values(), held)
         return RankRun(
             loss,
-            functools.partial(_trace, rows, self._clock, *beside),
+            functools.partial(_trace, rows, self._clock),
             held.peak_bytes,
             held.peak_by_kind,
             held.peak_host_bytes,
@@ -229,14 +224,6 @@ class Executor:
             self._context_bytes() - before_bytes,
             tuple(heads),
         )
-
-    def _halves_times(self, step: RankStep) -> BesideTimes | None:
-        """Of transfers of packs in halves; None without such packs."""
-        packs = step.plan.pack_plans[self._mesh.dp_rank]
-        if not any(pack.first_rows for pack in (*packs.forward, *packs.backward)):
-            return None
-        assert self._mesh.tensor is not None, "only tensor-parallel transfers are worth two halves"
-        return self._mesh.tensor.times
 
     def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
         """By stage; all count what they hold together."""
@@ -261,10 +248,6 @@ class Executor:
             store.check_empty()
         assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
         assert not self._copies.arena.live_bytes, "tensors in host memory were not freed"
-
-    def _context_times(self) -> BesideTimes | None:
-        """Of all groups that may share documents; None = there are none."""
-        return next((group.times for group in self._mesh.context.values()), None)
 
     def _context_bytes(self) -> int:
         return sum(group.moved_bytes for group in self._mesh.context.values())
@@ -301,10 +284,7 @@ class _Row(NamedTuple):
     held_bytes: tuple[int, ...]
 
 
-def _trace(
-    rows: list[_Row], clock: HostClock, context: BesideTimes | None = None, halves: BesideTimes | None = None
-) -> RankTrace:
-    beside = NO_TRANSFERS if context is None else context.read()
+def _trace(rows: list[_Row], clock: HostClock) -> RankTrace:
     starts, ends = clock.seconds([row.start for row in rows]), clock.seconds([row.end for row in rows])
     kinds = np.array([row.held_bytes for row in rows], dtype=np.int64).reshape(-1, len(STORE_KINDS))
     return RankTrace(
@@ -315,7 +295,59 @@ def _trace(
         end_s=np.array(ends, dtype=np.float64),
         memory_bytes=kinds.sum(axis=1),
         memory_kind_bytes=kinds,
-        context_s=beside.transfer_s,
-        context_hidden_s=beside.hidden_s,
-        halves=NO_TRANSFERS if halves is None else halves.read(),
     )
+
+
+def forward_losses(
+    step: RankStep, stages: Mapping[int, PipelineStage], mesh: Mesh, stream: torch.cuda.Stream | None = None
+) -> Tensor:
+    """This rank's share of the sum of label losses of every document of a plan without backwards, in the plan's order;
+    float64[n] on the CPU. The shares of all ranks add up to the sums. Collective with the ranks of its pipeline.
+
+    Args:
+        stages: this rank's virtual stages by index, with whole weights.
+        stream: on which receives are posted; None on a CPU.
+    """
+    plan, mine = step.plan, step.packs
+    packs = plan.pack_plans[mesh.dp_rank]
+    actions = plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]
+    document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
+    place = {document.doc_id: at for at, document in enumerate(plan.documents)}
+    packs_of: dict[int, dict[int, list[int]]] = {number: defaultdict(list) for number in stages}
+    for action in actions:
+        for piece in packs.forward[action.pack].slices:
+            packs_of[action.stage][piece.doc_id].append(action.pack)
+    held, stored = HeldBytes(), mine.stored_tokens()
+    stores = {
+        number: ForwardStore(stored, packs_of[number], held=held, shard=stage.row_shard)
+        for number, stage in stages.items()
+    }
+    for stage in stages.values():
+        stage.begin_step(document_tokens)
+    sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
+    # All ranks of a tensor-parallel group know the losses, and one reports them.
+    reports = mesh.tp_rank == 0
+    channels = open_channels(step, actions, stages, mesh, stream)
+    for at, action in enumerate(actions):
+        mesh.watch.record(action)
+        channels.before_action(at)
+        stage, store = stages[action.stage], stores[action.stage]
+        batch = mine.load(packs.forward[action.pack])
+        hidden = stage.forward(batch, channels.receive_hidden(action.stage, action.pack), store)
+        if stage.model.is_last:
+            losses = stage.losses(batch, hidden)
+            if reports and batch.ranges:
+                sums.index_add_(0, _documents_of_rows(batch.ranges, place, mesh.device), losses.double())
+        channels.send_hidden(action.stage, action.pack, hidden)
+        store.end_pack(action.pack)
+    channels.close()
+    for store in stores.values():
+        store.check_empty()
+    assert held.held_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
+    return sums.cpu()
+
+
+def _documents_of_rows(ranges: tuple[Range, ...], place: Mapping[int, int], device: torch.device) -> Tensor:
+    """Of every row of a pack the place of its document in the plan; int64[T]."""
+    documents = np.array([place[r.doc_id] for r in ranges], np.int64)
+    return to_device(torch.from_numpy(np.repeat(documents, [r.stop - r.start for r in ranges])), device)

@@ -27,8 +27,7 @@ from evenload.cost.flops import training_flops
 from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
-from evenload.runtime.optim.data_parallel import ReductionTrace
-from evenload.runtime.optim.weight_gathers import GatherTrace
+from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
 from evenload.runtime.stages.live_stages import Switch
 from evenload.types.data_sheets import data_sheet_flops_per_s
 from evenload.types.layout_decision import LayoutDecision
@@ -89,7 +88,7 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """What one rank says at the end of a step; whether to stop, to pause and to save travels with what all ranks tell
+    """What one rank says at the end of a step; whether to stop and to save travels with what all ranks tell
     each other anyway, so they decide alike.
 
     Args:
@@ -98,7 +97,6 @@ class RankEnd:
         peak_bytes: of tensors; process_bytes: of the process; fixed_bytes: of it beside tensors; 0 = not known.
         stop_signal: why it is to end after the step; 0 = it is not.
         is_time_to_save: by its clock.
-        wants_pause: to leave off after the step, and go on with more ranks.
     """
 
     step_time_s: float
@@ -109,7 +107,6 @@ class RankEnd:
     is_time_to_save: bool
     process_bytes: int
     fixed_bytes: int
-    wants_pause: bool
 
     def joined(self, mesh: Mesh) -> "RankEnd":
         """The largest that any rank says of each, and the shortest barrier: that of the rank which came last, and
@@ -206,17 +203,10 @@ def gather_timeline(
         sides.append(side_tasks("weight_wait", place[0], np.full(len(waits.end_s), place[1]), stage, -1, *waits))
     names = [field.name for field in fields(SideTasks)]
     side = SideTasks(**{name: np.concatenate([getattr(one, name) for one in sides]) for name in names})
-    traces = [trace for of_place in places.values() for trace in of_place]
-    # A transfer counts from when the last rank of its group has come, which is the one that waits least for it.
-    halves = [min((one.halves for one in of_place), key=lambda times: times.transfer_s) for of_place in places.values()]
     return Timeline(
         **joined,
         step_time_s=step_time_s,
         side=side,
-        context_s=float(np.mean([trace.context_s for trace in traces])),
-        context_hidden_s=float(np.mean([trace.context_hidden_s for trace in traces])),
-        tensor_s=float(np.mean([times.transfer_s for times in halves])),
-        tensor_hidden_s=float(np.mean([times.hidden_s for times in halves])),
     )
 
 
@@ -321,14 +311,6 @@ def step_row(
         "gather_hidden_s": gather_hidden_s,
         "predicted_gather_s": plan.predicted.gather_s,
         "predicted_gather_hidden_s": plan.predicted.gather_hidden_s,
-        "context_s": timeline.context_s,
-        "context_hidden_s": timeline.context_hidden_s,
-        "predicted_context_s": plan.predicted.context_s,
-        "predicted_context_hidden_s": plan.predicted.context_hidden_s,
-        "tensor_s": timeline.tensor_s,
-        "tensor_hidden_s": timeline.tensor_hidden_s,
-        "predicted_tensor_s": plan.predicted.tensor_s,
-        "predicted_tensor_hidden_s": plan.predicted.tensor_hidden_s,
         "tokens_per_s": tokens / (step_time_s + around.data_wait_s),
         "mfu": flops / step_time_s / peaks.measured_flops_per_s,
         "mfu_of_data_sheet": peaks.data_sheet_flops_per_s and flops / step_time_s / peaks.data_sheet_flops_per_s,

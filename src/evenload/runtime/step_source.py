@@ -6,22 +6,43 @@ checkpoint holds what was trained, not what was made ahead.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from evenload.data.batch.loader import GlobalBatchLoader
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.data.loader import GlobalBatchLoader
+from evenload.errors import InvalidPlanError
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.layout_track import LayoutTrack
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.planner_state import PlannerState
+from evenload.plan.reconfiguration.planner_state import FlexRunPlanner, PlannerState
 from evenload.plan.strategies.registry import require_trainable
-from evenload.runtime.comm.mesh import Meshes
-from evenload.runtime.prepare import prepare_step
-from evenload.runtime.replay.rank_packs import Exchange, RankStep
+from evenload.runtime.comm.mesh import Mesh, Meshes
+from evenload.runtime.replay.rank_packs import Exchange, RankPacks, RankStep
+from evenload.stepplan.transfer_order import transfer_order
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
+
+
+def prepare_step(
+    plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: Mesh, exchange: Exchange = "all_gather"
+) -> RankStep:
+    """This rank's part of a step, ready to run once, from the tokens of every document of its replica.
+    `InvalidPlanError` for a plan of another layout, or one that this model cannot run."""
+    if plan.layout.arrangement != mesh.layout:
+        raise InvalidPlanError(
+            f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"
+        )
+    own = None
+    if plan.layout.has_wide_stages:
+        own = {action.pack for action in plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]}
+    packs = RankPacks(plan, mesh.dp_rank, mesh.context, exchange, mesh.device).collate(tokens, own)
+    return RankStep(plan, packs, transfer_order(plan, mesh.dp_rank, mesh.pp_rank, mesh.channels))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +120,11 @@ class StepSource:
         watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
         maker = StepMaker(
             loader,
-            planner,
-            strategy,
+            FlexRunPlanner(
+                planner, strategy, (lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step
+            ),
             replicas=lambda layout: layout.replicas(num_ranks),
             max_pack_tokens=options.max_pack_tokens,
-            measured_of=(lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step,
             waiting=watch.waiting,
         )
         maker.planner_state = planner_state

@@ -2,26 +2,43 @@
 
 A prepared step comes in; out come an update of the weights, or none where it is not finite, and a report. Whether ranks
 stop, pause or save after it travels with what they tell each other anyway, so all decide alike.
+
+**Steps that are not finite** (`NonFiniteSteps`): a loss or gradient that is NaN or infinite stops the run, or the step
+is left out and counted. Whether a step is finite is decided from sums over all ranks, so all decide alike, and before
+the optimizer changes anything: weights, optimizer and checkpoints stay those of the last good step. Price: for every
+row of a last stage one sum over the hidden size, 4 bytes a row until the step ends.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+import msgspec
+import torch
 import torch.distributed as dist
 
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.ledger import untaught_warning
-from evenload.runtime.checkpoint.saves import Saves
-from evenload.runtime.checkpoint.survivor_state import SurvivorState
+from evenload.cost.process_memory import process_bytes
+from evenload.data.batches import LoaderState
+from evenload.data.ledger import Tally, masked_and_untaught, tally_of, untaught_warning, with_skipped
+from evenload.errors import NonFiniteStepError
+from evenload.feed.step_maker import PlannedStep
+from evenload.runtime.checkpoint.writer import Saves
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.device import forget_peak_bytes, measured_peak_bytes, peak_process_bytes, seconds_now
-from evenload.runtime.optim.non_finite import NonFiniteSteps
-from evenload.runtime.optim.overlaps import overlaps_of
+from evenload.runtime.device import (
+    forget_peak_bytes,
+    forget_peak_process_bytes,
+    measured_peak_bytes,
+    peak_process_bytes,
+    resident_bytes,
+    seconds_now,
+)
+from evenload.runtime.executor import HeadOutput, RankRun
+from evenload.runtime.optim.data_parallel import overlaps_of
 from evenload.runtime.stages.live_stages import Switch
-from evenload.runtime.stages.process_memory import ProcessMemory
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
     DevicePeaks,
@@ -37,6 +54,169 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""More steps without any update are no training: the weights themselves must be broken."""
+
+DROPPED_REASON = "not finite"
+
+_MAX_NAMED = 4
+
+
+class NonFiniteSteps:
+    """What became of such steps of one run."""
+
+    def __init__(self, on_nonfinite: Literal["stop", "skip"], mesh: Mesh) -> None:
+        self.num_skipped = 0
+        """Steps without an update since the run began."""
+        self.mesh = mesh
+        """Of the layout that runs."""
+        self._may_skip = on_nonfinite == "skip"
+        self._in_a_row = 0
+        self._skipped, self._masked, self._untaught = Tally(), 0, 0  # since the loader's account was loaded
+
+    def record_finite(self) -> None:
+        self._in_a_row = 0
+
+    def leave_out(
+        self,
+        planned: PlannedStep,
+        run: RankRun,
+        loss: float,
+        grad_norm: float,
+        before_giving_up: Callable[[], Path | None],
+    ) -> str:
+        """A step that is not finite: stop, or count its documents as dropped; what to say then. Collective.
+
+        Args:
+            loss, grad_norm: of the whole step, the same on every rank.
+            before_giving_up: called before the error, on every rank; gives the newest checkpoint.
+
+        Raises:
+            NonFiniteStepError: on every rank.
+        """
+        plan = planned.plan
+        text = _account(plan, run, loss, grad_norm, planned.origin, self.mesh)
+        self._in_a_row += 1
+        if self._may_skip and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
+            masked, untaught = masked_and_untaught(plan.documents)
+            self._skipped += tally_of(plan.documents)
+            self._masked, self._untaught = self._masked + masked, self._untaught + untaught
+            self.num_skipped += 1
+            return f"{text}. The update was not applied; its documents count as dropped ({DROPPED_REASON})"
+        last = before_giving_up()
+        advice = (
+            "Lower optimizer.learning_rate or lengthen optimizer.warmup_steps, take the document out of the data, or "
+            "leave such steps out with train.on_nonfinite=skip"
+        )
+        if self._may_skip:
+            advice = (
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were so (train.on_nonfinite = 'skip'): lower "
+                "optimizer.learning_rate, or go back to an earlier checkpoint"
+            )
+        raise NonFiniteStepError(
+            f"{text}. The update was not applied and nothing was saved; "
+            f"{f'the last checkpoint, {last}, is from before' if last else 'there is no checkpoint yet'}. {advice}"
+        )
+
+    def account(self, state: LoaderState) -> LoaderState:
+        """The loader's state with these steps as dropped: it ran ahead, and has counted them as trained."""
+        if not self._skipped.documents:
+            return state
+        ledger = with_skipped(state.ledger, DROPPED_REASON, self._skipped, self._masked, self._untaught)
+        return msgspec.structs.replace(state, ledger=ledger)
+
+    def ledger_lines(self, planned: PlannedStep) -> tuple[str, ...]:
+        if not self._skipped.documents:
+            return planned.ledger_lines
+        return tuple(self.account(planned.loader_state).ledger.lines())
+
+
+class _Suspect(NamedTuple):
+    """A pack whose loss or gradient is not finite, and its documents of which that is so."""
+
+    replica: int
+    pack: int
+    doc_ids: tuple[int, ...]
+
+
+def _account(
+    plan: StepPlan, run: RankRun, loss: float, grad_norm: float, origin: Callable[[int], str], mesh: Mesh
+) -> str:
+    """What is not finite and where it comes from; the same on every rank. Collective over the control group."""
+    mine = ([_Suspect(mesh.dp_rank, *found) for output in run.heads if (found := _suspect(output))], len(run.heads))
+    everyone: list[tuple[list[_Suspect], int]] = [([], 0)] * mesh.num_ranks
+    dist.all_gather_object(everyone, mine, group=mesh.control)
+    suspects = sorted({suspect for found, _ in everyone for suspect in found})
+    num_packs = sum(count for _, count in everyone)
+    text = f"step {plan.step}: the loss is {loss:g} and the gradient norm {grad_norm:g}"
+    if not suspects:
+        return f"{text}; the loss of every pack is finite, so a number became too large on the way back"
+    if num_packs > 1 and sum(len(found) for found, _ in everyone) == num_packs:
+        text += ", in every pack, so the weights are more likely the cause than a document"
+    named = [_words(suspect, plan, origin) for suspect in suspects[:_MAX_NAMED]]
+    more = f", and {len(suspects) - _MAX_NAMED} packs more" if len(suspects) > _MAX_NAMED else ""
+    return f"{text}. It comes from {'; '.join(named)}{more}"
+
+
+def _suspect(output: HeadOutput) -> tuple[int, tuple[int, ...]] | None:
+    is_bad = ~torch.isfinite(output.row_sums)
+    if bool(torch.isfinite(output.loss)) and not bool(is_bad.any()):
+        return None
+    edges = [0]
+    for _, start, stop in output.ranges:
+        edges.append(edges[-1] + stop - start)
+    everything = tuple(sorted({doc_id for doc_id, _, _ in output.ranges}))
+    if edges[-1] != len(is_bad):
+        return output.pack, everything  # A tensor-parallel rank has other rows than the pack.
+    bad = {
+        doc_id
+        for (doc_id, _, _), low, high in zip(output.ranges, edges[:-1], edges[1:], strict=True)
+        if bool(is_bad[low:high].any())
+    }
+    return output.pack, tuple(sorted(bad)) or everything
+
+
+def _words(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) -> str:
+    lengths = {document.doc_id: document.num_tokens for document in plan.documents}
+    documents = [
+        f"document {doc_id} ({lengths[doc_id]:,} tokens, {origin(doc_id)})" for doc_id in suspect.doc_ids[:_MAX_NAMED]
+    ]
+    more = f" and {len(suspect.doc_ids) - _MAX_NAMED} more" if len(suspect.doc_ids) > _MAX_NAMED else ""
+    return f"backward pack {suspect.pack} of replica {suspect.replica} with {', '.join(documents)}{more}"
+
+
+class ProcessMemory:
+    """Of one rank."""
+
+    def __init__(self, model: ModelSpec, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self.fixed_bytes: int | None = None
+        """Before the first step, beside weights, gradients and optimizer state: interpreter, libraries, process groups,
+        loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
+        self._predicted_bytes = 0
+
+    def begin_step(self, static_bytes: int) -> None:
+        """The peak is that of this step from now on.
+
+        Args:
+            static_bytes: weights, gradients and optimizer state.
+        """
+        if self.fixed_bytes is None:
+            resident = None if self._device.type == "cuda" else resident_bytes()
+            self.fixed_bytes = 0 if resident is None else max(0, resident - static_bytes)
+        forget_peak_process_bytes(self._device)
+
+    def predicted_bytes(self, plan: StepPlan, fixed_bytes: int | None) -> int | None:
+        """What the fullest process holds by now, after this plan; None where that is not known.
+
+        Args:
+            fixed_bytes: of the rank that has most.
+        """
+        if not fixed_bytes:
+            return None
+        self._predicted_bytes = max(self._predicted_bytes, process_bytes(self._model, plan, fixed_bytes))
+        return self._predicted_bytes
 
 
 class TrainedStep(NamedTuple):
@@ -65,7 +245,6 @@ class RankNews(NamedTuple):
 
     data_wait_s: float
     stop_signal: int
-    wants_pause: bool
 
 
 class StepTrainer:
@@ -73,19 +252,15 @@ class StepTrainer:
 
     Args:
         saves: which follow the state into another layout; a run that gives up names the newest.
-        survivors: for whom every step's weights are kept.
     """
 
-    def __init__(
-        self, config: TrainConfig, model: ModelSpec, state: RankState, saves: Saves, survivors: SurvivorState
-    ) -> None:
+    def __init__(self, config: TrainConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.config = config
         self.memory_cap_bytes = 0
         """Of this process; a switch is prepared in what a step leaves of it."""
         self.non_finite = NonFiniteSteps(config.train.on_nonfinite, state.mesh)
-        self._model, self._state, self._saves, self._survivors = model, state, saves, survivors
-        # Of two steps that are kept for survivors, one is there before the first.
-        self._process = ProcessMemory(model, state.mesh.device, survivors.num_bytes // 2)
+        self._model, self._state, self._saves = model, state, saves
+        self._process = ProcessMemory(model, state.mesh.device)
 
     @property
     def _mesh(self) -> Mesh:
@@ -100,7 +275,6 @@ class StepTrainer:
         learning_rate: float,
         data_wait_s: float = 0.0,
         stop_signal: int = 0,
-        wants_pause: bool = False,
         goes_on: bool = False,
         coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
     ) -> TrainedStep:
@@ -110,7 +284,6 @@ class StepTrainer:
             learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
             data_wait_s: that this rank waited for the step.
             stop_signal: of this rank; all ranks learn of it.
-            wants_pause: likewise.
             goes_on: another step follows, so updated weights may still be on their way on return; who reads them
                 otherwise takes them from `state`, which waits.
             coming_layout: of the next step, once it is known; asked often.
@@ -137,17 +310,16 @@ class StepTrainer:
         found = state.gradients(prepared.step, look_ahead, is_overlapped=beside.sums)
         switch, warning = self.settle(), ""
         if found.is_finite:
-            self.non_finite.note_finite()
+            self.non_finite.record_finite()
             ended = state.update(found, learning_rate, is_overlapped=beside.gathers)
             found = replace(found, gathers=[*found.gathers, *ended])
         else:
             warning = self.non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
-        self._survivors.write(plan.step + 1, state.held.buffers, state.optimizer, mesh)
         if not plan.num_label_tokens:
             warning = no_label_warning(plan)
         elif plan.step == 0 and not warning:
             warning = untaught_warning(plan.documents, planned.origin)
-        own = self._rank_end(found, StepStart(came_s, zero_s), RankNews(data_wait_s, stop_signal, wants_pause))
+        own = self._rank_end(found, StepStart(came_s, zero_s), RankNews(data_wait_s, stop_signal))
         end, measured = self._tell(own, found, zero_s)
         if measured is None:
             return TrainedStep(None, end, not found.is_finite)
@@ -184,12 +356,11 @@ class StepTrainer:
             is_time_to_save=self._mesh.rank == 0 and self._saves.is_time(),
             process_bytes=peak_process_bytes(device) or 0,
             fixed_bytes=self._process.fixed_bytes or 0,
-            wants_pause=news.wants_pause,
         )
 
     def _room_bytes(self, plan: StepPlan) -> int:
         """What a step leaves for a switch that is prepared beside it."""
-        return self.memory_cap_bytes - self._survivors.num_bytes - plan.predicted.peak_memory_bytes
+        return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
 
     def settle(self) -> Switch | None:
         """`RankState.settle`, and checkpoints are of that state from now on."""

@@ -11,33 +11,28 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from evenload.config.planner import run_flex_planner, run_planner
+from evenload.config.tokenizer import require_tokenizer, tokenizer_fact, tokenizer_warnings
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batch.loader import GlobalBatchLoader
-from evenload.data.batch.state import decode_state, encode_state
+from evenload.data.batches import decode_state, encode_state
+from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.planner_state import PlannerState, resumed_flex
-from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition
+from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run
-from evenload.runtime.checkpoint.kept_steps import KeptStep, KeptSteps
-from evenload.runtime.checkpoint.resume import newest_state
-from evenload.runtime.checkpoint.saves import Saves
-from evenload.runtime.checkpoint.survivor_state import SurvivorState
-from evenload.runtime.checkpoint.writer import CheckpointWriter
+from evenload.runtime.checkpoint.writer import CheckpointWriter, Saves
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.runtime.config.run_planner import run_flex_planner, run_planner
-from evenload.runtime.config.run_tokenizer import require_tokenizer, tokenizer_fact, tokenizer_warnings
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.between_steps import BetweenSteps, RunUnderWay
-from evenload.runtime.stages.live_stages import LiveStages
-from evenload.runtime.stages.monitor import Monitor
+from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation
+from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import StepsLeft, StepSource
@@ -48,15 +43,9 @@ from evenload.types.validation import Validation
 
 
 class Trainer:
-    """State of one rank: its virtual stages, optimizer shard and loader.
+    """State of one rank: its virtual stages, optimizer shard and loader."""
 
-    Args:
-        kept: what survivors of a loss go on from; None = the checkpoints alone.
-    """
-
-    def __init__(
-        self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None, kept: KeptSteps | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None) -> None:
         self.config = config
         self.meshes = meshes or Meshes([mesh])
         self.state = RankState(config, self.meshes)
@@ -71,7 +60,7 @@ class Trainer:
         self.tokenizer_warnings = tokenizer_warnings(config.data, tokenizer, config.model.path)
         self._tokenizer = tokenizer
         self._loader = self.new_loader()
-        self._between = BetweenSteps(config, tokenizer, self.model, self.meshes)
+        self._evaluation = Evaluation(config, tokenizer, self.model, self.meshes)
         self.steps_done = 0
         self.totals = RunTotals()
         self._loader_state = self._loader.state()
@@ -88,16 +77,13 @@ class Trainer:
             keep_best=config.train.keep_best,
         )
         self._saves = Saves(config.train, writer, self._position)
-        self.survivors = SurvivorState(kept, self.model, self.meshes.layouts)
-        self.step_trainer = StepTrainer(config, self.model, self.state, self._saves, self.survivors)
+        self.step_trainer = StepTrainer(config, self.model, self.state, self._saves)
         self.saved_strategy = ""
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
         self.resume_warning = ""
         """What people should know of the checkpoint that was resumed."""
         self.stop_signal = 0
         """The signal because of which all ranks agreed to end after the last step; 0 = none."""
-        self.is_paused = False
-        """All ranks agreed to leave off after the last step, so that the run goes on with more of them."""
 
     @property
     def mesh(self) -> Mesh:
@@ -124,15 +110,18 @@ class Trainer:
         peers = TorchPeers(self.mesh.planning)
         return GlobalBatchLoader(self.config.data, self._tokenizer, peers=peers, vocab_size=self.model.vocab_size)
 
-    def resume(self) -> Path | KeptStep | None:
-        """Take over the last step that ranks before a loss have kept, or load the latest checkpoint of the output
-        directory, if there is one; then `coefficients` are those of that run. Collective; `ConfigError` where there is
-        a checkpoint, but `train.resume` is off."""
-        held = self.state.buffers, self.state.optimizer, self.mesh
-        state = newest_state(self.survivors.kept, self._checkpoints, *held, may_resume=self.config.train.resume)
-        if state is None:
+    def resume(self) -> Path | None:
+        """Load the latest checkpoint of the output directory and return its path, or None where there is none.
+
+        Afterwards `coefficients` are those of the run that saved it. Collective.
+
+        Raises:
+            ConfigError: there is a checkpoint, but `train.resume` is off; or it is damaged, or of another model.
+        """
+        path = checkpoint_for_all(self._checkpoints, self.mesh, may_resume=self.config.train.resume)
+        if path is None:
             return None
-        where, position = state
+        position = load_checkpoint(path, self.state.buffers, self.state.optimizer, self.mesh)
         self._loader.load_state(decode_state(position.loader))
         self.steps_done, self.totals = position.progress.steps_done, position.progress.totals
         self._loader_state = self._loader.state()
@@ -140,20 +129,18 @@ class Trainer:
         flex = resumed_flex(progress.flex, self.meshes.layouts)
         self._planner_state = PlannerState(delay=progress.planner, flex=flex)
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
-        self.resume_warning = self._between.take_over(progress)
+        self.resume_warning = self._evaluation.resume(progress)
         self.step_trainer.non_finite.num_skipped = progress.skipped_steps
-        if isinstance(where, Path):
-            self._saves.note_resumed(self.steps_done)
-        return where
+        self._saves.note_resumed(self.steps_done)
+        return path
 
     def train(
         self,
         coefficients: CostCoefficients,
         memory_cap_bytes: int,
         stop_after: int | None = None,
-        asked_to_stop: Callable[[], int] = lambda: 0,
-        asked_to_pause: Callable[[], bool] = lambda: False,
-        on_made_up: Callable[[Validation], None] = lambda validation: None,
+        stop_requested: Callable[[], int] = lambda: 0,
+        on_late_pass: Callable[[Validation], None] = lambda validation: None,
     ) -> Iterator[StepReport | None]:
         """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Collective.
 
@@ -162,13 +149,11 @@ class Trainer:
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
                 Consume the iterator to its end: ranks prepare steps ahead, together.
-            asked_to_stop: number of a signal after which this rank shall stop, or 0. Asked once a step, and before
+            stop_requested: number of a signal after which this rank shall stop, or 0. Asked once a step, and before
                 every batch of validation data, the rest of which is then left out; when any rank was asked, all end
                 after that step, and `stop_signal` says which signal it was.
-            asked_to_pause: whether this rank wants all to leave off; likewise, with `is_paused`, unless it was the last
-                step.
-            on_made_up: told on rank 0 of a pass over the validation data that was due after the last step of an earlier
-                start, and is made before the first one here.
+            on_late_pass: called on rank 0 with a pass over the validation data that was due after the last step of an
+                earlier start, and is made before the first one here.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
@@ -182,19 +167,19 @@ class Trainer:
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
         monitor = self._monitor(planner)
         source = self._source(planner, monitor, StepsLeft.after(self.steps_done, last_step, run_steps))
-        self._begin_saves()
-        run = RunUnderWay(
+        self._saves.begin()
+        run = EvaluatedRun(
             self.state,
             planner,
             is_last=partial(self._is_last, source, last_step),
-            asked_to_stop=asked_to_stop,
+            stop_requested=stop_requested,
             settle_saves=self._saves.settle,
         )
-        self._make_up(run, on_made_up)
+        self._run_late_pass(run, on_late_pass)
         is_first, ended_s = True, time.perf_counter()
-        while not (self.stop_signal or self.is_paused):
+        while not self.stop_signal:
             wait_from_s = time.perf_counter()
-            self.mesh.watch.note("the wait for its next documents and plan")
+            self.mesh.watch.record("the wait for its next documents and plan")
             prepared = source.next()
             if prepared is None:
                 self.state.optimizer.gathers.finish()
@@ -209,13 +194,12 @@ class Trainer:
                 coefficients,
                 learning_rate=self.config.optimizer.rate(step, run_steps),
                 data_wait_s=data_wait_s,
-                stop_signal=asked_to_stop(),
-                wants_pause=asked_to_pause() and step + 1 != last_step,
-                goes_on=step + 1 != last_step and not self._between.validates_after(step + 1),
+                stop_signal=stop_requested(),
+                goes_on=step + 1 != last_step and not self._evaluation.validates_after(step + 1),
                 coming_layout=source.coming_layout,
             )
             before_s, ended_s = ended_s, time.perf_counter()
-            self.stop_signal, self.is_paused = agreed.stop_signal, agreed.wants_pause
+            self.stop_signal = agreed.stop_signal
             self.totals = self.totals.after(prepared.planned.plan, ended_s - before_s, is_skipped=is_skipped)
             if report is not None:
                 report = self._noted(report, prepared.planned, monitor)
@@ -223,46 +207,37 @@ class Trainer:
             self._loader_state = self.step_trainer.non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
             yield self._validated_and_saved(report, run, is_time_to_save=agreed.is_time_to_save)
-            self.survivors.mark(self.steps_done, self._position, self.mesh)
         self.state.optimizer.gathers.finish()
         source.close()
 
-    def _begin_saves(self) -> None:
-        """Of the state before the first step, in the memory of other ranks; of later ones, when they are due."""
-        self.survivors.write(self.steps_done, self.state.buffers, self.state.optimizer, self.mesh)
-        self.survivors.mark(self.steps_done, self._position, self.mesh)
-        self._saves.begin()
-
-    def _make_up(self, run: RunUnderWay, on_made_up: Callable[[Validation], None]) -> None:
+    def _run_late_pass(self, run: EvaluatedRun, on_late_pass: Callable[[Validation], None]) -> None:
         """Before the first step, the pass over the validation data that an earlier start left out. Collective."""
-        looked = self._between.make_up(self.steps_done, run)
-        self.stop_signal = looked.stop_signal
-        if looked.validation is None:
+        evaluated = self._evaluation.run_if_due(self.steps_done, run)
+        self.stop_signal = evaluated.stop_signal
+        if evaluated.validation is None:
             return
         if run.is_last():  # no later save says that it was made
             self._saves.save(self.steps_done, again=True)
-        elif looked.is_best:
+        elif evaluated.is_best:
             self.save()
         if self.mesh.rank == 0:
-            on_made_up(looked.validation)
+            on_late_pass(evaluated.validation)
 
     def _validated_and_saved(
-        self, report: StepReport | None, run: RunUnderWay, *, is_time_to_save: bool
+        self, report: StepReport | None, run: EvaluatedRun, *, is_time_to_save: bool
     ) -> StepReport | None:
         """After a step, what is due: losses of the validation data, samples, a checkpoint. Collective."""
         try:
-            looked = self._between.look(
-                self.steps_done, run, is_stopping=bool(self.stop_signal), is_paused=self.is_paused
-            )
+            evaluated = self._evaluation.after_step(self.steps_done, run, is_stopping=bool(self.stop_signal))
         except (DataError, ConfigError, InfeasiblePlanError, InvalidPlanError):
             # Of the validation data, on every rank: the steps that were trained are whole.
             self.save()
             raise
-        self.stop_signal = self.stop_signal or looked.stop_signal
-        is_time = is_time_to_save or looked.is_best
+        self.stop_signal = self.stop_signal or evaluated.stop_signal
+        is_time = is_time_to_save or evaluated.is_best
         saved, failed_save = self._saves.after_step(self.steps_done, is_time=is_time)
         return report and replace(
-            report, saved=saved, failed_save=failed_save, validation=looked.validation, samples=looked.samples
+            report, saved=saved, failed_save=failed_save, validation=evaluated.validation, samples=evaluated.samples
         )
 
     def _is_last(self, source: StepSource, last_step: int | None) -> bool:
@@ -303,8 +278,10 @@ class Trainer:
 
     def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner | FlexPlanner:
         """That plans this run's steps; arguments as `train`."""
-        mesh, cap_bytes = self.meshes.start, memory_cap_bytes - self.survivors.num_bytes
-        planner = run_planner(self.config, self.model, mesh.layout, coefficients, cap_bytes, mesh.ranks_per_machine)
+        mesh = self.meshes.start
+        planner = run_planner(
+            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
+        )
         if self.live is None:
             return planner
         return run_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
@@ -324,9 +301,9 @@ class Trainer:
             planner=self._planner_state.delay,
             flex=self._planner_state.flex,
             layouts_known=self._layouts_known,
-            best=self._between.best,
-            validated_steps=self._between.validated_steps,
-            validation_digest=self._between.digest,
+            best=self._evaluation.best,
+            validated_steps=self._evaluation.validated_steps,
+            validation_digest=self._evaluation.digest,
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 

@@ -1,11 +1,8 @@
 """All schedules by name; packages add theirs by entry points, a program by `register`. Adding one: CONTRIBUTING.md."""
 
-from evenload.schedule.gpipe import GPIPE
-from evenload.schedule.interleaved import INTERLEAVED
-from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC
 from evenload.schedule.schedule_rule import ScheduleRule
-from evenload.schedule.zero_bubble import ZB_H1
+from evenload.schedule.static_schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1
 from evenload.types.registry import Registry
 
 SCHEDULES: Registry[ScheduleRule] = Registry(

@@ -1,4 +1,5 @@
-"""`ScheduleRule`: one way to order the packs of a pipeline, in one record."""
+"""`ScheduleRule`: one way to order the packs of a pipeline, in one record; and `static_order`, the orders that two
+sequences say."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,3 +58,91 @@ class ScheduleRule:
             return ActionColumns.of_ranks([((), (), ())] * tasks.num_ranks)
         cap = np.full(tasks.num_ranks, UNLIMITED_BYTES, np.int64) if cap_bytes is None else cap_bytes
         return self.order(tasks, cap)
+
+
+# Static schedules from two sequences: f over backward packs and w over stages (docs/architecture.md).
+#
+# `f[j]` is how many forwards the last stage has run before its backward j.
+#
+# Stage s runs B_j after exactly `min(m_f, f[j] + w[s])` forwards. With the key
+#
+#     F(k, s) -> (k - w[s], s)          B(j, s) -> (f[j] - 1/2, j, -s)
+#
+# every data edge and every order edge goes to a larger key if f does not fall, `f[j] >= D[j]` and w does not rise
+# over stages; so the graph has no circle, for any stage durations, and on ranks that hold several stages too when
+# their actions are sorted by key. O(actions log actions), one numpy sort; without one where every rank holds one
+# stage.
+
+
+def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> ActionColumns:
+    """The schedule of f and w.
+
+    Args:
+        forward_counts: int64[m_b], f.
+        warmup: int64[P], w: forwards stage s runs ahead of the last stage.
+
+    Raises:
+        ConfigError: f or w break the conditions under which the schedule cannot deadlock.
+    """
+    m_f, m_b, num_stages = tasks.num_forward, tasks.num_backward, tasks.num_stages
+    _check(tasks, forward_counts, warmup)
+    if num_stages == tasks.num_ranks and (tasks.stage_to_rank == np.arange(num_stages)).all():
+        return _one_stage_a_rank(m_f, forward_counts, warmup)
+    per_stage = m_f + m_b
+    # Doubled first keys stay integers: 2 (k - w[s]) and 2 f[j] - 1.
+    first = np.empty((num_stages, per_stage), dtype=np.int64)
+    first[:, :m_f] = 2 * (np.arange(m_f) - warmup[:, None])
+    first[:, m_f:] = 2 * forward_counts - 1
+    pack = np.concatenate([np.arange(m_f, dtype=np.int32), np.arange(m_b, dtype=np.int32)])
+    stage = np.arange(num_stages, dtype=np.int32)[:, None]
+    # Equal first keys are of one kind. Forwards: by stage, equivalently by pack. Backwards: by pack, then from
+    # the last stage down.
+    last = np.empty_like(first)
+    last[:, :m_f] = stage
+    last[:, m_f:] = np.arange(m_b) * num_stages + (num_stages - 1 - stage)
+    rank = np.broadcast_to(tasks.stage_to_rank[:, None], first.shape).ravel()
+    order = np.lexsort((last.ravel(), first.ravel(), rank))
+    is_backward = np.zeros(per_stage, dtype=np.uint8)
+    is_backward[m_f:] = 1
+    stages_on_rank = np.bincount(tasks.stage_to_rank, minlength=tasks.num_ranks)
+    return ActionColumns(
+        kind=np.tile(is_backward, num_stages)[order],
+        stage=np.repeat(stage.ravel(), per_stage)[order],
+        pack=np.tile(pack, num_stages)[order],
+        rank_offset=np.concatenate([[0], np.cumsum(stages_on_rank * per_stage)]).astype(np.int64),
+    )
+
+
+def _one_stage_a_rank(m_f: int, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> ActionColumns:
+    """The same without sorting: B_j stands after j backwards and `min(m_f, f[j] + w[s])` forwards."""
+    num_stages, m_b = len(warmup), len(forward_counts)
+    place = np.arange(m_b) + np.minimum(m_f, forward_counts + warmup[:, None])
+    kind = np.zeros((num_stages, m_f + m_b), np.uint8)
+    np.put_along_axis(kind, place, 1, axis=1)
+    pack = np.empty(kind.shape, np.int32)
+    pack[kind == 0] = np.tile(np.arange(m_f, dtype=np.int32), num_stages)
+    pack[kind == 1] = np.tile(np.arange(m_b, dtype=np.int32), num_stages)
+    return ActionColumns(
+        kind=kind.ravel(),
+        stage=np.repeat(np.arange(num_stages, dtype=np.int32), m_f + m_b),
+        pack=pack.ravel(),
+        rank_offset=np.arange(num_stages + 1, dtype=np.int64) * (m_f + m_b),
+    )
+
+
+def _check(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> None:
+    if forward_counts.shape != (tasks.num_backward,) or warmup.shape != (tasks.num_stages,):
+        raise ConfigError(
+            f"static order: forward_counts {forward_counts.shape} for {tasks.num_backward} backward packs, "
+            f"warmup {warmup.shape} for {tasks.num_stages} stages"
+        )
+    if (warmup < 0).any() or (np.diff(warmup) > 0).any():
+        raise ConfigError(f"static order: warmup {warmup.tolist()} must fall or stay from stage to stage, down to >= 0")
+    bad = (forward_counts < tasks.forwards_needed) | (forward_counts > tasks.num_forward)
+    bad[1:] |= np.diff(forward_counts) < 0
+    if bad.any():
+        j = int(bad.argmax())
+        raise ConfigError(
+            f"static order: forward_counts[{j}] = {forward_counts[j]} must not fall, be at least "
+            f"{tasks.forwards_needed[j]} (forwards it needs) and at most {tasks.num_forward}"
+        )

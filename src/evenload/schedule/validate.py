@@ -14,8 +14,7 @@ import numpy as np
 
 from evenload import _native
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
-from evenload.schedule.stuck_grid import stuck_grid
-from evenload.schedule.task_arrays import split_arrays, task_arrays
+from evenload.schedule.tasks import split_arrays, stuck_grid, task_arrays
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.schedule import Schedule
 from evenload.types.timeline import KINDS

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import ConfigError, ScheduleDeadlockError
-from evenload.schedule.stuck_grid import stuck_grid
-from evenload.schedule.task_arrays import split_arrays, task_arrays
+from evenload.schedule.tasks import split_arrays, stuck_grid, task_arrays
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 

@@ -3,9 +3,9 @@ where it does not run beside the next step's first packs (`simulate.step_start`)
 
 All ranks that hold the same units sum them in one order, from the head down to the embedding, each as soon as the last
 of the replicas has completed it and the sum before it is done (`runtime.optim.data_parallel`). Times follow two clocks:
-while a sum runs beside compute it takes `stretch` times its seconds, and compute goes on at the rate 1 - `slowdown`
-(`cost.coefficients.BesideCompute`), which puts off what it has yet to complete. After compute a sum takes its seconds
-alone. The norm needs the sums of all ranks, the update the norm.
+while a sum runs beside compute it takes `communication_slowdown` times its seconds, and compute goes on at the rate 1 -
+`compute_slowdown` (`cost.coefficients.OverlapCost`), which puts off what it has yet to complete. After compute a sum
+takes its seconds alone. The norm needs the sums of all ranks, the update the norm.
 
 What is left out: a rank whose last backward becomes slower lets the stage before it wait longer; a sum slows compute
 also where the rank would have waited. The plain account that it is tested against is in tests/simulate.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.cost.last_backward import pack_features, shares_left, stage_units
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.unit_transfers import unit_transfers
@@ -114,13 +114,13 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     gathers = first_gathers(costs, replicas)
     if gathers:
         replicas = [delayed(replica, gathers) for replica in replicas]
-    beside = costs.coefficients.reduction_beside
-    # As the trainer decides: not where it costs more than it hides, nor where replicas wait for each other in packs.
-    if beside is not None and (not beside.pays or any((one.backward.cp > costs.layout.cp).any() for one in replicas)):
-        beside = None
+    overlap = costs.coefficients.reduction_overlap
+    # As the trainer decides: not where replicas wait for each other in packs.
+    if any((one.backward.cp > costs.layout.cp).any() for one in replicas):
+        overlap = None
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.max([_rank_ends(replica) for replica in replicas], axis=0)
-    sums = tuple(_rank_sums(costs, beside, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks))
+    sums = tuple(_rank_sums(costs, overlap, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks))
     packs_end_s = max(replica.simulation.makespan_s for replica in replicas)
     summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in sums))
     updated_s = summed_s + costs.optimizer_seconds()
@@ -139,7 +139,7 @@ def _gather_seconds(costs: PackCosts) -> float:
 
 def _rank_sums(
     costs: PackCosts,
-    beside: BesideCompute | None,
+    overlap: OverlapCost | None,
     completed_s: dict[tuple[int, int], float],
     ends_s: NDArray[np.float64],
     rank: int,
@@ -151,9 +151,9 @@ def _rank_sums(
     twins = [twin for twin, leading in enumerate(layout.leading_ranks) if leading == layout.leading_ranks[rank]]
     compute_end_s = float(ends_s[twins].max())
     released_s = [max(completed_s.get((twin, unit), 0.0) for twin in twins) for unit in units.tolist()]
-    released = np.array(released_s) if beside else np.full(len(units), compute_end_s)
-    start_s, end_s, compute_end_s = run_sums(released, alone_s, compute_end_s, beside or BesideCompute())
-    return RankSums(units, start_s, end_s, compute_end_s, beside.slowdown if beside else 0.0)
+    released = np.array(released_s) if overlap else np.full(len(units), compute_end_s)
+    start_s, end_s, compute_end_s = run_sums(released, alone_s, compute_end_s, overlap or OverlapCost())
+    return RankSums(units, start_s, end_s, compute_end_s, overlap.compute_slowdown if overlap else 0.0)
 
 
 def _rank_ends(replica: SimulatedReplica) -> NDArray[np.float64]:
@@ -211,7 +211,7 @@ def _completing_places(costs: PackCosts, replica: SimulatedReplica) -> tuple[NDA
 
 
 def run_sums(
-    released_s: NDArray[np.float64], alone_s: NDArray[np.float64], compute_end_s: float, beside: BesideCompute
+    released_s: NDArray[np.float64], alone_s: NDArray[np.float64], compute_end_s: float, overlap: OverlapCost
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
     """Start and end of every sum, in their order, float64[n] each, and when compute ends with them beside it.
 
@@ -219,7 +219,7 @@ def run_sums(
         released_s, compute_end_s: were nothing beside compute; alone_s: were no compute beside the sums.
     """
     start_s, end_s = np.zeros(len(alone_s)), np.zeros(len(alone_s))
-    rate = 1 - beside.slowdown
+    rate = 1 - overlap.compute_slowdown
     now_s = computed_s = 0.0  # time, and how far compute has come on its own clock
     ended_s = None
     for at, (released, left_s) in enumerate(zip(released_s.tolist(), alone_s.tolist(), strict=True)):
@@ -228,11 +228,15 @@ def run_sums(
         start_s[at] = now_s
         if computed_s < compute_end_s:
             to_end_s = (compute_end_s - computed_s) / rate if rate else float("inf")
-            whole_s = left_s * beside.stretch
+            whole_s = left_s * overlap.communication_slowdown
             if whole_s < to_end_s:
                 now_s, computed_s, left_s = now_s + whole_s, computed_s + whole_s * rate, 0.0
             else:
-                now_s, computed_s, left_s = now_s + to_end_s, compute_end_s, left_s - to_end_s / beside.stretch
+                now_s, computed_s, left_s = (
+                    now_s + to_end_s,
+                    compute_end_s,
+                    left_s - to_end_s / overlap.communication_slowdown,
+                )
                 ended_s = now_s
         elif ended_s is None:
             ended_s = now_s

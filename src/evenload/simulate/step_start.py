@@ -3,10 +3,10 @@
 The update runs from the start of the model to its end, and a unit's gather follows it and the gather before it
 (`runtime.optim.weight_gathers`). A forward waits for the gathers of its own units, layer by layer, and the first
 backward for all. Times follow two clocks, as at the end of a step (`simulate.step_end`): while a gather runs beside
-compute it takes `stretch` times its seconds and compute goes on at the rate 1 - `slowdown`; while nothing is computed,
-because a forward waits for weights or the rank for its first pack, the gather takes its seconds alone. What a rank
-loses is put on its first forward, and the packs are simulated again. Ranks further down the pipeline have the time that
-those before them lose.
+compute it takes `communication_slowdown` times its seconds and compute goes on at the rate 1 - `compute_slowdown`;
+while nothing is computed, because a forward waits for weights or the rank for its first pack, the gather takes its
+seconds alone. What a rank loses is put on its first forward, and the packs are simulated again. Ranks further down the
+pipeline have the time that those before them lose.
 
 The gathers priced in a step are those of the update before it, taken to be of the same layout. What is left out: the
 first step of a run has none before it; what lies between two steps (the wait for data, the timeline, a checkpoint)
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.coefficients import BesideCompute
+from evenload.cost.coefficients import OverlapCost
 from evenload.cost.first_forward import forward_units, shares_before
 from evenload.cost.last_backward import pack_features
 from evenload.cost.pack_cost import PackCosts
@@ -73,15 +73,15 @@ class RankGathers:
 
 def first_gathers(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> tuple[RankGathers, ...]:
     """Of every pipeline rank; none where weights are whole when a step begins."""
-    beside, num_ranks = costs.coefficients.gather_beside, costs.layout.pipeline_ranks
-    if beside is None or not beside.pays or max(costs.layout.data_sizes) == 1:
+    overlap, num_ranks = costs.coefficients.gather_overlap, costs.layout.pipeline_ranks
+    if overlap is None or max(costs.layout.data_sizes) == 1:
         return ()
     needed_s, first_s = _needed_seconds(costs, replicas)
     found: dict[int, RankGathers] = {}
     total_s = np.zeros(num_ranks)
     for rank in np.argsort(first_s, kind="stable").tolist():
         later_s = float(total_s[first_s < first_s[rank]].max(initial=0.0))
-        found[rank] = _rank_gathers(costs, beside, rank, needed_s[rank], (float(first_s[rank]), later_s))
+        found[rank] = _rank_gathers(costs, overlap, rank, needed_s[rank], (float(first_s[rank]), later_s))
         total_s[rank] = later_s + found[rank].lost_s
     return tuple(found[rank] for rank in range(num_ranks))
 
@@ -100,7 +100,7 @@ def delayed(replica: SimulatedReplica, gathers: Sequence[RankGathers]) -> Simula
 
 
 def _rank_gathers(
-    costs: PackCosts, beside: BesideCompute, rank: int, needed_s: Mapping[int, float], first: tuple[float, float]
+    costs: PackCosts, overlap: OverlapCost, rank: int, needed_s: Mapping[int, float], first: tuple[float, float]
 ) -> RankGathers:
     """Over all ranks that hold the layers of one.
 
@@ -116,7 +116,7 @@ def _rank_gathers(
     # On compute's clock, which begins with the update.
     needed = np.array([needed_s.get(unit, np.inf) for unit in found.unit.tolist()]) + update_end_s + later_s
     idle = update_end_s, update_end_s + first_s + later_s
-    start_s, end_s, waits, lost_s = run_gathers(updated_s, needed, found.gather_s, idle, beside)
+    start_s, end_s, waits, lost_s = run_gathers(updated_s, needed, found.gather_s, idle, overlap)
     waits_s = np.array(waits, np.float64).reshape(-1, 2)
     return RankGathers(
         unit=found.unit,
@@ -133,7 +133,7 @@ def run_gathers(
     needed_s: NDArray[np.float64],
     alone_s: NDArray[np.float64],
     idle: tuple[float, float],
-    beside: BesideCompute,
+    overlap: OverlapCost,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[tuple[float, float]], float]:
     """Start and end of every gather, in their order, float64[n] each; when compute waits for them, and all that it
     loses.
@@ -160,7 +160,7 @@ def run_gathers(
             if is_idle := idle[0] <= computed_s < idle[1]:
                 computed_s = max(computed_s, min(now_s, idle[1]))
                 is_idle = computed_s < idle[1]
-            rate, stretch = (1.0, 1.0) if is_idle else (1 - beside.slowdown, beside.stretch)
+            rate, stretch = (1.0, 1.0) if is_idle else (1 - overlap.compute_slowdown, overlap.communication_slowdown)
             change = min(edge for edge in (*idle, wanted, np.inf) if edge > computed_s)
             to_change_s = (change - computed_s) / rate if rate else np.inf
             whole_s = left_s * stretch

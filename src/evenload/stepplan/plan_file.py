@@ -4,10 +4,8 @@ The shape is fixed. Beyond it we write a few optional keys so that a file reads 
 same StepPlan: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a replica, `left_out`,
 `mean_token_delay_steps`, `digest`. Slices of a forward pack that a context-parallel group shares say how:
 `sharding` is the pack's rule ("per_sequence" or "per_document"), or `owner` is the rank that computes the slice whole,
--1 = all ranks (`stepplan.rank_ranges`); `context_parts` of a slice is in how many parts its pack's keys and values
-travel, where these are several, and `first_rows` how many rows the first half of its pack has, where it is computed in
-halves. Readers must ignore keys they do not know; so do we. `cost_s` of a pack is not stored: it is the largest of its
-durations.
+-1 = all ranks (`stepplan.rank_ranges`). Readers must ignore keys they do not know; so do we. `cost_s` of a pack is not
+stored: it is the largest of its durations.
 """
 
 import json
@@ -86,12 +84,8 @@ def _pack_to_json(pack: MicroPack) -> list[dict[str, Any]]:
     extra: dict[str, Any] = {}
     if pack.pad_to:
         extra["pad_to"] = pack.pad_to
-    if pack.first_rows:
-        extra["first_rows"] = pack.first_rows
     if isinstance(pack.sharding, str) and pack.sharding:
         extra["sharding"] = pack.sharding
-    if pack.context_parts > 1:
-        extra["context_parts"] = pack.context_parts
     slices = [
         {"doc_id": piece.doc_id, "start": piece.start, "stop": piece.stop, "cp": piece.cp, **extra}
         for piece in pack.slices
@@ -168,8 +162,6 @@ def _direction_from_json(
             ),
             pad_to=pack[0].get("pad_to", 0) if pack else 0,
             sharding=_sharding_from_json(pack, f"{direction} pack {index}"),
-            context_parts=pack[0].get("context_parts", 1) if pack else 1,
-            first_rows=pack[0].get("first_rows", 0) if pack else 0,
             cost_s=max(durations[index], default=0.0),
         )
         for index, pack in enumerate(packs)

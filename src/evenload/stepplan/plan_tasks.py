@@ -30,7 +30,6 @@ class ReplicaColumns:
         policy: int8[n], indices into `POLICIES`; None = all replay.
         owners: int64[num_slices] forward and backward, the rank that computes a slice whole, -1 = all; None = all.
         shardings: of every forward pack.
-        first_rows: int64[num_packs] forward and backward, of packs in halves (`MicroPack.first_rows`).
     """
 
     forward: SliceColumns
@@ -39,7 +38,6 @@ class ReplicaColumns:
     policy: NDArray[np.int8] | None
     owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None
     shardings: tuple[PackSharding, ...]
-    first_rows: tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
@@ -52,7 +50,6 @@ def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
         policy=_policy(packs, index),
         owners=_owners(packs, plan.layout.cp),
         shardings=tuple(pack.sharding for pack in packs.forward),
-        first_rows=(_first_rows(packs.forward), _first_rows(packs.backward)),
     )
 
 
@@ -107,10 +104,6 @@ def _owners(packs: PackPlan, layout_cp: int) -> tuple[NDArray[np.int64], NDArray
         for listed in (packs.forward, packs.backward)
     )
     return forward, backward
-
-
-def _first_rows(packs: tuple[MicroPack, ...]) -> NDArray[np.int64]:
-    return np.array([pack.first_rows for pack in packs], np.int64)
 
 
 def _policy(packs: PackPlan, index: dict[int, int]) -> NDArray[np.int8] | None:

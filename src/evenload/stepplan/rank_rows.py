@@ -12,9 +12,6 @@ Slices of both directions are unions of cells, so both are even, in tokens (± 1
 attention. Where both directions have the same cuts, cells are slices. `per_sequence` keeps its chunks as they are; a
 backward pack with other cuts is then as uneven as it falls.
 
-Halves that take turns (`MicroPack.first_rows`) are shared as packs are, and slices that they cut as others are, so each
-half is even too; but of a document that only halves cut, nobody keeps what is kept of one that slices cut.
-
 A document that lies whole on one rank is *local*: it needs no transfer. WLB and Skrull never cut documents; SlimPack
 cuts those that its DP-Merge shares, but does not say who computes which rows.
 
@@ -25,7 +22,7 @@ import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +33,7 @@ from evenload.stepplan.validate_groups import block_of
 from evenload.types.micropack import MicroPack
 from evenload.types.plan import StepPlan
 from evenload.types.replica_block import ReplicaBlock
-from evenload.types.token_range import Range, divide_ranges
+from evenload.types.token_range import Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,20 +90,6 @@ class SharedSlice:
     stop: int
     ranges: tuple[tuple[Range, ...], ...]
 
-    @property
-    def is_last(self) -> bool:
-        """It ends its document."""
-        return self.stop == self.document.num_tokens
-
-    @property
-    def is_whole(self) -> bool:
-        """It is the only slice of its document in its direction."""
-        return self.start == 0 and self.is_last
-
-    def whole(self) -> "SharedSlice":
-        """All of its document."""
-        return self if self.is_whole else SharedSlice(self.document, 0, self.document.num_tokens, self.document.ranges)
-
 
 @dataclass(frozen=True, eq=False)
 class PackRows:
@@ -116,20 +99,14 @@ class PackRows:
         block: the replicas that run it.
         shared: slices whose keys and values travel; those of documents that are never cut first.
         local: per rank the slices of documents that lie whole on it.
-        halves: the same, of each of the halves that take turns (`MicroPack.first_rows`); () = it is computed in one go.
     """
 
     block: ReplicaBlock
     shared: tuple[SharedSlice, ...]
     local: tuple[tuple[Range, ...], ...]
-    halves: tuple["PackRows", ...] = ()
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
-        """What a rank computes, in row order: those of the first half, then those of the second."""
-        return tuple(own for half in self.halves or (self,) for own in half.uncut_ranges(rank))
-
-    def uncut_ranges(self, rank: int) -> tuple[Range, ...]:
-        """The same rows, by documents that halves do not cut: shared slices, then local ones."""
+        """What a rank computes, in row order: shared slices, then local ones."""
         return (*(own for piece in self.shared for own in piece.ranges[rank]), *self.local[rank])
 
     def held(self, rank: int) -> tuple[Range, ...]:
@@ -161,7 +138,6 @@ def replica_rows(plan: StepPlan, dp_rank: int) -> ReplicaRows:
         for listed in (packs.forward, packs.backward)
     ]
     starts: dict[int, set[int]] = defaultdict(set)
-    edges: dict[int, set[int]] = defaultdict(set)  # those too at which halves begin
     sizes: dict[int, int] = {}
     for listed, groups in zip((packs.forward, packs.backward), blocks, strict=True):
         for pack, group in zip(listed, groups, strict=True):
@@ -170,26 +146,20 @@ def replica_rows(plan: StepPlan, dp_rank: int) -> ReplicaRows:
             for doc_id, start, _ in _whole_slices(pack):
                 starts[doc_id].add(start)
                 sizes[doc_id] = group[1]
-            for half in _halves(pack):
-                for doc_id, start, _ in half:
-                    edges[doc_id].add(start)
     owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for pack, group in zip(packs.forward, blocks[0], strict=True):
         if group is None:
             continue
-        owner, halves = _owners(plan, pack, group[1]), _halves(pack)
-        # A slice that halves cut is the last of the one and the first of the other.
-        of_halves = owner[: len(halves[0])], owner[len(owner) - len(halves[-1]) :]
-        for slices, of_half in zip(halves, of_halves, strict=False):
-            for rank, piece, start, stop in _pieces(pack, slices, of_half, group[1], edges):
-                owners[slices[piece][0]].append((start, stop, rank))
+        owner, slices = _owners(plan, pack, group[1]), _whole_slices(pack)
+        for rank, piece, start, stop in _pieces(pack, slices, owner, group[1], starts):
+            owners[slices[piece].doc_id].append((start, stop, rank))
     documents = {
         doc_id: _document_rows(doc_id, sorted(owned), sizes[doc_id], is_cut=len(starts[doc_id]) > 1)
         for doc_id, owned in owners.items()
     }
     forward, backward = (
         tuple(
-            None if group is None else _with_halves(pack, documents, *group)
+            None if group is None else _pack_rows(_whole_slices(pack), documents, *group)
             for pack, group in zip(listed, groups, strict=True)
         )
         for listed, groups in zip((packs.forward, packs.backward), blocks, strict=True)
@@ -226,19 +196,6 @@ def _whole_slices(pack: MicroPack) -> list[Range]:
     return [Range(piece.doc_id, piece.start, pack.pad_to or piece.stop) for piece in pack.slices]
 
 
-def _halves(pack: MicroPack) -> Sequence[Sequence[Range]]:
-    """The slices of both halves, or of the pack that is computed in one go."""
-    slices = _whole_slices(pack)
-    return divide_ranges(slices, pack.first_rows) if pack.first_rows else (slices,)
-
-
-def _with_halves(pack: MicroPack, documents: dict[int, DocumentRows], block: ReplicaBlock, ranks: int) -> PackRows:
-    rows = _pack_rows(_whole_slices(pack), documents, block, ranks)
-    if not pack.first_rows:
-        return rows
-    return replace(rows, halves=tuple(_pack_rows(half, documents, block, ranks) for half in _halves(pack)))
-
-
 def _pack_rows(
     slices: Sequence[Range], documents: dict[int, DocumentRows], block: ReplicaBlock, ranks: int
 ) -> PackRows:
@@ -256,9 +213,9 @@ def _pack_rows(
 
 
 def _pieces(
-    pack: MicroPack, slices: Sequence[Range], owner: NDArray[np.int64], ranks: int, edges: dict[int, set[int]]
+    pack: MicroPack, slices: Sequence[Range], owner: NDArray[np.int64], ranks: int, starts: dict[int, set[int]]
 ) -> Iterable[tuple[int, int, int, int]]:
-    """(rank, slice, start, stop) of a forward pack, or of half of one that has these slices."""
+    """(rank, slice, start, stop) of a forward pack that has these slices."""
     if pack.sharding == "per_sequence":
         start, stop = (np.array([piece[side] for piece in slices], np.int64) for side in (1, 2))
         found = ranges_per_sequence(start, stop, np.array([0, len(slices)]), ranks)
@@ -267,7 +224,7 @@ def _pieces(
         (index, low, high)
         for index, (doc_id, start, stop) in enumerate(slices)
         for low, high in itertools.pairwise(
-            [start, *(sorted(edge for edge in edges[doc_id] if start < edge < stop) if owner[index] < 0 else ()), stop]
+            [start, *(sorted(edge for edge in starts[doc_id] if start < edge < stop) if owner[index] < 0 else ()), stop]
         )
     ]
     of_slice, low, high = (np.array(column, np.int64) for column in zip(*cells, strict=True))

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.halved_rows import in_halves
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedHalves, RankedPacks
+from evenload.cost.ranked_packs import RankedPacks
 from evenload.stepplan.rank_ranges import RankRanges, joined, ranges_by_owner, ranges_per_sequence
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import PackSharding
@@ -45,7 +44,6 @@ def ranked_packs(
     layout_cp: int,
     *,
     prefix_travels: bool = False,
-    cut: NDArray[np.integer] | None = None,
 ) -> tuple[RankedPacks, RankedPacks]:
     """Both directions of one replica's packs, rank by rank.
 
@@ -53,7 +51,6 @@ def ranked_packs(
         shardings: of every forward pack (`MicroPack.sharding`); of packs that nobody shares it does not count.
         layout_cp: context ranks of the layout.
         prefix_travels: with a slice's keys and values go those of its prefix (a ring).
-        cut: documents that are cut, where some of the packs are halves; None = those that these packs cut.
     """
     sides = [_side(columns, layout_cp) for columns in (forward, backward)]
     scale = 1 + max(int(side.stop.max(initial=0)) for side in sides)
@@ -66,43 +63,12 @@ def ranked_packs(
     lowest, highest = np.full(num_documents, np.iinfo(np.int64).max), np.full(num_documents, -1)
     np.minimum.at(lowest, rows.doc, rows.rank)
     np.maximum.at(highest, rows.doc, rows.rank)
-    is_cut = np.zeros(num_documents, bool)
-    is_cut[np.flatnonzero(np.bincount(edges // scale) > 1) if cut is None else cut] = True
+    is_cut = np.bincount(edges // scale, minlength=num_documents) > 1
     found = [
         _ranked(side, _joined(of_side, side.columns.doc), lowest == highest, is_cut, prefix_travels)
         for side, of_side in zip(sides, (rows, _within(sides[1], rows, scale)), strict=True)
     ]
     return found[0], found[1]
-
-
-def ranked_in_halves(
-    costs: PackCosts,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    shardings: Sequence[PackSharding],
-    first_rows: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> tuple[RankedHalves, RankedHalves] | tuple[None, None]:
-    """As `ranked_where_shared`, of packs with so many rows in their first halves (0 = in one go). Where halves begin
-    cuts rows of either direction, as slices do."""
-    whole = ranked_where_shared(costs, forward, backward, shardings)
-    if whole[0] is None or whole[1] is None:
-        return None, None
-    if not (first_rows[0].any() or first_rows[1].any()):
-        return RankedHalves(whole[0], whole[0]), RankedHalves(whole[1], whole[1])
-    sides = [in_halves(columns, first) for columns, first in zip((forward, backward), first_rows, strict=True)]
-    offset = sides[0].columns.pack_offset
-    of_halves: list[PackSharding] = []
-    for half, pack in enumerate(sides[0].pack.tolist()):
-        sharding = shardings[pack]
-        if isinstance(sharding, tuple):
-            pieces = sides[0].piece[offset[half] : offset[half + 1]] - forward.pack_offset[pack]
-            sharding = tuple(sharding[piece] for piece in pieces.tolist())
-        of_halves.append(sharding)
-    cut = np.unique(np.concatenate([one.rows.doc[one.is_cut] for one in whole]))
-    ring = costs.coefficients.context_exchange == "ring"
-    ahead, back = sides[0].columns, sides[1].columns
-    found = ranked_packs(ahead, back, of_halves, costs.layout.cp, prefix_travels=ring, cut=cut)
-    return RankedHalves(whole[0], found[0]), RankedHalves(whole[1], found[1])
 
 
 def ranked_where_shared(

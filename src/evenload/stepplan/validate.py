@@ -7,8 +7,6 @@
     groups      replicas that share packs run them in one order (`stepplan.validate_groups`)
     slices      at most one slice of a document in a pack; forward ascends, backward descends
     order       documents start their backward in the order in which they started their forward (FIFO)
-    halves      of packs that are computed by two halves in turn: rows in both, a tensor-parallel group, no other group,
-                one activation policy, which is not `offload`
     padding     a padded pack holds whole documents not longer than its padding
     cap         no pack above the token limit, padding included
     dealt       where stages have several ranks, which packs go round, a document lies in one pack, the same both ways

@@ -5,7 +5,7 @@ sharing    a slice is shared by the layout's context ranks, by one of them (DACP
 nested     blocks that have a replica in common lie one in the other
 members    every replica of the block, and no other, has the document
 order      all members run the shared packs, larger blocks first, in the same order in both directions, with the same
-           sharding and halves, and on every rank in the same order of actions: else they meet at different collectives
+           sharding, and on every rank in the same order of actions: else they meet at different collectives
            and hang
 """
 
@@ -77,7 +77,7 @@ def _order_offences(plan: StepPlan, block: ReplicaBlock) -> Iterator[str]:
         # Larger blocks that hold this replica hold the whole block, so their order counts too.
         shared = [
             {
-                pack.index: (pack.slices, pack.sharding, pack.context_parts, pack.first_rows)
+                pack.index: (pack.slices, pack.sharding)
                 for pack in listed
                 if block_of(plan, dp_rank, pack).size >= block.size
             }

@@ -67,7 +67,6 @@ def slice_offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]
     """Offences of packs, slices, their order, groups and coverage, in words; there is one pack plan a replica."""
     table = _Table(plan)
     yield from _pack_offences(table, max_pack_tokens)
-    yield from _half_offences(plan, table)
     yield from _order_offences(table)
     dp = len(plan.pack_plans)
     homes = np.unique(table.row * dp + table.of_pack(one.dp_rank for one in table.packs)) // dp
@@ -84,9 +83,6 @@ def _pack_offences(table: _Table, max_pack_tokens: int | None) -> Iterator[str]:
             yield f"{one} calls itself {pack.direction} pack {pack.index}"
         if not pack.slices:
             yield f"{one} is empty"
-        is_shared = any(piece.cp > 1 for piece in pack.slices)
-        if pack.context_parts != 1 and not (is_shared and pack.context_parts > 1):
-            yield f"{one} has keys and values in {pack.context_parts} parts, and {'a' if is_shared else 'no'} group"
         computed = pack.pad_to * len(pack.slices) if pack.pad_to else num_tokens
         if max_pack_tokens is not None and computed > max_pack_tokens:
             yield f"{one} has {computed} tokens, limit {max_pack_tokens}"
@@ -100,18 +96,6 @@ def _pack_offences(table: _Table, max_pack_tokens: int | None) -> Iterator[str]:
             yield f"{where}: range {table.tokens(at)} of document {doc_id} is not in [0, {table.length[at]})"
         else:
             yield f"{where} pads to {pad_to[at]} but holds {table.tokens(at)} of document {doc_id}"
-
-
-def _half_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
-    for one in table.packs:
-        pack = one.pack
-        if not pack.first_rows:
-            continue
-        rows = pack.pad_to * len(pack.slices) if pack.pad_to else pack.num_tokens
-        if not 0 < pack.first_rows < rows:
-            yield f"{one} has {pack.first_rows} of {rows} rows in its first half"
-        if plan.layout.tp == 1:
-            yield f"{one} has two halves, which hide tensor-parallel transfers, and tp is 1"
 
 
 def _order_offences(table: _Table) -> Iterator[str]:

@@ -4,7 +4,7 @@ Objects (`MicroPack`, `PackPlan`) are made once, for the chosen candidate only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
@@ -111,13 +111,6 @@ class SliceColumns:
             cp=self.cp[index],
         )
 
-    def packs_at(self, packs: NDArray[np.int64]) -> tuple["SliceColumns", NDArray[np.int64]]:
-        """Some packs, in the order named, and which slices they hold; int64[slices of these]."""
-        counts = np.diff(self.pack_offset)[packs]
-        index = joined_ranges(self.pack_offset[packs], counts)
-        found = self.taken(index, np.repeat(np.arange(len(packs)), counts), len(packs))
-        return replace(found, pad_to=self.pad_to[packs]), index
-
     def pack_range(self, first: int, last: int) -> "SliceColumns":
         """The packs `[first, last)`."""
         lo, hi = self.pack_offset[[first, last]].tolist()
@@ -165,8 +158,6 @@ class SliceColumns:
         slices: PackSlices,
         cost_s: NDArray[np.float64],
         shardings: Sequence[PackSharding] = (),
-        context_parts: Sequence[int] = (),
-        first_rows: NDArray[np.int64] | None = None,
     ) -> tuple[MicroPack, ...]:
         """The same packs as objects.
 
@@ -174,14 +165,9 @@ class SliceColumns:
             slices: of `pack_slices`.
             cost_s: float64[num_packs].
             shardings: how several ranks share each pack; () = none is shared, or these are backward packs.
-            context_parts: of every pack (`MicroPack`); () = 1.
-            first_rows: int64[num_packs], of halves; None = all are computed in one go.
         """
-        halves = np.zeros(self.num_packs, np.int64) if first_rows is None else first_rows
         unshared: tuple[PackSharding, ...] = ("",) * self.num_packs
-        parts = context_parts or (1,) * self.num_packs
-        pads, first = self.pad_to.tolist(), halves.tolist()
-        rows = zip(slices, pads, shardings or unshared, parts, first, cost_s.tolist(), strict=True)
+        rows = zip(slices, self.pad_to.tolist(), shardings or unshared, cost_s.tolist(), strict=True)
         return tuple(
             MicroPack(
                 index=index,
@@ -189,11 +175,9 @@ class SliceColumns:
                 slices=pieces,
                 pad_to=pad_to,
                 sharding=sharding,
-                context_parts=of_pack,
-                first_rows=first,
                 cost_s=seconds,
             )
-            for index, (pieces, pad_to, sharding, of_pack, first, seconds) in enumerate(rows)
+            for index, (pieces, pad_to, sharding, seconds) in enumerate(rows)
         )
 
 

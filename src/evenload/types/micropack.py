@@ -27,9 +27,6 @@ class MicroPack(Frozen):
         pad_to: every slice is padded to this many tokens (only `padded`; 0 = no padding).
         sharding: how a context-parallel group shares a forward pack; "" where none does, and in backward packs: a token
             runs backward on the rank on which it ran forward.
-        first_rows: rows of the first of two halves that compute by turns, so that one's tensor-parallel transfers run
-            beside the other's compute; the second has the rest. 0 = the pack is computed in one go.
-        context_parts: in which keys and values that ranks share travel, each of some heads (`cost.context_waiting`).
         cost_s: predicted seconds on the slowest stage.
     """
 
@@ -38,8 +35,6 @@ class MicroPack(Frozen):
     slices: tuple[Slice, ...]
     pad_to: int = 0
     sharding: PackSharding = ""
-    first_rows: int = 0
-    context_parts: int = 1
     cost_s: float = 0.0
 
     @property

@@ -45,10 +45,6 @@ class Prediction(Frozen):
         reduction_hidden_s: of these, while packs are computed.
         gather_s: seconds in which updated weights are gathered.
         gather_hidden_s: of these, those in which no forward of the step after waits for them.
-        context_s: seconds in which keys and values of shared documents travel in parts, mean over pipeline ranks of all
-            replicas; context_hidden_s: of these, while attention is computed.
-        tensor_s: seconds of tensor-parallel transfers of packs in halves, mean over pipeline ranks.
-        tensor_hidden_s: of these, while the other half is computed.
         peak_host_bytes_per_node: offloaded activations in host memory, of the fullest node (`cost.host_memory`).
     """
 
@@ -60,10 +56,6 @@ class Prediction(Frozen):
     reduction_hidden_s: float = 0.0
     gather_s: float = 0.0
     gather_hidden_s: float = 0.0
-    context_s: float = 0.0
-    context_hidden_s: float = 0.0
-    tensor_s: float = 0.0
-    tensor_hidden_s: float = 0.0
 
 
 class LeftOut(Frozen):

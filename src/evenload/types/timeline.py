@@ -112,11 +112,7 @@ class Timeline:
         memory_bytes: int64[num_samples], bytes held from that time on.
         is_critical: bool[num_tasks], on the critical path of its replica; None = not known.
         side: what happens beside the packs; None = not known.
-        tensor_s, tensor_hidden_s: seconds of tensor-parallel transfers of packs in halves, mean over pipeline ranks,
-            and of these while the other half was computed; only of what was measured.
         memory_kind_bytes: int64[num_samples, len(MEMORY_KINDS)], adds up to `memory_bytes`; None = not known.
-        context_s, context_hidden_s: seconds in which keys and values of shared documents travelled in parts, and of
-            these the ones in which their rank did not wait for them; means over ranks, as measured.
     """
 
     dp_rank: NDArray[np.int32]
@@ -134,10 +130,6 @@ class Timeline:
     is_critical: NDArray[np.bool_] | None = None
     side: SideTasks | None = None
     memory_kind_bytes: NDArray[np.int64] | None = None
-    context_s: float = 0.0
-    context_hidden_s: float = 0.0
-    tensor_s: float = 0.0
-    tensor_hidden_s: float = 0.0
 
     @property
     def num_tasks(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 
 PackLoss = Callable[[nn.Module, Any], torch.Tensor]
 """`loss(model, batch)`: a scalar with a graph; the model is to be called once, as `model(...)`."""

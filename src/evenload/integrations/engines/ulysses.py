@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from evenload.data.encoding.document_encoder import IGNORE_INDEX
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError
 from evenload.integrations.engines.document_attention import document_attention
 from evenload.integrations.engines.pack_loss import model_inputs, token_loss

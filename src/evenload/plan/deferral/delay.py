@@ -1,7 +1,7 @@
 """`DelayState`: what a strategy that moves documents between steps must remember, and the account of the delay.
 
 A strategy normally rearranges one global batch. `wlb` and the `fixed_*` strategies with a window of several batches
-defer documents; those come back with the next batch (`data.batch.loader` carries them) and are trained within
+defer documents; those come back with the next batch (`data.loader` carries them) and are trained within
 `max_delay_steps`. The state is explicit: given in, handed out, small, serialisable, and never holds tokens.
 
     state ─┐

@@ -20,7 +20,7 @@ from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing.bin_packing import longest_first
 from evenload.plan.problem.candidate import candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.schedule.one_f_one_b import ONE_F_ONE_B
+from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.counted import counted
 from evenload.types.pipeline import ActionColumns, PipelineTasks

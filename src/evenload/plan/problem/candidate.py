@@ -33,11 +33,6 @@ class Candidate:
         schedule: name of the rule that ordered the packs.
         shardings: how ranks share each forward pack (`MicroPack.sharding`), whose slowest rank's seconds `tasks` has;
             None = not decided yet, and seconds are means over ranks (`plan.sharing.as_run`).
-        context_parts: of forward and of backward packs (`MicroPack.context_parts`); () = 1 each.
-        context_s: in which keys and values travel in parts, and of these while attention is computed, over all stages.
-        first_rows: int64[num_packs] forward and backward, rows of the first half of packs that are computed in halves,
-            0 = in one go; None = all are, or it is not decided yet.
-        tensor_s: tensor-parallel transfers of packs in halves, and of these beside compute, over all stages.
     """
 
     label: str
@@ -50,10 +45,6 @@ class Candidate:
     policy: NDArray[np.int8] | None = None
     schedule: str = ""
     shardings: tuple[PackSharding, ...] | None = None
-    context_parts: tuple[tuple[int, ...], ...] = ((), ())
-    context_s: tuple[float, float] = (0.0, 0.0)
-    first_rows: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
-    tensor_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def makespan_s(self) -> float:

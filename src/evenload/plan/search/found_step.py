@@ -57,16 +57,12 @@ class FoundStep:
         built = {block: _built(search, search.ranking()[0], split) for block, search in self.blocks.items()}
         return SharedPacks(built, split)
 
-    def choice(self, replica: int, shared: "SharedPacks", trial: Trial | None = None) -> ReplicaChoice:
-        """The candidate of one replica.
-
-        Args:
-            trial: of its own documents; None = the best.
-        """
+    def choice(self, replica: int, shared: "SharedPacks") -> ReplicaChoice:
+        """The candidate of one replica."""
         search = self.own[replica]
         parts = [(shared.of_block[block], self.blocks[block].documents) for block in self.blocks_of(replica)]
         if len(search.documents):
-            parts.append((_built(search, trial or search.ranking()[0], shared.split), search.documents))
+            parts.append((_built(search, search.ranking()[0], shared.split), search.documents))
         if not parts:
             parts.append((idle_candidate(search.problem), search.documents))
         if len(parts) == 1:

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedPacks, rank_seconds, travelling_parts
+from evenload.cost.ranked_packs import RankedPacks, rank_seconds
 from evenload.cost.split_backward import gather_seconds, weight_seconds
 from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.sharing.cp_sharding import Shardings, possible_shardings
-from evenload.plan.sharing.halved import tasks_in_halves, with_halves
 from evenload.plan.sharing.phase_overlap import run_ahead
 from evenload.simulate.simulate import simulate
 from evenload.stepplan.ranked_packs import ranked_where_shared
@@ -36,8 +35,8 @@ def choices_as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> 
 
 
 def as_run(problem: StepProblem, found: Candidate) -> Candidate:
-    """The candidate of a replica with shardings, halves, its slowest ranks' seconds and their simulation; itself where
-    it has them."""
+    """The candidate of a replica with shardings, its slowest ranks' seconds and their simulation; itself where it has
+    them."""
     if found.shardings is not None:
         return found
     possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.forward)
@@ -46,7 +45,7 @@ def as_run(problem: StepProblem, found: Candidate) -> Candidate:
     for least_s, shardings in ways:
         if best is not None and best.makespan_s <= least_s:
             break
-        one = with_halves(problem.costs, _as_shared(problem, found, shardings))
+        one = _as_shared(problem, found, shardings)
         best = one if best is None else min(best, one, key=Candidate.score)
     assert best is not None, "some sharding is always possible"
     return best
@@ -56,7 +55,7 @@ def _fastest_first(
     problem: StepProblem, found: Candidate, possible: Sequence[Shardings]
 ) -> list[tuple[float, Shardings]]:
     """Every sharding for all packs, and of every pack the one with the least seconds, with about the seconds of the
-    pipeline, which those of packs priced apart miss where documents are cut over several or halves do not pay.
+    pipeline, which those of packs priced apart miss where documents are cut over several.
 
     Packs that replicas share have the latter in all of them: replicas must agree without simulating each other's steps.
     """
@@ -90,8 +89,8 @@ def _forward_packs_of_slices(found: Candidate) -> NDArray[np.int64]:
 
 
 def _in_all_ways(costs: PackCosts, found: Candidate, possible: Sequence[Shardings]) -> PipelineTasks:
-    """The candidate's packs once for every sharding, as they take under it; each by itself in halves where it is
-    shorter by them. As packs of one candidate, because numpy's price is by the call."""
+    """The candidate's packs once for every sharding, as they take under it. As packs of one candidate, because numpy's
+    price is by the call."""
     count, policy = len(possible), found.policy
     sides = found.forward, found.backward
     documents = 1 + max(int(side.doc.max(initial=-1)) for side in sides) if policy is None else len(policy)
@@ -106,8 +105,7 @@ def _in_all_ways(costs: PackCosts, found: Candidate, possible: Sequence[Sharding
         policy=None if policy is None else np.tile(policy, count),
         shardings=tuple(itertools.chain.from_iterable(possible)),
     )
-    tasks, _ = _slowest_ranks(costs, everything)
-    return tasks_in_halves(costs, replace(everything, tasks=tasks))
+    return _slowest_ranks(costs, everything)[0]
 
 
 def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> Candidate:
@@ -119,8 +117,7 @@ def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> 
     of_forward, of_backward = (_phases(costs.layout.cp, side) for side in ranked)
     if of_forward.any() and costs.layout.pp > 1:
         actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
-    found = in_order(found, actions, problem.cap_bytes, tasks=tasks)
-    return with_parts(costs, found, *ranked)
+    return in_order(found, actions, problem.cap_bytes, tasks=tasks)
 
 
 def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, tuple[RankedPacks, RankedPacks] | None]:
@@ -132,19 +129,6 @@ def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, t
     forward_s = forward.slowest(rank_seconds(costs, forward, "forward", found.policy))
     tasks = with_slowest_backward(costs, replace(found.tasks, forward_s=forward_s), backward, found.policy)
     return tasks, (forward, backward)
-
-
-def with_parts(costs: PackCosts, found: Candidate, forward: RankedPacks, backward: RankedPacks) -> Candidate:
-    """The candidate with how keys and values of its packs travel."""
-    one, other = travelling_parts(costs, forward, "forward"), travelling_parts(costs, backward, "backward")
-    return replace(
-        found,
-        context_parts=(tuple(one.parts.tolist()), tuple(other.parts.tolist())),
-        context_s=(
-            float(one.beside_s.sum()) + float(other.beside_s.sum()),
-            float(one.hidden_s.sum()) + float(other.hidden_s.sum()),
-        ),
-    )
 
 
 def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload import _native
-from evenload.schedule.task_arrays import split_arrays, task_arrays
+from evenload.schedule.tasks import split_arrays, task_arrays
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 

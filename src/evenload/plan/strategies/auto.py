@@ -1,7 +1,6 @@
 """`auto`: one optimiser over all strategies, scored by simulated time within memory.
 
-    1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share; where packs
-       may be computed in halves, 1 and 2 once more under the price of halves (`plan.search.halved_search`)
+    1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
     2  where several activation policies come close, each of the best (`plan.search.refine_step`): split
        backwards and other schedules of the best packs, then neighbours of the best trials (`plan.search.trial_space`):
        look-ahead, tapered ends, token weight, pack count, cut; the slowest replica last; then the packs found under
@@ -22,14 +21,11 @@ whole documents) is not what bounds a step here.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from evenload.cost.tensor_halves import least_share, pays
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.options import CHOOSE, StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.search.chosen_as_run import chosen_as_run
 from evenload.plan.search.found_step import FoundStep
-from evenload.plan.search.halved_search import Steps, in_one_go, searched_as_if_halved
 from evenload.plan.search.host_order import beyond_memory_bytes, ordered_within_host
 from evenload.plan.search.policy_choice import work_s, worst_score
 from evenload.plan.search.probe_rating import SearchRules
@@ -39,9 +35,9 @@ from evenload.plan.search.trial_space import Setting, Trial, trial_under
 from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
 from evenload.plan.strategies.strategy import Planned, Strategy
-from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
+from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.simulate.step_end import step_end
 
 CLOSE_POLICIES = 1.06
@@ -83,14 +79,8 @@ class AutoOptions(StrategyOptions, tag="auto"):
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
     """`others` are candidates as they are, but those that need a solver or choose a layout. Where nothing can plan the
     step, the error is the last strategy's."""
-    plans: list[Planned] = []
-    # As they run, because that is what others are compared with.
-    for steps, priced in (
-        (searched(problems), lambda _, choice: choice.candidate),
-        (searched_as_if_halved(problems, searched), in_one_go),
-    ):
-        plans += [(problem, chosen_as_run(problem, found, priced)) for problem, found in _to_be_priced(steps)]
-    plans.sort(key=lambda planned: step_score(planned[1]))
+    # As it runs, because that is what others are compared with.
+    plans: list[Planned] = [(problem, _as_run(problem, found.choices())) for problem, found in searched(problems)[:1]]
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
@@ -121,12 +111,6 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
 
 
-def _to_be_priced(steps: Steps) -> Steps:
-    """All that a search found where packs may be halved, because its price does not tell close policies apart; else the
-    best."""
-    return steps if steps and pays(steps[0][0].costs) else steps[:1]
-
-
 def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
     """Choices as they run, in an order that host memory holds where there is one."""
     as_run = choices_as_run(problem, choices)
@@ -143,7 +127,7 @@ def least_beyond_memory(plans: list[Planned]) -> list[Planned]:
     return [planned for planned, excess in zip(plans, beyond, strict=True) if excess == min(beyond)]
 
 
-def searched(problems: Sequence[StepProblem]) -> Steps:
+def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, FoundStep]]:
     """What the search by time finds under each of the policies that come close, the best first; none where no packs
     meet the limits."""
     steps = _close_to_best(search_policies(problems, rules_of))
@@ -164,32 +148,30 @@ def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, .
     """The policies whose work alone, spread evenly, takes less than what was found, where that fits memory."""
     if step_score(found)[0]:
         return list(problems)
-    summed_s, share = _summed_s(problems[0], found), least_share(problems[0].costs)
-    return [problem for problem in problems if problem is problems[0] or share * work_s(problem) < summed_s]
+    summed_s = _summed_s(problems[0], found)
+    return [problem for problem in problems if problem is problems[0] or work_s(problem) < summed_s]
 
 
 def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
-    """What no plan of a strategy is faster than in one go, 0 = not known; None where none can be faster than what was
+    """What no plan of a strategy is faster than, 0 = not known; None where none can be faster than what was
     found, which fits memory or else may always be beaten.
 
     No plan of whole documents is faster than the longest one, which passes every stage forward and backward in turn
     (where backwards are split, only I does, so that is no bound). And where memory does not bind, a strategy that
-    searches for time alone is as fast as it gets: policies that save memory only add to the time of every pack. Both
-    are of packs in one go, and halves may be faster.
+    searches for time alone is as fast as it gets: policies that save memory only add to the time of every pack.
     """
     excess, summed_s = step_score(found)[0], _summed_s(problems[0], found)
-    share = least_share(problems[0].costs)
     if excess:
         return 0.0
     splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward
     least_s = float(problems[0].document_s.max(initial=0.0))
-    if rival.keeps_whole and not splits and share * least_s >= summed_s:
+    if rival.keeps_whole and not splits and least_s >= summed_s:
         return None
     if len(problems) == 1 or not rival.ignores_memory:
         return 0.0
     _, boundless = rival.plan_step([replace(problems[0], cap_bytes=None)])
     boundless_s = step_score(boundless.choices)[1]
-    return boundless_s if share * boundless_s < summed_s else None
+    return boundless_s if boundless_s < summed_s else None
 
 
 def rules_of(problem: StepProblem) -> SearchRules:

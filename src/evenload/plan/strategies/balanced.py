@@ -20,7 +20,7 @@ from evenload.plan.packing.pack_counts import pack_counts
 from evenload.plan.problem.candidate import Candidate, scheduled_candidate
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy
-from evenload.schedule.one_f_one_b import ONE_F_ONE_B
+from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.types.columns import whole_document_columns
 from evenload.types.counted import counted
 

@@ -21,8 +21,8 @@ from evenload.plan.problem.candidate import Candidate, scheduled_candidate
 from evenload.plan.problem.options import CHOOSE
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy
-from evenload.schedule.one_f_one_b import ONE_F_ONE_B
 from evenload.schedule.packflow import LIST
+from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns
 
 Piece = tuple[int, int, int]

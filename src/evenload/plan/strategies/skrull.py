@@ -25,11 +25,10 @@ from evenload.plan.problem.candidate import scheduled_candidate
 from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.replica_search import idle_candidate
-from evenload.plan.sharing.as_run import with_parts
 from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
 from evenload.plan.sharing.gds import Groups, StepDocuments, assign_micro_batches
 from evenload.plan.strategies.strategy import Strategy
-from evenload.schedule.one_f_one_b import ONE_F_ONE_B
+from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.stepplan.ranked_packs import ranked_where_shared
 from evenload.types.columns import whole_document_columns
 from evenload.types.counted import counted
@@ -181,10 +180,7 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
     if cp > 1:
         owner = priced.owner.tolist()
         shardings = tuple(tuple(owner[low:high]) for low, high in itertools.pairwise(columns.pack_offset.tolist()))
-        forward, backward = ranked_where_shared(costs, columns, columns, shardings)
-        assert forward is not None
-        assert backward is not None
-        found = with_parts(costs, dataclasses.replace(found, shardings=shardings), forward, backward)
+        found = dataclasses.replace(found, shardings=shardings)
     return ReplicaChoice(documents, found)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -37,10 +38,21 @@ from evenload.errors import ConfigError
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.feedback.layout_track import KnownAfter
 from evenload.plan.reconfiguration.fmop import FlexState
-from evenload.runtime.checkpoint.best_checkpoints import BestPass
-from evenload.runtime.checkpoint.directory import PROGRESS_FILE, is_step_name, steps_in_name
-from evenload.runtime.checkpoint.metadata import CheckedReader, read_metadata
-from evenload.runtime.checkpoint.pieces import PieceLoadPlanner, TensorPieces, pieces_of_range, whole_tensor
+from evenload.runtime.checkpoint.directory import (
+    PROGRESS_FILE,
+    BestPass,
+    checkpoint_to_resume,
+    is_step_name,
+    steps_in_name,
+)
+from evenload.runtime.checkpoint.pieces import (
+    CheckedReader,
+    PieceLoadPlanner,
+    TensorPieces,
+    pieces_of_range,
+    read_metadata,
+    whole_tensor,
+)
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.optimizer import AVERAGE, ShardedOptimizer
@@ -95,6 +107,21 @@ class RunPosition:
     progress: Progress
     loader: bytes
     coefficients: CostCoefficients | None
+
+
+def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path | None:
+    """Return the checkpoint that every rank resumes from, or None where the run starts from the beginning. Collective.
+
+    Rank 0 looks for it: a slow file system may show the others another one.
+
+    Raises:
+        ConfigError: there is one, but `may_resume` is off.
+    """
+    newest = checkpoint_to_resume(directory, may_resume=may_resume)
+    name = [newest and newest.name]
+    with mesh.watch.waiting("the name of the checkpoint to resume from"):
+        dist.broadcast_object_list(name, src=0, group=mesh.control)
+    return directory / name[0] if name[0] else None
 
 
 def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> RunPosition:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from evenload.config.sections import LoraConfig
+from evenload.config.train_config import TrainConfig
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.config.lora_config import LoraConfig
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.model.export_files import copy_tokenizer, save_tensors
 from evenload.runtime.model.lora import write_adapter
 from evenload.runtime.model.supported import check_supported

@@ -1,15 +1,192 @@
-"""Collectives over one tensor for all ranks, by the name that the installed torch has for them.
+"""Collectives over one tensor for all ranks, and a queue that runs them while the model computes.
 
 torch 2.13 calls `all_gather_single` and `reduce_scatter_single` what 2.11 and 2.12 call `all_gather_into_tensor` and
 `reduce_scatter_tensor`, with the same arguments.
+
+A `CollectiveQueue` runs calls one after the other, in the order in which they were put: on a GPU in a stream of their
+own, which waits for what the computing stream was given before; elsewhere in a thread, because gloo's collectives block
+their caller. Only one group's collectives may be in a queue: then their order is that of all its ranks, whatever else
+these do.
 """
 
-from typing import Any
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
+
+from evenload.runtime.device import HostClock, step_clock
 
 _torch: Any = dist
 all_gather_single = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
 """(output, input, group, async_op): inputs of all ranks, in rank order, one after the other in `output`."""
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
 """(output, input, op, group, async_op): the rank's own share of the reduced `input`."""
+
+
+class Span(NamedTuple):
+    """Start and end of a call, as marks of the queue's clock."""
+
+    start: Any
+    end: Any
+
+
+class CollectiveQueue(Protocol):
+    """One step's calls."""
+
+    clock: HostClock
+
+    def put(self, call: Callable[[], object]) -> int:
+        """Run a call after those before it; its number, from 0. Does not wait."""
+        ...
+
+    def await_call(self, number: int) -> None:
+        """Until a call is done, on a GPU for whatever is computed next; raises what it, or one before it, raised."""
+        ...
+
+    def seal(self) -> None:
+        """No more calls come."""
+
+    def wait(self) -> list[Span]:
+        """Until all calls are done, on a GPU for whatever is computed next; raises what one of them raised."""
+        ...
+
+    def close(self) -> None:
+        """No more calls; those that have not begun never will. Waits for nothing."""
+
+
+def collective_queue(device: torch.device, *, is_overlapped: bool) -> CollectiveQueue:
+    """For calls of one step on a device; not `is_overlapped` compute = they run where they are put."""
+    if not is_overlapped:
+        return InlineQueue(device)
+    return StreamQueue(device) if device.type == "cuda" else ThreadQueue(device)
+
+
+class InlineQueue:
+    """Runs calls at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = step_clock(device)
+        self.clock.start()
+        self._spans: list[Span] = []
+
+    def put(self, call: Callable[[], object]) -> int:
+        start = self.clock.mark()
+        call()
+        self._spans.append(Span(start, self.clock.mark()))
+        return len(self._spans) - 1
+
+    def await_call(self, number: int) -> None:
+        """It is done."""
+
+    def seal(self) -> None:
+        """There is nothing to be let go."""
+
+    def wait(self) -> list[Span]:
+        return self._spans
+
+    def close(self) -> None:
+        """There is nothing to be let go."""
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+"""One a device for the whole process: torch has a pool of 32, and a new one every step would soon be that of receives
+or of copies to the host, behind which sums must not stand."""
+
+
+class StreamQueue:
+    """Runs calls in a stream of their own. Not run on hardware yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = step_clock(device)
+        self.clock.start()
+        self._device = device
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        self._stream = _streams[device]
+        self._spans: list[Span] = []
+
+    def put(self, call: Callable[[], object]) -> int:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            start = self.clock.mark()
+            call()
+            self._spans.append(Span(start, self.clock.mark()))
+        return len(self._spans) - 1
+
+    def await_call(self, number: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._spans[number].end)
+
+    def seal(self) -> None:
+        """The stream goes with its last call."""
+
+    def wait(self) -> list[Span]:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return self._spans
+
+    def close(self) -> None:
+        """The stream goes with its last call."""
+
+
+class ThreadQueue:
+    """Runs calls in a thread, which ends with the queue, or with the first call that fails."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = step_clock(device)
+        self.clock.start()
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._spans: list[Span] = []
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._num_put = 0
+        self._has_ended = threading.Condition()
+        # A daemon: a collective whose other ranks are gone must not keep the process.
+        self._thread = threading.Thread(target=self._run, name="evenload-collectives", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], object]) -> int:
+        self._calls.put(call)
+        self._num_put += 1
+        return self._num_put - 1
+
+    def await_call(self, number: int) -> None:
+        with self._has_ended:
+            self._has_ended.wait_for(lambda: len(self._spans) > number or self._error is not None)
+        if len(self._spans) <= number and self._error is not None:
+            raise self._error
+
+    def seal(self) -> None:
+        """No more calls come: the thread ends with the last one, also where nobody waits for it."""
+        self._calls.put(None)
+
+    def wait(self) -> list[Span]:
+        self._calls.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._spans
+
+    @property
+    def has_failed(self) -> bool:
+        """A call has raised, so those behind it never run; `wait` says what."""
+        return self._error is not None
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None and not self._is_closed:
+            start = self.clock.mark()
+            try:
+                call()
+            except BaseException as error:  # whatever it is, who waits raises it
+                with self._has_ended:
+                    self._error = error
+                    self._has_ended.notify_all()
+                return
+            with self._has_ended:
+                self._spans.append(Span(start, self.clock.mark()))
+                self._has_ended.notify_all()

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,11 +21,18 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.beside_times import BesideTimes, TimedTransfer
 from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.watch import RankWatch
 from evenload.types.layout import ParallelLayout
 from evenload.types.replica_block import ReplicaBlock, block_sizes
+
+
+class Waits(Protocol):
+    """A group whose transfers are waited for."""
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for the others; `RankLostError` where one of them died or is stuck."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +40,9 @@ class Transfer:
     """One transfer under way; `what` is for messages: "the keys and values of forward pack 3 (layer 0)"."""
 
     result: Tensor
-    works: tuple[dist.Work | TimedTransfer, ...]
+    works: tuple[dist.Work, ...]
     sent: Tensor
-    group: "ContextGroup"
+    group: "Waits"
     what: str
 
     def wait(self) -> Tensor:
@@ -47,10 +55,8 @@ class Transfer:
 class ContextGroup:
     """This rank's view of one group."""
 
-    def __init__(self, group: dist.ProcessGroup, watch: RankWatch, times: BesideTimes | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
         self.process_group = group
-        self.times = times
-        """Of all groups of this rank's mesh: transfers beside compute."""
         self._watch = watch
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
@@ -60,17 +66,17 @@ class ContextGroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    def all_gather(self, rows: Tensor, what: str, *, in_queue: bool = False) -> Transfer:
-        """[n, ...] of every rank -> [size · n, ...], in rank order; `in_queue`: behind those before it, and timed."""
+    def all_gather(self, rows: Tensor, what: str) -> Transfer:
+        """[n, ...] of every rank -> [size · n, ...], in rank order."""
         result = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
         self.moved_bytes += (self.size - 1) * rows.nbytes
-        return self._start_collective(what, rows, result, all_gather_single, in_queue=in_queue)
+        return self._start_collective(what, rows, result, all_gather_single)
 
-    def reduce_scatter(self, rows: Tensor, what: str, *, in_queue: bool = False) -> Transfer:
-        """[size · n, ...] -> this rank's n rows, summed over ranks; `in_queue` as `all_gather`."""
+    def reduce_scatter(self, rows: Tensor, what: str) -> Transfer:
+        """[size · n, ...] -> this rank's n rows, summed over ranks."""
         result = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
         self.moved_bytes += (self.size - 1) * result.nbytes
-        return self._start_collective(what, rows, result, reduce_scatter_single, in_queue=in_queue)
+        return self._start_collective(what, rows, result, reduce_scatter_single)
 
     def pass_on(self, rows: Tensor, what: str) -> Transfer:
         """Send to the next rank of the ring, receive as much from the one before. Leave `rows` alone until then."""
@@ -86,12 +92,8 @@ class ContextGroup:
         others = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if index != self.rank)
         return self._watch.waiting(what, f"rank{'s' if self.size > 2 else ''} {others}")
 
-    def _start_collective(
-        self, what: str, sent: Tensor, result: Tensor, collective: Callable[..., object], *, in_queue: bool
-    ) -> Transfer:
-        group, times = self.process_group, self.times
-        if in_queue and times is not None:
-            return self._start(what, sent, result, lambda: times.start(lambda: collective(result, sent, group=group)))
+    def _start_collective(self, what: str, sent: Tensor, result: Tensor, collective: Callable[..., object]) -> Transfer:
+        group = self.process_group
         return self._start(what, sent, result, lambda: collective(result, sent, group=group, async_op=True))
 
     def _start(self, what: str, sent: Tensor, result: Tensor, start: Callable[[], object]) -> Transfer:
@@ -111,13 +113,8 @@ def create_context_groups(
     rank: int,
     new_group: Callable[[list[int]], dist.ProcessGroup],
     watch: RankWatch,
-    times: BesideTimes | None = None,
 ) -> dict[ReplicaBlock, ContextGroup]:
-    """The groups of `rank` by block. Collective over all ranks: each makes every group of the layout.
-
-    Args:
-        times: of all groups' transfers beside compute; None = such are not timed, and nobody orders them.
-    """
+    """The groups of `rank` by block. Collective over all ranks: each makes every group of the layout."""
     grid, mine = rank_grid(layout), {}
     for size in (1, *block_sizes(layout.dp)):
         if size * layout.cp == 1:
@@ -126,5 +123,5 @@ def create_context_groups(
             members: list[int] = grid[p, first : first + size, :, t].ravel().tolist()
             made = new_group(members)
             if rank in members:
-                mine[ReplicaBlock(first, size)] = ContextGroup(made, watch, times)
+                mine[ReplicaBlock(first, size)] = ContextGroup(made, watch)
     return mine

@@ -1,32 +1,105 @@
 """`Mesh`: this rank's place in a layout and the process groups it talks through; `Meshes`: of all layouts of a run.
 
-Groups are made once at start, for all layouts, in the same order on every rank (`group_pool`). Every directed channel
-between two virtual stages on different ranks has a group of its own, so no channel waits for another
-(docs/architecture.md, "Why nothing deadlocks"), also where NCCL would run all traffic of a pair of ranks in one order:
-with virtual stages the same two ranks are neighbours several times, in both directions. With `channels="fifo"` all
-channels between two ranks share one
-group. Ranks beyond a layout are idle in it: they hold nothing, and take part in what all ranks do together.
+Groups are made once at start, for all layouts, in the same order on every rank. Every directed channel between two
+virtual stages on different ranks has a group of its own, so no channel waits for another (docs/architecture.md, "Why
+nothing deadlocks"), also where NCCL would run all traffic of a pair of ranks in one order: with virtual stages the same
+two ranks are neighbours several times, in both directions. With `channels="fifo"` all channels between two ranks share
+one group. Ranks beyond a layout are idle in it: they hold nothing, and take part in what all ranks do together.
+
+A layout needs several groups of the same ranks, because transfers of one group may wait for each other: two channels
+between two neighbours, the sum over two replicas. Different layouts never run at the same time. So the first, second,
+... group of a set of ranks is made once (`GroupPool`), and every layout takes them in that order. Price on gloo: 1.3 to
+1.6 ms a group (docs/design/runtime.md); a layout that has another's groups costs nothing.
+
+On NCCL a channel's kernels wait on the device for the other end, and hold the processors that they run on meanwhile. So
+groups of channels get few of them, and a stream that comes before computation; others get what NCCL takes.
+
+NCCL makes a communicator at a group's first transfer, and both ends have to be in it: the host blocks until the other
+rank comes. In a step, two neighbours would each wait in the first receive of another channel, for ever. So every group
+moves one element at start (`warm_up`), in an order that is the same on all ranks that meet: collectives by kind, then
+the channels of a pipeline from its first stage to its last, each group once where channels or layouts share it. The
+order is total, so no circle of waits is possible. Price: one transfer of a few bytes a group and start (0.1 to 1 s a
+communicator on NCCL by its documentation).
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, InvalidPlanError
-from evenload.runtime.comm.beside_times import BesideTimes
 from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups, rank_grid
-from evenload.runtime.comm.group_pool import GroupPool
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
+from evenload.runtime.device import wait_for
 from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.replica_block import ReplicaBlock
 from evenload.types.transfers import Channel, ChannelMode, channel_of
+
+CHANNEL_CTAS = 4
+"""Blocks of threads of one transfer of a channel on a GPU, each on a processor of its own (an H100 has 132). Not
+measured yet."""
+
+
+_Key = tuple[tuple[int, ...], bool]
+"""Ranks, and whether a group of theirs has the options of channels."""
+
+
+class GroupPool:
+    """Groups by ranks. Every rank makes the same calls in the same order, members or not.
+
+    Args:
+        backend: of tensors on the ranks' devices.
+        timeout: how long a rank waits for another.
+    """
+
+    def __init__(self, backend: str, timeout: timedelta) -> None:
+        self._backend, self._timeout = backend, timeout
+        self._made: dict[_Key, list[dist.ProcessGroup]] = {}
+        self._taken: Counter[_Key] = Counter()
+        self.num_groups = 0
+        """Made so far, on all ranks together."""
+
+    def begin_layout(self) -> None:
+        """What earlier layouts took may be taken again."""
+        self._taken.clear()
+
+    def take(self, ranks: list[int], *, is_channel: bool = False) -> dist.ProcessGroup:
+        """A group of these ranks, in ascending order, that the layout at hand has not taken yet; for a channel, or for
+        anything else."""
+        # Only where channels have options of their own are their groups no good for others.
+        key = tuple(ranks), is_channel and self._backend == "nccl"
+        groups = self._made.setdefault(key, [])
+        if self._taken[key] == len(groups):
+            groups.append(self.make(ranks, options=channel_options(self._timeout) if key[1] else None))
+        self._taken[key] += 1
+        return groups[self._taken[key] - 1]
+
+    def make(
+        self, ranks: list[int], backend: str | None = None, timeout: timedelta | None = None, options: Any = None
+    ) -> dist.ProcessGroup:
+        """A group beside those that layouts take; `options` are of its backend."""
+        self.num_groups += 1
+        made = dist.new_group(
+            ranks, timeout=timeout or self._timeout, backend=backend or self._backend, pg_options=options
+        )
+        return made  # type: ignore[return-value]
+
+
+def channel_options(timeout: timedelta) -> Any:
+    """Of an NCCL group that carries channels: few processors, at once. Torch without NCCL has none."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # else torch warns that this and `new_group`'s are not the same
+    options.config.min_ctas, options.config.max_ctas = 1, CHANNEL_CTAS
+    return options
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -162,11 +235,6 @@ class Meshes:
         """In some layout several ranks hold the same weights."""
         return any(max(layout.data_sizes) > 1 for layout in self._by_layout)
 
-    @property
-    def share_documents(self) -> bool:
-        """In some layout several ranks may compute one document."""
-        return any(layout.dp * layout.cp > 1 for layout in self._by_layout)
-
     def of(self, layout: ParallelLayout) -> Mesh:
         """The mesh of a layout, whatever its generation; `InvalidPlanError` where the run has none."""
         found = self._by_layout.get(layout.arrangement)
@@ -270,7 +338,7 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
     tensor = None
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
-        tensor = TensorGroup(made, shared.watch, shared.device) if place == (pp_rank, dp_rank, cp_rank) else tensor
+        tensor = TensorGroup(made, shared.watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
     lines, tie = _stage_groups(layout, rank, pool, shared.channels)
     return Mesh(
         layout=layout,
@@ -287,7 +355,7 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
         data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
         lines=lines,
         channels=shared.channels,
-        context=create_context_groups(layout, rank, pool.take, shared.watch, BesideTimes(shared.device)),
+        context=create_context_groups(layout, rank, pool.take, shared.watch),
         tensor=tensor,
         tie=tie,
         watch=shared.watch,
@@ -331,3 +399,55 @@ def _stage_groups(
             both = pool.take(members)
             tie = both if rank in members else tie
     return forward | backward, tie
+
+
+def warm_up(meshes: Mesh | Meshes) -> int:
+    """Use every group of this rank once, layout by layout; the number of transfers made. Collective; `RankLostError`
+    where a rank does not come."""
+    of_layouts = [meshes] if isinstance(meshes, Mesh) else [meshes.of(layout) for layout in meshes.layouts]
+    used: set[dist.ProcessGroup] = set()
+    for mesh in of_layouts:
+        one = torch.ones(1, device=mesh.device)
+        groups = [mesh.data] if mesh.data_size > 1 and not mesh.is_idle else []
+        groups += [] if mesh.tensor is None else [mesh.tensor.process_group]
+        groups += [group for group in (mesh.moving, mesh.tie) if group is not None]
+        groups += [group.process_group for group in mesh.context.values()]
+        with mesh.watch.waiting("the first transfer of every group"):
+            for group in groups:
+                if group not in used:
+                    dist.all_reduce(one.clone(), group=group)
+                    used.add(group)
+            _warm_channels(mesh, one, used)
+            wait_for(mesh.device)
+    return len(used)
+
+
+def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) -> None:
+    """Those that earlier layouts have not `used`, which grows."""
+    for stage in range(mesh.layout.num_stages - 1):
+        # Of both directions between `stage` and the next; to several ranks in their order.
+        for wanted in (("F", stage + 1), ("B", stage)):
+            for channel, group in mesh.lines.items():
+                if channel[:2] != wanted or group in used:
+                    continue
+                if mesh.receives_on(channel):
+                    dist.recv(one.clone(), mesh.other_end(channel), group=group)
+                else:
+                    dist.send(one, mesh.other_end(channel), group=group)
+                used.add(group)
+
+
+def most_of_ranks(value: float, mesh: Mesh) -> float:
+    """The largest that any rank has; whole numbers to 2^53 stay exact. Collective over the control group."""
+    return _reduced(value, dist.ReduceOp.MAX, mesh)
+
+
+def least_of_ranks(value: float, mesh: Mesh) -> float:
+    """As `most_of_ranks`, the smallest."""
+    return _reduced(value, dist.ReduceOp.MIN, mesh)
+
+
+def _reduced(value: float, op: dist.ReduceOp.RedOpType, mesh: Mesh) -> float:
+    told = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(told, op=op, group=mesh.control)
+    return float(told)

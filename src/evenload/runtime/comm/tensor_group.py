@@ -1,19 +1,30 @@
 """`TensorGroup`: the ranks that hold parts of the same matrices, and how rows of packs lie on them.
 
 Inside attention and feed-forward blocks every rank has all rows of a pack and some columns; between blocks it has
-whole rows of some tokens (sequence parallelism, Korthikanti et al. 2022), those of `row_shard`.
+whole rows of some tokens (sequence parallelism, Korthikanti et al. 2022).
 
     gather       rows of all ranks -> all rows, in pack order; one all-gather, padded to the fullest rank
     sum_scatter  all rows of every rank -> own rows, summed; one all-to-all, summed here in at least fp32 and in rank
                  order: the bytes of a reduce-scatter, but one rounding in bf16 instead of tp - 1, no padding, and the
                  same bits whatever the transport does
 
-Shapes come from the plan, so nothing is negotiated and no rank waits for its device. Price: a copy of the rows beside
-the transfer, as rows of different ranks stand by turns.
+Both also in chunks of a pack's rows (`RowExchange.chunks`), so that the product of one chunk runs while the next is
+under way (`runtime/replay/tensor_parallel.py`). Transfers of a group run in the order in which they are started.
+
+Token p of document d belongs to rank (d + p) mod tp (`RowShard`). That must not depend on the pack, because a backward
+pack needs other ranges than were recorded. So any slice is divided to within one row, short documents do not all fall
+to the same rank, and no recorded row ever moves. Korthikanti et al. cut a batch into contiguous parts, which only works
+when backward has the forward's rows.
+
+Shapes come from the plan, so nothing is negotiated and no rank waits for its device. Price: a copy of the rows with
+the transfer, as rows of different ranks alternate.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,75 +33,97 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
-from evenload.runtime.comm.beside_times import BesideTimes
+from evenload.cost.group_comm import TENSOR_CHUNKS
 from evenload.runtime.comm.collectives import all_gather_single
-from evenload.runtime.comm.row_shard import RowShard, row_owners
-from evenload.runtime.comm.turns import Turns
+from evenload.runtime.comm.cp_groups import Transfer
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
 from evenload.types.token_range import Range
+
+CHUNK_ROWS = 512
+"""Rows of a pack that a chunk has at least: smaller products keep no GPU busy."""
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """Which rows a rank of a tensor-parallel group has between blocks."""
+
+    rank: int
+    size: int
+
+    def num_rows(self, ranges: Iterable[Range]) -> int:
+        return sum(self.rows_before(doc_id, stop) - self.rows_before(doc_id, start) for doc_id, start, stop in ranges)
+
+    def rows_before(self, doc_id: int, position: int) -> int:
+        """Own rows among a document's tokens `[0, position)`."""
+        return (position - (self.rank - doc_id) % self.size + self.size - 1) // self.size
+
+
+def row_owners(ranges: Iterable[Range], size: int) -> NDArray[np.int64]:
+    """The rank that has each row of token ranges; int64[T]."""
+    owners = [np.arange(start, stop, dtype=np.int64) + doc_id for doc_id, start, stop in ranges]
+    return np.concatenate([*owners, np.zeros(0, np.int64)]) % size
 
 
 class TensorGroup:
     """This rank's view of its group.
 
-    While two halves of a pack compute by turns (`turns`), a transfer gives the turn to the other half.
+    Attributes:
+        chunk_rows: rows of a pack that a chunk has at least; alike on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, watch: RankWatch, device: torch.device) -> None:
+    chunk_rows = CHUNK_ROWS
+
+    def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
         self.process_group = self._group = group
         self._watch = watch
-        self.times = BesideTimes(device)
-        """Of transfers between turns."""
-        self.turns: Turns | None = None
         self.shard = RowShard(dist.get_rank(group), dist.get_world_size(group))
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         self._others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
     def all_gather(self, rows: Tensor, what: str) -> Tensor:
         """[n, ...] of every rank -> [size · n, ...], in rank order."""
-        gathered, rows = self._room_for_all(rows), rows.contiguous()
-        self._run(what, lambda: all_gather_single(gathered, rows, group=self._group))
-        return gathered
+        return self.start_all_gather(rows, what).wait()
 
-    def all_gather_later(self, rows: Tensor, what: str) -> tuple[Tensor, Callable[[], None]]:
-        """As `all_gather` between turns, of rows that are not needed soon: their place, and what waits for them."""
-        assert self.turns is not None
-        gathered, rows = self._room_for_all(rows), rows.contiguous()
-        call = self._watched(what, lambda: all_gather_single(gathered, rows, group=self._group))
-        return gathered, self.turns.transfer_later(call)
+    def start_all_gather(self, rows: Tensor, what: str) -> Transfer:
+        """As `all_gather`, without waiting."""
+        gathered, rows = rows.new_empty((self.shard.size * rows.shape[0], *rows.shape[1:])), rows.contiguous()
+        with self.waiting(what):
+            work = all_gather_single(gathered, rows, group=self._group, async_op=True)
+        return Transfer(gathered, (work,), rows, self, what)
 
-    def all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Tensor:
-        """counts[r] rows for every rank r, in rank order -> [size · counts[own], ...] from all ranks, in rank order."""
+    def start_all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Transfer:
+        """counts[r] rows for every rank r, in rank order -> [size · counts[own], ...] from all ranks, in rank order,
+        without waiting."""
         own = counts[self.shard.rank]
         received, rows = rows.new_empty((self.shard.size * own, *rows.shape[1:])), rows.contiguous()
         sizes = [own] * self.shard.size
-        self._run(what, lambda: dist.all_to_all_single(received, rows, sizes, counts, group=self._group))
-        return received
+        with self.waiting(what):
+            work = dist.all_to_all_single(received, rows, sizes, counts, group=self._group, async_op=True)
+        assert work is not None
+        return Transfer(received, (work,), rows, self, what)
 
     def all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        self._run(what, lambda: dist.all_reduce(tensor, op=op, group=self._group))
+        with self.waiting(what):
+            dist.all_reduce(tensor, op=op, group=self._group)
         return tensor
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around a transfer; `RankLostError` where another rank of the group died or is stuck."""
         return self._watch.waiting(what, self._others)
 
-    def _room_for_all(self, rows: Tensor) -> Tensor:
-        return rows.new_empty((self.shard.size * rows.shape[0], *rows.shape[1:]))
 
-    def _run(self, what: str, call: Callable[[], object]) -> None:
-        if self.turns is None:
-            self._watched(what, call)()
-        else:
-            self.turns.transfer(self._watched(what, call))
+@dataclass(frozen=True, eq=False)
+class RowChunk:
+    """A run of a pack's rows whose transfers are made together.
 
-    def _watched(self, what: str, call: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            with self.waiting(what):
-                call()
+    Args:
+        rows, own: of the pack's T rows, and of this rank's.
+    """
 
-        return run
+    rows: slice
+    own: slice
+    exchange: "RowExchange"
 
 
 class RowExchange:
@@ -111,28 +144,51 @@ class RowExchange:
     def num_own(self) -> int:
         return self._counts[self._group.shard.rank]
 
+    @property
+    def num_rows(self) -> int:
+        """T, of all ranks."""
+        return len(self._owners)
+
+    @cached_property
+    def chunks(self) -> tuple[RowChunk, ...]:
+        """Runs of about as many rows each; the same on every rank."""
+        total, rank = self.num_rows, self._group.shard.rank
+        count = min(TENSOR_CHUNKS, total // self._group.chunk_rows)
+        if count < 2:
+            return (RowChunk(slice(0, total), slice(0, self.num_own), self),)
+        edges = [total * index // count for index in range(count + 1)]
+        own = np.concatenate([[0], np.cumsum(self._owners == rank)])[edges].tolist()
+        return tuple(
+            RowChunk(
+                slice(low, high),
+                slice(first, last),
+                RowExchange(self._group, self._owners[low:high], self._device, self._what),
+            )
+            for (low, high), (first, last) in zip(pairwise(edges), pairwise(own), strict=True)
+        )
+
     def gather(self, own: Tensor) -> Tensor:
         """[num_own, ...] -> [T, ...] in row order. Collective, as all of these."""
         return self._group.all_gather(self._pad(own), self._what)[self._place]
 
-    def gather_later(self, own: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """As `gather`, between turns: the rows' place, empty, and what waits for them and fills it, once."""
-        received, wait = self._group.all_gather_later(self._pad(own), self._what)
-        gathered = own.new_empty((len(self._owners), *own.shape[1:]))
-        parts = [received]
-
-        def arrive() -> None:
-            if parts:
-                wait()
-                torch.index_select(parts.pop(), 0, self._place, out=gathered)
-
-        return gathered, arrive
+    def start_gather(self, own: Tensor) -> Callable[[Tensor], None]:
+        """As `gather`, without waiting; the result waits and fills a tensor [T, ...]."""
+        transfer = self._group.start_all_gather(self._pad(own), self._what)
+        return lambda rows: torch.index_select(transfer.wait(), 0, self._place, out=rows)  # type: ignore[return-value]
 
     def sum_scatter(self, partial: Tensor) -> Tensor:
         """[T, ...] of every rank -> [num_own, ...], the sum over ranks of own rows, in the dtype of `partial`."""
-        parts = self._group.all_to_all(partial[self._order], self._counts, self._what)
-        parts = parts.view(self._group.shard.size, self.num_own, *partial.shape[1:])
-        return parts.sum(0, dtype=work_dtype(partial)).to(partial.dtype)
+        return self.start_sum_scatter(partial)()
+
+    def start_sum_scatter(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `sum_scatter`, without waiting; the result waits."""
+        transfer = self._group.start_all_to_all(partial[self._order], self._counts, self._what)
+
+        def arrive() -> Tensor:
+            parts = transfer.wait().view(self._group.shard.size, self.num_own, *partial.shape[1:])
+            return parts.sum(0, dtype=work_dtype(partial)).to(partial.dtype)
+
+        return arrive
 
     def divide(self, chosen: NDArray[np.bool_]) -> tuple["RowExchange", Tensor, Tensor]:
         """An exchange of the chosen rows (bool[T]) only; which of this rank's rows they are, and which the others."""

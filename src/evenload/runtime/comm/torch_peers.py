@@ -15,7 +15,7 @@ from evenload.runtime.comm.collectives import all_gather_single
 
 
 class TorchPeers:
-    """See `evenload.data.batch.peers.Peers`; the group is of all ranks that read together, with a CPU backend."""
+    """See `evenload.data.batches.Peers`; the group is of all ranks that read together, with a CPU backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -71,7 +71,7 @@ class RankWatch:
             self._thread = threading.Thread(target=self._show_signs, name="evenload-signs", daemon=True)
             self._thread.start()
 
-    def note(self, what: str | Action) -> None:
+    def record(self, what: str | Action) -> None:
         """The main thread starts something; put into words only when it is shown."""
         self._doing = (what, time.monotonic())
 

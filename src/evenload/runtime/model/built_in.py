@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from evenload.hub.model_files import model_from
+from evenload.data.hub import model_from
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.supported import check_supported
 from evenload.types.architectures.registry import ARCHITECTURES

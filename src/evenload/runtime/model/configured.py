@@ -4,10 +4,10 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from evenload.config.sections import with_adapters
+from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
+from evenload.data.hub import is_hub_name, local_path
 from evenload.errors import ConfigError
-from evenload.hub.hub_files import is_hub_name, local_path
-from evenload.runtime.config.lora_config import with_adapters
-from evenload.runtime.config.train_config import BYTES_PER_ELEMENT, TrainConfig
 from evenload.runtime.model.supported import check_supported, require_adapters, require_positions
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.model import ModelSpec

@@ -16,19 +16,21 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from evenload.config.tokenizer import GENERATION_FILE, MODEL_FILE, TOKENIZER_FILE, model_directory
 from evenload.data.config import DataConfig, trains_given_ids
-from evenload.data.encoding.tokenize import (
+from evenload.data.hub import local_path
+from evenload.data.tokenize import (
     BYTES,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
     ByteTokenizer,
     DocumentTokenizer,
     FileTokenizer,
+    read_settings,
     required_opening,
     written_around,
 )
-from evenload.data.encoding.tokenizer_settings import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_settings
 from evenload.errors import ConfigError
-from evenload.hub.hub_files import local_path
-from evenload.runtime.config.run_tokenizer import GENERATION_FILE, MODEL_FILE, TOKENIZER_FILE, model_directory
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _BESIDE_TOKENIZER = (

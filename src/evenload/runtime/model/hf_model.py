@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from evenload.config.sections import LoraConfig
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.config.lora_config import LoraConfig
 from evenload.runtime.model.hf_weights import (
     EMBEDDING,
     HEAD,

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from evenload.config.sections import LoraConfig, target_linears
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.config.lora_config import LoraConfig, target_linears
 from evenload.runtime.model.export_files import save_tensors
 from evenload.runtime.model.hf_weights import LAYERS, unit_seed
 from evenload.runtime.model.weight_files import read_header, require_plain

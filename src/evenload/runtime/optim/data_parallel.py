@@ -1,27 +1,40 @@
-"""Gradients of all replicas summed into shards, beside the rest of backward; the global gradient norm and loss.
+"""What replicas send each other in a step, overlapped with compute: gradients into shards, updated weights back.
 
-The loss of every rank is already divided by the label count of the *global* batch (known from the plan),
-so gradients are summed, never averaged: ranks may hold any number of packs, tokens or labels.
+**Gradients** (`GradientReduction`, a reduce-scatter a unit). The loss of every rank is already divided by the label
+count of the *global* batch (known from the plan), so gradients are summed, never averaged: ranks may hold any number of
+packs, tokens or labels.
 
 A unit's gradients travel as soon as the last pack has added to them: the head's first, then layer by layer downwards,
 the embedding's last. That is the order in which a stage's last backward completes them, on every replica, so all ranks
-that hold the same units sum them in one order, which nothing but the layout decides. Nobody waits for a sum before the
-last action of the step; so no action ever waits for another rank's sums. Where a device runs all its transfers in one
-queue a sum may stand in front of an action's transfer; that this makes no circle holds as long as no replica waits for
-another inside a pack (docs/decisions/03). Steps whose packs replicas share sum after the last action. The sums are
-the same calls on the same tensors either way, so results are equal to the bit.
+that hold the same units reduce them in one order, which nothing but the layout decides. Nobody waits for a sum before
+the last action of the step; so no action ever waits for another rank's sums. Where a device runs all its transfers in
+one queue a sum may stand in front of an action's transfer; that this makes no circle holds as long as no replica waits
+for another inside a pack (docs/decisions/03). Steps whose packs replicas share reduce after the last action. The
+calls and tensors are the same either way, so results are equal to the bit.
 
 The norm of the gradient is summed in two phases: each unit's squares behind its sum, on the same queue, and after the
-last action what is left of them, so that what follows the last sum is one number a rank and then the update.
+last action what is left of them, so that what follows the last sum is one number a rank and then the update. Never
+overlapped: what ties both ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
 
-Not beside compute: what ties both ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
+**Weights** (`WeightGathers`, an all-gather a unit). An update runs unit by unit from the start of the model to its end,
+and each unit's gather is queued at once: embedding, layers upwards, head, the order in which the next step's first
+forward reads them, on every rank that holds them, so nobody negotiates. A forward waits for the gathers of its own unit
+and of those before it, and for no other. Whoever reads whole weights otherwise (checkpoints, exports, changes of the
+layout) calls `finish` first.
+
+Nothing deadlocks: a rank queues all gathers of an update before it begins any action of the next step, and a gather
+waits for nothing but the updates of the other ranks. So no chain of waits leads from a gather to an action, whatever
+packs and schedules the next step has and whoever shares them, also on devices that run a rank's transfers in one queue,
+where all gathers stand before all of the step's transfers. Gradients use the same group: the executor finishes the
+gathers before its first backward, so on every rank all gathers come before the first sum.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -29,10 +42,34 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.collectives import reduce_scatter_single
+from evenload.config.train_config import TrainConfig
+from evenload.cost.coefficients import CostCoefficients
+from evenload.runtime.comm.collectives import Span, all_gather_single, collective_queue, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.side_queue import side_queue
 from evenload.runtime.optim.parameter_units import FlatBuffer
+
+
+class Overlaps(NamedTuple):
+    """Of one step: sums of gradients beside its packs, and gathers of its updated weights beside those of the next."""
+
+    sums: bool
+    gathers: bool
+
+
+def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_packs: bool, goes_on: bool) -> Overlaps:
+    """The same on all ranks.
+
+    Args:
+        shares_packs: replicas wait for each other inside of packs, where sums may make a circle (docs/decisions/03).
+        coefficients: without `overlap` nothing is reduced or gathered beside packs;
+            `cli.worker_setup.run_coefficients` measures it.
+        goes_on: another step follows.
+    """
+    sums, gathers = coefficients.reduction_overlap is not None, coefficients.gather_overlap is not None
+    return Overlaps(
+        sums=config.train.overlap_reduction and sums and not shares_packs,
+        gathers=config.train.overlap_gather and gathers and goes_on,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +104,7 @@ class GradientReduction:
         self._queued: list[int] = []
         self._released: set[int] = set()
         self._squares: dict[int, Tensor] = {}
-        self._queue = side_queue(mesh.device, is_beside=is_overlapped and bool(self._left))
+        self._queue = collective_queue(mesh.device, is_overlapped=is_overlapped and bool(self._left))
 
     def __enter__(self) -> Self:
         return self
@@ -179,3 +216,90 @@ def global_norm_and_loss(
     total = total.cpu()  # The step's only read of the device before its end: clipping and metrics need it.
     dist.all_reduce(total, group=mesh.control)
     return float(total[0].sqrt()), float(total[1])
+
+
+@dataclass(frozen=True, eq=False)
+class GatherTrace:
+    """When one rank's gathers of one update ran, in their order, and when something of this rank waited for them;
+    seconds on its own monotonic clock.
+
+    Args:
+        unit: int32[n], numbers of `StageModel.units`; start_s, end_s: float64[n].
+        wait_start_s, wait_end_s: float64[m].
+    """
+
+    unit: NDArray[np.int32]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    wait_start_s: NDArray[np.float64]
+    wait_end_s: NDArray[np.float64]
+
+
+class WeightGathers:
+    """The gathers of one update on one rank.
+
+    Args:
+        is_overlapped: beside what is computed next; else each where it is put.
+    """
+
+    def __init__(self, mesh: Mesh, *, is_overlapped: bool = False) -> None:
+        self.is_overlapped = is_overlapped and mesh.data_size > 1
+        self._mesh = mesh
+        self._queue = collective_queue(mesh.device, is_overlapped=self.is_overlapped)
+        self._units: list[int] = []
+        self._last: dict[int, int] = {}  # by unit that nobody has waited for, the number of its last gather
+        self._waits: list[Span] = []
+        self._is_taken = False
+
+    def put(self, buffer: FlatBuffer) -> None:
+        """This rank's shard of a buffer's values is final."""
+        if self._mesh.data_size == 1:
+            return
+        number = self._queue.put(functools.partial(self._gather, buffer))
+        self._units.append(buffer.unit)
+        if self.is_overlapped:
+            self._last[buffer.unit] = number
+
+    def seal(self) -> None:
+        """All are put."""
+        self._queue.seal()
+
+    def await_unit(self, unit: int) -> None:
+        """Until a unit's weights are whole; of a unit whose weights are, no time."""
+        if self._last and (number := self._last.get(unit)) is not None:
+            with self._waiting(f"the updated weights of unit {unit}"):
+                self._queue.await_call(number)
+            self._last.pop(unit, None)  # what was not waited for to the end is not whole
+
+    def finish(self) -> None:
+        """Until all weights of this rank are whole. Raises what a gather raised."""
+        if self._last:
+            with self._waiting("the updated weights"):
+                self._queue.wait()
+            self._last.clear()
+
+    def take_traces(self, mesh: Mesh) -> list[GatherTrace]:
+        """What has not been told yet, nothing in another layout than that of the update; finishes all. Waits for a
+        GPU."""
+        self.finish()
+        if self._is_taken or mesh is not self._mesh:
+            return []
+        self._is_taken = True
+        spans, clock = self._queue.wait(), self._queue.clock
+        spans_s, waits_s = (
+            np.array([clock.seconds(span) for span in marks], np.float64).reshape(-1, 2)
+            for marks in (spans, self._waits)
+        )
+        return [GatherTrace(np.array(self._units, np.int32), *spans_s.T, *waits_s.T)]
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        start = self._queue.clock.mark()
+        with self._mesh.watch.waiting(what, f"the ranks that hold stage {self._mesh.pipeline_stage}"):
+            yield
+        self._waits.append(Span(start, self._queue.clock.mark()))
+
+    def _gather(self, buffer: FlatBuffer) -> None:
+        # A copy, so that what is sent does not lie where the same values arrive.
+        shard = buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size).clone()
+        all_gather_single(buffer.values, shard, group=self._mesh.data)

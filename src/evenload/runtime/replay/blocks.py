@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.host_arena import HostRows
 from evenload.types.micropack import ActivationPolicy
 from evenload.types.token_range import Range
@@ -63,10 +63,9 @@ class Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A recorded range, the first token of the slice that it is (a part of), and its first rows in its block."""
+    """A recorded range, and its first rows in its block."""
 
     range: Range
-    first_token: int
     row: int
     own_row: int
     block: StoredBlock
@@ -96,25 +95,19 @@ class BlockIndex:
                 backward[doc_id].append((start, pack))
         self._backward = {doc_id: sorted(starts) for doc_id, starts in backward.items()}
 
-    def open_pack(self, ranges: tuple[Range, ...], slices: tuple[Range, ...] = ()) -> list[StoredBlock]:
-        """The blocks of a new forward pack, in row order; `slices` are those of the whole pack where the ranges are of
-        half of it: both parts of a slice are kept until its first token is back."""
+    def open_pack(self, ranges: tuple[Range, ...]) -> list[StoredBlock]:
+        """The blocks of a new forward pack, in row order."""
         self._parts.clear()
-        starts: dict[int, list[int]] = defaultdict(list)
-        for doc_id, start, _ in slices:
-            starts[doc_id].append(start)
         blocks: list[StoredBlock] = []
         kind = None
         row = own_row = 0
         for r in ranges:
             policy = self._policy(r[0])
-            # Of a shared slice a rank has several ranges, each of which comes back by itself.
-            first_token = max((start for start in starts[r[0]] if start <= r[1]), default=r[1])
-            before, kind = kind, (policy, self._freed_by(r[0], first_token))
+            before, kind = kind, (policy, self._freed_by(r[0], r[1]))
             if kind != before or kind[1] is None:
                 blocks.append(StoredBlock((), policy, slice(row, row), slice(own_row, own_row), 0))
             block = blocks[-1]
-            place = _Place(r, first_token, row - block.rows.start, own_row - block.own_rows.start, block)
+            place = _Place(r, row - block.rows.start, own_row - block.own_rows.start, block)
             self._places[r[0]].append(place)
             row += r[2] - r[1]
             own_row += r[2] - r[1] if self._shard is None else self._shard.num_rows((r,))
@@ -144,7 +137,7 @@ class BlockIndex:
         for doc_id, start, _ in ranges:
             kept = []
             for place in self._places[doc_id]:
-                if place.first_token < start:
+                if place.range[1] < start:
                     kept.append(place)
                     continue
                 place.block.open_ranges -= 1
@@ -167,7 +160,7 @@ class BlockIndex:
 
     def _parts_of(self, wanted: Range) -> Iterable[Part]:
         doc_id, start, stop = wanted
-        for (_, lo, hi), _, row, own_row, block in self._places[doc_id]:
+        for (_, lo, hi), row, own_row, block in self._places[doc_id]:
             if lo < stop and start < hi:
                 first, last = max(lo, start), min(hi, stop)
                 rows = slice(first - lo + row, last - lo + row)

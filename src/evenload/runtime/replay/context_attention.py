@@ -1,27 +1,23 @@
 """Attention of one rank's rows of a pack that a context-parallel group shares (WLB §5, Skrull §4.1, SlimPack §4.1.1).
 
-    forward    start the gathers ─► local documents ─► of every part: wait ─► shared documents, range by range
-    backward   start the gathers of documents never cut ─► local ─► of every part: wait ─► shared ─► start the
-               reduce-scatter of dK and dV (fp32) ─► local ─► wait for what is still under way
+    forward    start the all-gather ─► local documents ─► wait ─► shared documents, range by range
+    backward   start the all-gather of documents never cut ─► local ─► wait ─► shared ─► start the reduce-scatter of dK
+               and dV (fp32) ─► local ─► wait
 
 Any set of rows will do: each of a rank's token ranges is one call of range attention against its document's prefix.
-K and V of all ranks' rows of shared slices travel in all-gathers, and go to the positions that the plan gives them;
-reduce-scatters sum dK and dV of the slices for the ranks that own the rows. They travel in as many *parts* as the plan
-says, each of some key heads with the query heads that read them: while one part is computed the others are under way,
-forward and backward. Heads never meet in attention, so nothing is merged, whatever the size of the group
-(docs/decisions/06-context-parallel.md).
+K and V of all ranks' rows of shared slices travel in one all-gather, and go to the positions that the plan gives them;
+a reduce-scatter sums dK and dV of the slices for the ranks that own the rows.
 
 What stays between slices: of a document that is cut in forward or backward every rank keeps all K and V, gathered,
 and accumulates dK and dV of its own queries; so every key and every gradient travels once. Of a document that is never
 cut a rank keeps its own rows and gathers the others again in backward. `cost.memory` charges exactly this.
 
-Documents that lie whole on one rank are computed while the first transfers of the others run, some of them under the
-last ones in backward; rows come from `stepplan.rank_rows`. Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D
-elements received a layer and transfer, a copy of the gathered rows, and the launches of every part.
+Documents that lie whole on one rank are computed while the transfers of the others run (Skrull §4.1); rows come from
+`stepplan.rank_rows`. Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received a layer and transfer, and a
+copy of the gathered rows.
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +36,6 @@ from evenload.attention.range_attention import (
 )
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.between_halves import BetweenHalves
-from evenload.runtime.replay.head_parts import HeadPart, head_parts
 from evenload.runtime.replay.store import ActivationStore
 from evenload.stepplan.rank_rows import PackRows, SharedSlice
 from evenload.types.token_range import Range
@@ -70,9 +64,6 @@ class AttentionCall:
 
 class PackAttention(ABC):
     """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
-
-    halves: tuple["PackAttention", ...] = ()
-    """Of a pack in two halves (`context_halves.py`)."""
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
         self.group, self._label, self._slices = group, label, rows.shared
@@ -167,116 +158,85 @@ class _Exchange:
 
 
 class GatherAttention(PackAttention):
-    """All-gather of keys and values, in so many parts (see the module).
+    """All-gather of keys and values (see the module)."""
 
-    Args:
-        between: where the rows are those of half a pack, what it shares with the other half.
-    """
-
-    def __init__(
-        self,
-        rows: PackRows,
-        group: ContextGroup,
-        label: str,
-        device: torch.device,
-        parts: int = 1,
-        between: BetweenHalves | None = None,
-    ) -> None:
+    def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
         super().__init__(rows, group, label)
-        self._parts, self._between = parts, between
         self._ranges: list[list[tuple[slice, Range]]] = []
         row = 0
         for piece in self._slices:
             self._ranges.append(list(rows_of(piece.ranges[group.rank], row)))
             row += _own_rows(piece, group.rank)
         self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
-        # Their rows travel again in backward, all at once: those that halves cut with the second half.
+        # Their rows travel again in backward.
         self._never_cut = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
-        again = {index: self._slices[index].whole() for index in self._never_cut if self._slices[index].is_last}
         self._all = self._exchange(dict(enumerate(self._slices)), device)
-        self._again = self._exchange(again, device)
+        self._again = self._exchange({index: self._slices[index] for index in self._never_cut}, device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        mine, parts = self._all.rows, self._head_parts(q, k)
-        under_way = deque(self._gather(self._all, k[mine, one.keys], v[mine, one.keys], call) for one in parts)
+        mine = self._all.rows
+        under_way = self._gather(self._all, k[mine], v[mine], call)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
         self._keep_own(call, k, v)
-        for part in parts:
-            gathered = under_way.popleft().wait()
-            seen: list[KeyRange] = []
-            for index, places in zip(self._all.slices, self._all.places, strict=True):
-                keys, values = self._placed(call, index, places, gathered, part, k)
-                for rows, (_, start, stop) in self._ranges[index]:
-                    first = call.first_key(start)
-                    seen.append(KeyRange(rows, keys[first:stop], values[first:stop]))
-            attend_into(call, q[:, part.queries], seen, out[:, part.queries], lse[:, part.queries])
+        gathered = under_way.wait()
+        seen: list[KeyRange] = []
+        for index, places in zip(self._all.slices, self._all.places, strict=True):
+            keys, values = self._placed(call, index, places, gathered)
+            for rows, (_, start, stop) in self._ranges[index]:
+                first = call.first_key(start)
+                seen.append(KeyRange(rows, keys[first:stop], values[first:stop]))
+        attend_into(call, q, seen, out, lse)
         return out, lse
 
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        no_keys, _ = call.store.keys_and_values(next(self._documents_here()), call.layer, 0, 0)
-        parts = self._head_parts(q, no_keys)
-        under_way = deque(self._gather_again(call, one) for one in parts)
+        no_keys, _ = call.store.keys_and_values(self.documents[0], call.layer, 0, 0)
+        under_way = self._gather_again(call)
         like = lse.new_empty(no_keys.shape)
         dq, dk, dv = torch.empty_like(q), *(like.new_empty((q.shape[0], *like.shape[1:])) for _ in range(2))
-        # Local work goes under the first gather and the last sums, by what all of them move.
-        gathered_bytes = sum(0 if one is None else one.sent.nbytes for one in under_way)
+        # Local documents hide the all-gather and the reduce-scatter, by what each moves.
+        gathered_bytes = 0 if under_way is None else under_way.sent.nbytes
         scattered_bytes = like.element_size() * 2 * self._all.padded * like.shape[1:].numel()
-        moved_bytes = gathered_bytes + scattered_bytes
-        first_local, then_local = self._local.split(gathered_bytes / moved_bytes if moved_bytes else 1.0)
+        first_local, then_local = self._local.split(gathered_bytes / (gathered_bytes + scattered_bytes))
         first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
+        gathered = None if under_way is None else under_way.wait()
+        sums = self._backward_shared(call, gathered, (grad, q, out, lse), dq, like)
         what = f"the gradients of keys and values of {self._label} (layer {call.layer})"
-        scattered: list[Transfer] = []
-        for part in parts:
-            transfer = under_way.popleft()
-            gathered = None if transfer is None else transfer.wait()
-            heads = part.queries
-            sums = self._backward_part(
-                call, part, gathered, (grad[:, heads], q[:, heads], out[:, heads], lse[:, heads]), dq[:, heads], like
-            )
-            scattered.append(self.group.reduce_scatter(sums, what, in_queue=self._parts > 1))
+        scattered = self.group.reduce_scatter(sums, what)
         then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
         mine = self._all.rows
-        for part, transfer in zip(parts, scattered, strict=True):
-            own = transfer.wait()[: mine.stop]
-            dk[mine, part.keys], dv[mine, part.keys] = own[:, 0], own[:, 1]
+        own = scattered.wait()[: mine.stop]
+        dk[mine], dv[mine] = own[:, 0], own[:, 1]
         return dq, dk.to(q.dtype), dv.to(q.dtype)
 
-    def _backward_part(
+    def _backward_shared(
         self,
         call: AttentionCall,
-        part: HeadPart,
         gathered: Tensor | None,
         given: tuple[Tensor, Tensor, Tensor, Tensor],
         dq: Tensor,
         like: Tensor,
     ) -> Tensor:
-        """Fills the shared rows of `dq` [T, h, D] of a part; its gradients of K and V as they travel, [n, 2, g, D].
+        """Fill the shared rows of `dq` [T, H, D]; gradients of K and V as they travel, [n, 2, G, D].
 
         Args:
-            gathered: K and V [m, 2, g, D] of documents that are never cut; None = there are none.
-            given: gradient, q, output and log-sum-exp of the part's query heads.
+            gathered: K and V [m, 2, G, D] of documents that are never cut; None = there are none.
+            given: gradient, q, output and log-sum-exp.
             like: [_, G, D], of the precision of gradients.
         """
         store, layer, (grad, q, out, lse) = call.store, call.layer, given
         places = dict(zip(self._again.slices, self._again.places, strict=True))
-        head = part.keys.start
-        shape = (part.keys.stop - part.keys.start, *like.shape[2:])
+        shape = like.shape[1:]
         sums = like.new_zeros((self.group.size * self._all.padded, 2, *shape))
         for index, place in zip(self._all.slices, self._all.places, strict=True):
             piece = self._slices[index]
             if piece.document.is_cut:
-                whole = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
-                keys, values = (one[:, part.keys] for one in whole)
-            elif index in places:
+                keys, values = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
+            else:
                 assert gathered is not None
                 keys, values = (gathered[:, side][places[index]] for side in (0, 1))
-                if piece.start:
-                    self._other_half.leave_keys(layer, head, piece, keys, values)
-            else:
-                keys, values = self._other_half.take_keys(layer, head, piece)
             first = call.first_key(piece.start)
             total_k, total_v = (like.new_zeros((piece.stop - first, *shape)) for _ in range(2))
             visible = [(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
@@ -291,25 +251,10 @@ class GatherAttention(PackAttention):
                 total_v[low - first : stop - first] += part_v
             if piece.document.is_cut:
                 total_k, total_v = store.add_key_grads(
-                    piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop, heads=part.keys
+                    piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop
                 )
-            elif not piece.is_whole:
-                total_k, total_v = self._other_half.sum(layer, head, piece, first, total_k, total_v)
             sums[place, 0], sums[place, 1] = total_k, total_v
         return sums
-
-    @property
-    def _other_half(self) -> BetweenHalves:
-        assert self._between is not None, "a document that is never cut lies in one pack"
-        return self._between
-
-    def _documents_here(self) -> Iterator[int]:
-        yield from self.documents
-        yield from (doc_id for _, (doc_id, _, _) in self._local.ranges)
-
-    def _head_parts(self, q: Tensor, k: Tensor) -> tuple[HeadPart, ...]:
-        """In which keys and values travel, if any do: half a pack may have local documents only."""
-        return head_parts(q.shape[1], k.shape[1], self._parts) if self._slices else ()
 
     def _exchange(self, slices: Mapping[int, SharedSlice], device: torch.device) -> _Exchange:
         size = self.group.size
@@ -329,16 +274,16 @@ class GatherAttention(PackAttention):
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
         rows = exchange.pad(torch.stack([k, v], dim=1))
         what = f"the keys and values of {self._label} (layer {call.layer})"
-        return self.group.all_gather(rows, what, in_queue=self._parts > 1)
+        return self.group.all_gather(rows, what)
 
-    def _gather_again(self, call: AttentionCall, part: HeadPart) -> Transfer | None:
+    def _gather_again(self, call: AttentionCall) -> Transfer | None:
         if not self._again.slices:
             return None
         own = [
             call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self.group.rank))
-            for piece in (self._slices[index].whole() for index in self._again.slices)
+            for piece in (self._slices[index] for index in self._again.slices)
         ]
-        keys, values = (torch.cat([one[:, part.keys] for one in pieces]) for pieces in zip(*own, strict=True))
+        keys, values = (torch.cat(pieces) for pieces in zip(*own, strict=True))
         return self._gather(self._again, keys, values, call)
 
     def _keep_own(self, call: AttentionCall, k: Tensor, v: Tensor) -> None:
@@ -349,22 +294,14 @@ class GatherAttention(PackAttention):
             first = piece.document.rows_before(self.group.rank, piece.start)
             call.store.record_keys(piece.document.doc_id, call.layer, first, k[mine], v[mine])
 
-    def _placed(
-        self, call: AttentionCall, index: int, places: Tensor, gathered: Tensor, part: HeadPart, like: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """K and V of a part, [stop, g, D] each, of a slice's document up to its end; `like` has all heads' shape."""
+    def _placed(self, call: AttentionCall, index: int, places: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V, [stop, G, D] each, of a slice's document up to its end."""
         piece = self._slices[index]
         keys, values = (gathered[:, side][places] for side in (0, 1))
         if not piece.document.is_cut:
-            if piece.is_whole:
-                return keys, values
-            return self._other_half.join(call.layer, part.keys.start, piece, (keys, values))
-        document = piece.document.doc_id
-        call.store.open_keys(document, call.layer, like, like)
-        kept = call.store.keys_and_values(document, call.layer, 0, piece.stop)
-        for all_heads, new in zip(kept, (keys, values), strict=True):
-            all_heads[piece.start :, part.keys] = new
-        return kept[0][:, part.keys], kept[1][:, part.keys]
+            return keys, values
+        call.store.record_keys(piece.document.doc_id, call.layer, piece.start, keys, values)
+        return call.store.keys_and_values(piece.document.doc_id, call.layer, 0, piece.stop)
 
 
 def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: Tensor, lse: Tensor) -> None:

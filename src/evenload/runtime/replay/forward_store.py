@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor
 
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import StoredBlock
 from evenload.runtime.replay.held_bytes import HeldBytes
 from evenload.runtime.replay.store import ActivationStore, num_rows
@@ -38,12 +38,9 @@ class ForwardStore(ActivationStore):
             self._ending.setdefault(own[-1], []).append(doc_id)
         self._in_one_pack = {doc_id for doc_id, own in packs.items() if len(own) == 1}
 
-    def open_pack(self, ranges: tuple[Range, ...], slices: tuple[Range, ...] = ()) -> None:
+    def open_pack(self, ranges: tuple[Range, ...]) -> None:
         rows = slice(0, num_rows(ranges))
         self.open_blocks = [StoredBlock(ranges, "replay", rows, rows, len(ranges))]
-
-    def join_blocks(self, first: list[StoredBlock], second: list[StoredBlock]) -> None:
-        self.open_blocks = []
 
     def record(
         self,

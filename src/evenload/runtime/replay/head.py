@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from evenload.attention.range_attention import work_dtype
 from evenload.cost.memory import HEAD_ROWS
-from evenload.runtime.comm.row_shard import row_owners
-from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup
+from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, row_owners
 from evenload.runtime.device import to_device
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import tensor_split

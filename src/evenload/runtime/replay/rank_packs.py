@@ -14,17 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenload.data.encoding.token_table import TokenTable, table_of
+from evenload.data.blocks import TokenTable, table_of
 from evenload.errors import InvalidPlanError
 from evenload.feed.collate import collate_pack, collate_ranges
 from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.between_halves import BetweenHalves
 from evenload.runtime.replay.context_attention import GatherAttention, PackAttention
-from evenload.runtime.replay.context_halves import HalvedAttention
 from evenload.runtime.replay.context_ring import RingAttention
 from evenload.runtime.replay.pack_tokens import PackTokens
-from evenload.runtime.replay.store import num_rows
 from evenload.stepplan.rank_rows import PackRows, ReplicaRows, replica_rows
 from evenload.types.micropack import Direction, MicroPack
 from evenload.types.plan import StepPlan
@@ -115,7 +112,7 @@ class RankPacks:
         if shared is None:
             batch = collate_pack(pack, documents)
             columns = self._on_device((batch.token_ids, batch.targets, batch.positions))
-            return PackTokens(pack_ranges(pack), *columns, first_rows=pack.first_rows)
+            return PackTokens(pack_ranges(pack), *columns)
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
         columns = collate_ranges(
@@ -125,16 +122,7 @@ class RankPacks:
             documents,
         )
         attention = self._attention(pack, shared) if shared.shared else None
-        of_halves = [num_rows(half.ranges(rank)) for half in shared.halves]
-        takes_turns = bool(of_halves) and all(of_halves)
-        return PackTokens(
-            ranges,
-            *self._on_device(columns),
-            shared=attention,
-            closes=shared.held(rank),
-            first_rows=of_halves[0] if takes_turns else 0,
-            slices=shared.uncut_ranges(rank) if takes_turns else (),
-        )
+        return PackTokens(ranges, *self._on_device(columns), shared=attention, closes=shared.held(rank))
 
     def _on_device(self, columns: Iterable[NDArray[np.int64]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids, targets, positions = (to_device(torch.from_numpy(column), self._device) for column in columns)
@@ -144,26 +132,8 @@ class RankPacks:
         group = self._groups[shared.block]
         label = f"{pack.direction} pack {pack.index}"
         if self._exchange == "ring":
-            if shared.halves:
-                raise InvalidPlanError(
-                    f"{label} is planned in two halves, but keys and values travel round the ranks, where packs are "
-                    "computed in one go; plan with parallel.cp_exchange = 'ring'"
-                )
-            if pack.context_parts > 1:
-                raise InvalidPlanError(
-                    f"{label} is planned with keys and values in {pack.context_parts} parts, but they travel round the "
-                    "ranks, where nothing is divided; plan with parallel.cp_exchange = 'ring'"
-                )
             return RingAttention(shared, group, label)
-        parts = pack.context_parts
-        if not shared.halves:
-            return GatherAttention(shared, group, label, self._device, parts)
-        between = BetweenHalves()
-        first, second = (
-            GatherAttention(half, group, f"{name} half of {label}", self._device, parts, between)
-            for name, half in zip(("the first", "the second"), shared.halves, strict=True)
-        )
-        return HalvedAttention(shared, group, label, (first, second), num_rows(shared.halves[0].ranges(group.rank)))
+        return GatherAttention(shared, group, label, self._device)
 
     def _shared(self, pack: MicroPack) -> PackRows | None:
         return None if self._rows is None else self._rows.of_pack(pack)

@@ -40,10 +40,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, sco
     store, attention, shared = state.store, state.attention, state.shared
     assert store is not None
     call = AttentionCall(state.backend, store, layer, scoring)
-    turns = state.turns
     if state.mode == "record":
-        if turns is not None:
-            turns.next()
         if shared is not None:
             out, lse = shared.forward(call, q, k, v)
         else:
@@ -56,8 +53,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, sco
     queries, key_shape = q.detach(), k.shape
 
     def backward(grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if turns is not None:
-            turns.next()
         grad = grad.contiguous()
         if shared is not None:
             return shared.backward(call, grad, queries, out, lse)

@@ -1,7 +1,7 @@
-"""`ReturningRows`: offloaded tensors of a backward pack, or of half of one, on their way back from the host.
+"""`ReturningRows`: offloaded tensors of a backward pack on their way back from the host.
 
 Layers come back in the order in which the backward enters them, each while the one before it is computed, so at most
-two are on the device. Halves that take turns bring back their own rows each: together they hold what the pack would.
+two are on the device.
 """
 
 from collections import defaultdict, deque

@@ -5,22 +5,18 @@ the last stage (its forward stops at the final hidden states), so the head's cos
 pack, where the cost model charges it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from evenload.attention.range_attention import RangeAttention
-from evenload.runtime.comm.row_shard import RowShard
-from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, exchange_ranges
-from evenload.runtime.comm.turns import Half, Turns
+from evenload.attention.range_attention import RangeAttention, Scoring, work_dtype
+from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, exchange_ranges
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.replay.blocks import StoredBlock
-from evenload.runtime.replay.context_attention import LocalAttention, rows_of
+from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
 from evenload.runtime.replay.head import add_embedding_gradient, embed, head_gradient, row_losses
-from evenload.runtime.replay.joined_transfers import join_backward, join_forward
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
 from evenload.runtime.replay.router_balance import RouterBalance
@@ -156,28 +152,16 @@ class PipelineStage:
         """The layers' part of `forward`: [T, hidden] -> [T, hidden]."""
         if not pack.ranges:
             store.open_pack(pack.ranges)
-            join_forward(pack.shared, self.model, self._state.backend, store, hidden)
-            self._end_counts(pack)
-            return hidden
-        if pack.first_rows:
-            halves, own = self._halves(pack, hidden)
-            blocks: list[list[StoredBlock]] = [[], []]
-
-            def record(which: int) -> Tensor:
-                # A copy, so that what is kept of one half does not keep the other's rows.
-                recorded = self._record(halves[which], own[which].clone(), store)
-                blocks[which] = store.open_blocks
-                return recorded
-
-            hidden = torch.cat(self._by_turns(lambda: record(0), lambda: record(1)))
-            store.join_blocks(*blocks)
+            for layer in self.model.layers if pack.shared is not None else ():
+                self._join_forward(pack, layer, store, hidden)
         else:
             hidden = self._record(pack, hidden, store)
-        self._end_counts(pack)
+        if self._balance is not None:  # tell the ranks that share the pack which experts its tokens chose
+            self._balance.end_pack(pack.shared, self.device)
         return hidden
 
     def _record(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
-        store.open_pack(pack.ranges, pack.slices)
+        store.open_pack(pack.ranges)
         with self._pass("record", pack, store):
             arguments = self._layer_arguments(hidden, pack.positions)
             for index, layer in self.model.layers.items():
@@ -188,15 +172,9 @@ class PipelineStage:
         store.close_pack()
         return hidden
 
-    def _end_counts(self, pack: PackTokens) -> None:
-        """After a forward pack: tell the ranks that share it which experts its tokens chose."""
-        if self._balance is not None:
-            self._balance.end_pack(pack.shared, self.device)
-
     def announce_backward(self, pack: PackTokens, store: ActivationStore) -> None:
         """Let what a coming backward pack has in host memory start to come back."""
-        for ranges in pack.ranges_in_turn():
-            store.open_backward(ranges, tuple(reversed(self.model.layers)))
+        store.open_backward(pack.ranges, tuple(reversed(self.model.layers)))
 
     def backward(
         self,
@@ -250,25 +228,14 @@ class PipelineStage:
         on_final: OnFinal = _tell_nobody,
     ) -> Tensor:
         """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
-        store.cut_for_a_pack = {r.doc_id for r in pack.cut_by_halves() if store.is_whole(r)}
         if not pack.ranges:
             # Layer by layer as where there are rows: transfers of the layers and sums of gradients have one order.
             for layer in reversed(self.model.layers):
-                join_backward(pack.shared, self.model, layer, self._state.backend, store, grad)
+                if pack.shared is not None:
+                    self._join_backward(pack, layer, store, grad)
                 on_final(1 + layer)
-            store.close_backward(pack.ended)
-            return grad
-        self.announce_backward(pack, store)
-        if pack.first_rows:
-            halves, own = self._halves(pack, grad)
-            # Last rows first: a document that is cut adds to the gradients of keys before these are read. Who follows
-            # completes a layer.
-            second, first = self._by_turns(
-                lambda: self._replay(halves[1], own[1], store, products),
-                lambda: self._replay(halves[0], own[0], store, products, on_final),
-            )
-            grad = torch.cat([first, second])
         else:
+            self.announce_backward(pack, store)
             grad = self._replay(pack, grad, store, products, on_final)
         store.close_backward(pack.ended)
         return grad
@@ -284,7 +251,7 @@ class PipelineStage:
         with self._pass("replay", pack, store, products):
             arguments = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
-                store.enter_layer(index, pack.ranges)
+                store.enter_layer(index)
                 hidden = store.read((index, "input"), pack.ranges)[None].detach()
                 if products is not None and not self.model.architecture.norm_first:
                     # The input of several linears; in memory of its own it is kept once for all of them.
@@ -297,25 +264,28 @@ class PipelineStage:
                 grad = hidden.grad[0]
                 # What the layer's graph held of offloaded tensors goes with it.
                 del hidden, output
-                store.leave_layer(index, pack.ranges)
+                store.leave_layer(index)
                 on_final(1 + index)
         return grad
 
-    def _halves(self, pack: PackTokens, hidden: Tensor) -> tuple[Sequence[PackTokens], Sequence[Tensor]]:
-        """Both halves of a pack, and own rows [n, hidden] of each."""
-        halves = pack.halves()
-        return halves, hidden.split([self.num_rows(half.ranges) for half in halves])
+    def _join_forward(self, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor) -> None:
+        """Take part in a layer's transfers of a forward pack of which this rank computes no rows: the others need it
+        there."""
+        assert pack.shared is not None
+        q, k = self._no_rows(layer, like)
+        pack.shared.forward(AttentionCall(self.backend, store, layer, Scoring(1.0)), q, k, k)
 
-    def _by_turns(self, leader: Half, follower: Half) -> tuple[Tensor, Tensor]:
-        """Both results of two halves of a pack, each of which gives the turn away while its transfers run."""
-        group, state = self._tensor, self._state
-        assert group is not None, "only tensor-parallel transfers are worth two halves"
-        group.turns = state.turns = Turns(group.times, state.put_away)
-        try:
-            with self._own_attention():
-                return group.turns.run(leader, follower)
-        finally:
-            group.turns = state.turns = None
+    def _join_backward(self, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor) -> None:
+        """As `_join_forward`, of a backward pack."""
+        assert pack.shared is not None
+        q, _ = self._no_rows(layer, like)
+        lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
+        pack.shared.backward(AttentionCall(self.backend, store, layer, Scoring(1.0)), q, q, q, lse)
+
+    def _no_rows(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [0, H, D] and keys [0, G, D], of the heads that this rank has."""
+        heads, kv_heads, dim = self.model.attention_heads(layer)
+        return like.new_empty(0, heads, dim), like.new_empty(0, kv_heads, dim)
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
         """The loss of every row of a forward pack, [T] in fp32 (fp64), from its final hidden states; no gradient. Last
@@ -353,16 +323,6 @@ class PipelineStage:
         return {index: shared | {"position_embeddings": rotary[index]} for index in self.model.layers}
 
     @contextmanager
-    def _own_attention(self) -> Iterator[None]:
-        """The configuration is shared with the user's model object, so it is changed only while a pass runs."""
-        before = self.model.config._attn_implementation
-        self.model.config._attn_implementation = ATTENTION_NAME
-        try:
-            yield
-        finally:
-            self.model.config._attn_implementation = before
-
-    @contextmanager
     def _pass(
         self, mode, pack: PackTokens, store: ActivationStore, products: WeightProducts | None = None
     ) -> Iterator[None]:
@@ -370,11 +330,13 @@ class PipelineStage:
         state.mode, state.ranges, state.store, state.products = mode, pack.ranges, store, products
         state.shared, state.balance = pack.shared, self._balance
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
-        state.divide_rows(self.device, pack.slices or pack.ranges)
+        state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {'forward' if mode == 'record' else 'backward'} pack")
         state.tensor_rows = None if exchange is None else TensorRows(exchange, pack.ranges)
+        # The configuration is shared with the user's model object, so it is changed only while a pass runs.
+        before, self.model.config._attn_implementation = self.model.config._attn_implementation, ATTENTION_NAME
         try:
-            with self._own_attention():
-                yield
+            yield
         finally:
+            self.model.config._attn_implementation = before
             state.store, state.ranges, state.products, state.shared, state.tensor_rows = None, (), None, None, None

@@ -1,6 +1,7 @@
 """`ReplayState`: what the running pass of a stage is, which every replaced module of its layers reads."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.tensor_group import RowExchange
-from evenload.runtime.comm.turns import Turns
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
 from evenload.runtime.replay.router_balance import RouterBalance
@@ -35,16 +35,48 @@ class GatherOnce:
         return self._last[1]
 
 
+class BlockInput:
+    """The input of a block of a tensor-parallel layer, all rows of which are on their way.
+
+    Attributes:
+        own: rows of this rank, [n, hidden]; `key` names them (`GatherOnce`).
+        rows: those of all ranks, [T, hidden], which `arrive` fills.
+        weight_gradients: what adds those of the linears that read the input, once their own gradients are known.
+    """
+
+    def __init__(self, own: Tensor, rows: RowExchange) -> None:
+        self.own, self.key = own, object()
+        self.rows = own.new_empty((rows.num_rows, *own.shape[1:]))
+        self.weight_gradients: list[Callable[[], None]] = []
+        self._under_way = deque((chunk.rows, chunk.exchange.start_gather(own[chunk.own])) for chunk in rows.chunks)
+
+    def arrive(self) -> Iterator[slice]:
+        """Wait for the chunks that are not there yet, one by one: which rows each has."""
+        while self._under_way:
+            chunk, fill = self._under_way.popleft()
+            fill(self.rows[chunk])
+            yield chunk
+
+    def whole(self) -> Tensor:
+        """All rows, once they are there."""
+        for _ in self.arrive():
+            pass
+        return self.rows
+
+    @property
+    def is_there(self) -> bool:
+        """Nothing is under way any more."""
+        return not self._under_way
+
+
 @dataclass(eq=False)
 class TensorRows:
-    """Rows of the running pack on a tensor-parallel group; `block_input` are own rows of the running block's input,
-    which `block_key` names, and `again` gathers rows in W. `arrive` waits until all rows of that input are there."""
+    """Rows of the running pack on a tensor-parallel group; `block` is the input of the block that is running, and
+    `again` gathers rows in W."""
 
     rows: RowExchange
     ranges: tuple[Range, ...]
-    block_input: Tensor | None = None
-    block_key: object = None
-    arrive: Callable[[], None] = lambda: None
+    block: "BlockInput | None" = None
     again: GatherOnce = field(init=False)
     _remade: tuple[RowExchange, Tensor, Tensor] | None = None
 
@@ -71,13 +103,12 @@ class ReplayState:
     Args:
         mode: "record" in forward packs, "replay" in backward packs.
         ranges: of the running pack, in row order; attention: of the rows that no other rank has.
-        remade: int64[n], rows of the running backward pack whose products are made again; None = no rows of it, nor of
-            the pack of which it is a half. `kept` are the other rows, of `kept_ranges`.
+        remade: int64[n], rows of the running backward pack whose products are made again; None = no rows of it. `kept`
+            are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         balance: the load-balancing loss of routers; None = none is trained.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
         tensor_rows: rows of the running pack on a tensor-parallel group; None = there is none.
-        turns: of two halves of a pack, of which this is the one that has the turn; None = it is computed in one go.
     """
 
     backend: RangeAttention
@@ -92,37 +123,21 @@ class ReplayState:
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
     tensor_rows: TensorRows | None = None
-    turns: Turns | None = None
-
-    def put_away(self) -> Callable[[], None]:
-        """What the running half of a pack has set; returns what puts it back when it goes on."""
-        mine, store = dict(vars(self)), self.store
-        blocks = [] if store is None else store.open_blocks
-
-        def put_back() -> None:
-            vars(self).update(mine)
-            if store is not None:
-                store.open_blocks = blocks
-
-        return put_back
 
     def makes_again(self, site: tuple[int, str]) -> bool:
         """Whether products at a site of the running backward pack are made from their input."""
         assert self.store is not None
         return self.remade is not None or self.store.recomputes(site)
 
-    def divide_rows(self, device: torch.device, whole: tuple[Range, ...]) -> None:
-        """Find the rows of the running pack whose products are not stored.
-
-        Args:
-            whole: ranges of the pack of which this is a half, or its own. Halves make the same transfers: where one
-                makes products again, the other makes them of no rows.
-        """
+    def divide_rows(self, device: torch.device) -> None:
+        """Find the rows of the running pack whose products are not stored."""
         assert self.store is not None
         self.remade, self.kept, self.kept_ranges = None, None, ()
-        if self.mode == "record" or not _is_remade(self.store, whole).any():
+        if self.mode == "record":
             return
         is_remade = _is_remade(self.store, self.ranges)
+        if not is_remade.any():
+            return
         self.remade = to_device(torch.from_numpy(np.flatnonzero(is_remade)), device)
         if not is_remade.all():
             self.kept = to_device(torch.from_numpy(np.flatnonzero(~is_remade)), device)
@@ -132,7 +147,7 @@ class ReplayState:
         """The product [T, out] of `input` [T, in] at a site of the backward pack; `make` gives it of any rows."""
         assert self.store is not None
         recomputes = self.store.recomputes(site)
-        if not recomputes and (self.remade is None or not len(self.remade)):
+        if not recomputes and self.remade is None:
             return self.store.read(site, self.ranges)
         with torch.no_grad():
             if recomputes or self.kept is None:

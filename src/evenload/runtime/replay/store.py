@@ -12,8 +12,7 @@ What a block keeps depends on the activation policy of its document (`cost/activ
                stage for all documents
     offload    everything, in host memory: when a layer of a forward pack ends its tensors are copied out while the
                next layer runs; in the backward pack they come back, one layer ahead of their use. So at most two
-               layers of a pack's offloaded documents are on the device, in halves as in one go. Final hidden states
-               stay there
+               layers of a pack's offloaded documents are on the device. Final hidden states stay there
 
 Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory
 prediction is tested against (cost/memory.py mirrors these rules).
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
-from evenload.runtime.comm.row_shard import RowShard
+from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import BlockIndex, StoredBlock
 from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
 from evenload.runtime.replay.host_copies import Copy, HostCopies, host_copies
@@ -89,12 +88,9 @@ class ActivationStore:
         self._device: torch.device | None = None
         self._buffers: dict[int, _DocumentBuffers] = {}
         self.open_blocks: list[StoredBlock] = []
-        """Of the forward pack, or half of one, whose rows are recorded."""
-        self.cut_for_a_pack: set[int] = set()
-        """Documents of which two halves of the running backward pack have rows, and no other pack."""
+        """Of the forward pack whose rows are recorded."""
         self._leaving: deque[tuple[list[Copy], int]] = deque()
-        self._most_leaving = 1
-        self._returning: dict[tuple[Range, ...], ReturningRows] = {}
+        self._returning: ReturningRows | None = None
         self._weight_products: dict[Hashable, WeightProducts] = {}
         self.held = HeldBytes() if held is None else held
 
@@ -107,10 +103,9 @@ class ActivationStore:
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def open_pack(self, ranges: tuple[Range, ...], slices: tuple[Range, ...] = ()) -> None:
-        """Record a forward pack from now on, or half of one that has these slices."""
-        self.open_blocks = self._index.open_pack(ranges, slices)
-        self._most_leaving = 2 if slices else 1  # a layer: both halves end it shortly after each other
+    def open_pack(self, ranges: tuple[Range, ...]) -> None:
+        """Record a forward pack from now on."""
+        self.open_blocks = self._index.open_pack(ranges)
 
     def record_product(self, site: Site, rows: Tensor, *, is_own_rows: bool = False) -> None:
         """Keep the output of a linear layer, or of experts, where it is not made again; see `record`."""
@@ -166,7 +161,7 @@ class ActivationStore:
             return
         self.held.count_host(num_bytes)
         self._leaving.append((copies, num_bytes))
-        if len(self._leaving) > self._most_leaving:
+        if len(self._leaving) > 1:
             for copy in self._oldest_leaving():
                 copy.wait()
 
@@ -219,17 +214,13 @@ class ActivationStore:
 
     def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
-        self.open_keys(doc_id, layer, keys, values)
-        for kept, rows in zip(self._buffers[doc_id].kept[layer], (keys, values), strict=True):
-            kept[start : start + rows.shape[0]] = rows
-
-    def open_keys(self, doc_id: int, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Make the buffers for K and V of all of a document's tokens, where there are none, like these [_, G, D]."""
         buffers = self._buffers_of(doc_id)
         if layer not in buffers.kept:
             all_k, all_v = (like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values))
             buffers.kept[layer] = all_k, all_v
             self._count_document(buffers, "keys_and_values", all_k.nbytes + all_v.nbytes)
+        for kept, rows in zip(buffers.kept[layer], (keys, values), strict=True):
+            kept[start : start + rows.shape[0]] = rows
 
     def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
@@ -238,43 +229,35 @@ class ActivationStore:
             return keys, values
         return keys[first:stop], values[first:stop]
 
-    def join_blocks(self, first: list[StoredBlock], second: list[StoredBlock]) -> None:
-        """Of two halves that were opened apart: what is recorded next has rows of both."""
-        row, own_row = first[-1].rows.stop, first[-1].own_rows.stop
-        for block in second:
-            block.rows = slice(row + block.rows.start, row + block.rows.stop)
-            block.own_rows = slice(own_row + block.own_rows.start, own_row + block.own_rows.stop)
-        self.open_blocks = [*first, *second]
-
     # ---- backward ------------------------------------------------------------------------------
 
     def open_backward(self, ranges: tuple[Range, ...], layers: Sequence[int]) -> None:
-        """Announce a backward pack, or half of one, so that offloaded tensors of its first layer start to come back;
-        layers in the order in which they will be entered. May be called ahead of it; a second call does nothing."""
+        """Announce a backward pack, so that offloaded tensors of its first layer start to come back; layers in the
+        order in which they will be entered. May be called ahead of it; a second call does nothing."""
         offloaded = tuple(r for r in ranges if self.policy(r[0]) == "offload")
-        if not offloaded or ranges in self._returning:
+        if not offloaded or self._returning is not None:
             return
         assert self._device is not None, "rows to fetch were sent away from some device"
         assert self._copies is not None
-        self._returning[ranges] = ReturningRows(
+        self._returning = ReturningRows(
             offloaded, layers, self._index, self._own_rows_keys, self._copies, self._device, self.held
         )
 
-    def enter_layer(self, layer: int, ranges: tuple[Range, ...]) -> None:
-        """Have the offloaded tensors of a layer of a running backward on the device, and those of its next layer on
+    def enter_layer(self, layer: int) -> None:
+        """Have the offloaded tensors of a layer of the running backward on the device, and those of its next layer on
         their way."""
-        if ranges in self._returning:
-            self._returning[ranges].enter(layer)
+        if self._returning is not None:
+            self._returning.enter(layer)
 
-    def leave_layer(self, layer: int, ranges: tuple[Range, ...]) -> None:
-        if ranges in self._returning:
-            self._returning[ranges].leave(layer)
+    def leave_layer(self, layer: int) -> None:
+        if self._returning is not None:
+            self._returning.leave(layer)
 
     def read(self, key: Hashable, ranges: tuple[Range, ...]) -> Tensor:
         """Rows [T, ...] recorded under `key` for other ranges than they were recorded in."""
         own = key in self._own_rows_keys
-        back = next((one for one in self._returning.values() if any(r in one for r in ranges)), None)
-        fetched = None if back is None else back.find(key)
+        back = self._returning
+        fetched = None if back is None or not any(r in back for r in ranges) else back.find(key)
         if back is None or fetched is None:
             parts = [part.of(part.block.tensors[key], own=own) for part in self._index.parts(ranges)]
         elif ranges == back.ranges:
@@ -300,14 +283,11 @@ class ActivationStore:
         grad_v: Tensor,
         start: int,
         stop: int,
-        heads: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        """Add a range's gradients of K and V `[first, stop)` of some key heads, and return the now final ones of
-        `[start, stop)`.
+        """Add a range's gradients of K and V `[first, stop)`, and return the now final ones of `[start, stop)`.
 
         Ranges of a document come last-first, so nothing after `start` will be added to again. A document
-        whose backward is one range needs no accumulator, and one that only two halves of a pack cut has it for a layer:
-        part of attention's workspace, which is not counted here.
+        whose backward is one range needs no accumulator.
         """
         buffers = self._buffers[doc_id]
         if start == 0 and stop == buffers.num_tokens and layer not in buffers.grads:
@@ -317,15 +297,11 @@ class ActivationStore:
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
             work = work_dtype(grad_k)
             buffers.grads[layer] = grad_k.new_zeros(shape, dtype=work), grad_k.new_zeros(shape, dtype=work)
-            if doc_id not in self.cut_for_a_pack:
-                self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
+            self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
         all_k, all_v = buffers.grads[layer]
-        is_last_part = heads.stop is None or heads.stop == all_k.shape[1]
-        if start == 0 and is_last_part and doc_id in self.cut_for_a_pack:
-            del buffers.grads[layer]
-        all_k[first:stop, heads] += grad_k
-        all_v[first:stop, heads] += grad_v
-        return all_k[start:stop, heads], all_v[start:stop, heads]
+        all_k[first:stop] += grad_k
+        all_v[first:stop] += grad_v
+        return all_k[start:stop], all_v[start:stop]
 
     def defer_weights(self, pack: Hashable) -> WeightProducts:
         """Where the weight gradients of a backward pack wait until `add_deferred_weights`."""
@@ -338,7 +314,7 @@ class ActivationStore:
 
     def close_backward(self, ranges: tuple[Range, ...]) -> None:
         """Free what no later backward range needs."""
-        self._returning.clear()
+        self._returning = None
         for block in self._index.close(ranges):
             block.tensors.clear()
             self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)

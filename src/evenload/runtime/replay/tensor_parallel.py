@@ -9,10 +9,17 @@ Forward moves a layer's hidden states 4 times; backward 6 times, because a block
 weight gradients instead of being kept (Korthikanti et al. 2022, §4.2). What is recorded is what one rank has: own rows
 of the layer's input and of what o (and down) return, own columns of the rest, so all of it falls by tp.
 
-A backward split into I and W keeps own rows too, of inputs and of gradients, and gathers them again in W.
+What hides the transfers:
 
-Two halves of a pack may take turns (`runtime/comm/turns.py`): then every transfer gives the turn away, as does the
-middle of a block, and a block's input is gathered for the weight gradients behind what is needed sooner.
+    forward    gather a block's input in chunks      the first product (q, gate) of the chunk before
+               sum and scatter in chunks             the product (o, down) of the next chunk
+    backward   gather o's and down's gradients       as in forward, in chunks
+               gather a block's input                all that comes before its weight gradients
+               sum and scatter the input's gradient  the block's weight gradients (q k v, gate up)
+
+Chunks are runs of a pack's rows (as in torch's asynchronous tensor parallelism), so every row has the same product as
+without. All ranks of a group start their transfers in one order. Nothing hides what W of a split backward gathers
+again: it keeps own rows of inputs and of gradients.
 
 Layers stay transformers' own: the two blocks of a layer get a hook that gathers, and the linears recorded by replay
 become `ColumnLinear` or `RowLinear` by their names. Gradients of what every rank holds whole (norms, biases behind a
@@ -21,7 +28,7 @@ sum) are partial, of own rows or own heads; `data_parallel` sums them over the g
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,22 +38,19 @@ from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
 from evenload.runtime.replay.known_output import known_output
 from evenload.runtime.replay.linear import ReplayLinear
-from evenload.runtime.replay.state import ReplayState, TensorRows
-from evenload.runtime.replay.weight_products import add_now_or_later, add_weight_gradient, is_frozen
+from evenload.runtime.replay.state import BlockInput, ReplayState, TensorRows
+from evenload.runtime.replay.weight_products import add_weight_gradient, is_frozen
 from evenload.types.architectures.architecture import Architecture
 
 
 def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState, architecture: Architecture) -> None:
     """Turn a replayable layer's linears into those of a part of their weights, in place. Every linear's name is known:
     `tensor_weights.require_tensor_parallel` has refused other models."""
-    with_attention = tuple(f"{name}." for name, module in layer.named_modules() if hasattr(module, "layer_idx"))
     for name, module in layer.named_modules():
         if isinstance(module, ReplayLinear):
             is_row = linear_kind(name) in architecture.row_linears
             assert is_row or linear_kind(name) in architecture.column_linears, f"{name} is cut in no known way"
             module.__class__ = RowLinear if is_row else ColumnLinear
-            if is_row:
-                module.is_behind_attention = name.startswith(with_attention)  # type: ignore[bad-argument-type]
         elif adapter_of(name, "lora_A", architecture.row_linears):
             module.register_forward_hook(functools.partial(_scatter_output, state))
     for name in architecture.blocks:
@@ -67,21 +71,29 @@ def _gather_input(
     *,
     has_adapters: bool,
 ) -> tuple[tuple, dict]:
-    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]. Where its products are known only the
-    weight gradients of `readers` read them, so that between turns they may come later, and adapters."""
+    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]. In record the first of `readers` waits for
+    them; in replay, where products are known, their weight gradients. Adapters, and products that are made again, need
+    them at once."""
     pack = state.tensor_rows
     assert pack is not None
-    may_come_later = state.turns is not None and state.mode == "replay" and not has_adapters
-    # Rows that nobody waits for would be kept until the half ends.
-    may_come_later = may_come_later and state.products is None and not all(is_frozen(one.weight) for one in readers)
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    pack.block_input, pack.block_key = own.detach()[0], object()
-    if may_come_later and not state.makes_again(site):
-        rows, pack.arrive = pack.rows.gather_later(own.detach()[0])
-        gathered = known_output(rows, pack.rows.sum_scatter, own.squeeze(0))[None]
-    else:
-        pack.arrive = lambda: None
-        gathered = gather_rows(own.squeeze(0), pack.rows)[None]
+    block = pack.block = BlockInput(own.detach()[0], pack.rows)
+    is_read_later = state.mode == "record" or (
+        state.products is None and not state.makes_again(site) and not all(is_frozen(one.weight) for one in readers)
+    )
+    if has_adapters or not is_read_later:
+        block.whole()
+
+    rows = pack.rows
+
+    def backward(grad: Tensor) -> Tensor:
+        arrive = rows.start_sum_scatter(grad)
+        for add in block.weight_gradients:
+            add()
+        block.weight_gradients.clear()
+        return arrive()
+
+    gathered = known_output(block.rows, backward, own.squeeze(0))[None]
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": gathered}
     return (gathered, *args[1:]), kwargs
@@ -95,36 +107,36 @@ def _scatter_output(state: ReplayState, module: nn.Module, args: tuple, output: 
 
 
 class ColumnLinear(ReplayLinear):
-    """All rows times own columns of the output: as any recorded linear, but for what waits for W."""
+    """All rows times own columns of the output."""
+
+    def product(self, rows: Tensor) -> Tensor:
+        assert self.replay.tensor_rows is not None
+        block = self.replay.tensor_rows.block
+        assert block is not None
+        if block.is_there:
+            return super().product(rows)
+        output = rows.new_empty(rows.shape[0], self.weight.shape[0])
+        for chunk in block.arrive():
+            torch.mm(block.rows[chunk], self.weight.t(), out=output[chunk])
+        return output if self.bias is None else output.add_(self.bias)
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
-        state, pack = self.replay, self.replay.tensor_rows
+        pack, weight, bias, products = self.replay.tensor_rows, self.weight, self.bias, self.replay.products
         assert pack is not None
-        if state.products is None:
-            return self._known_now(input, output, pack.arrive)
-        weight, bias, products, own_input = self.weight, self.bias, state.products, pack.block_input
-        assert own_input is not None
-        again, key = pack.again, pack.block_key
+        assert pack.block is not None
+        block, again, key = pack.block, pack.again, pack.block.key
 
-        def add(own_rows: Tensor, grad_rows: Tensor) -> None:
+        def add_later(own_rows: Tensor, grad_rows: Tensor) -> None:
             add_weight_gradient(weight, bias, again(own_rows, key), grad_rows)
 
         def backward(grad: Tensor) -> Tensor:
-            add_now_or_later(products, weight, add, own_input, grad.flatten(0, -2))
+            if is_frozen(weight):
+                pass
+            elif products is not None:
+                products.defer(add_later, block.own, grad[0])
+            else:
+                block.weight_gradients.append(lambda: add_weight_gradient(weight, bias, block.whole(), grad[0]))
             return grad @ weight
-
-        return known_output(output, backward, input)
-
-    def _known_now(self, input: Tensor, output: Tensor, arrive: Callable[[], None]) -> Tensor:
-        """As `linear_with_known_output`, of an input whose rows may still be on their way."""
-        weight, bias, rows = self.weight, self.bias, input.detach()
-
-        def backward(grad: Tensor) -> Tensor:
-            input_grad = grad @ weight
-            if not is_frozen(weight):
-                arrive()
-                add_weight_gradient(weight, bias, rows[0], grad[0])
-            return input_grad
 
         return known_output(output, backward, input)
 
@@ -133,8 +145,6 @@ class RowLinear(ReplayLinear):
     """Own inputs of all rows [1, T, in / tp] -> [1, n, out]: summed over the group, every rank keeps its rows."""
 
     has_own_rows = True
-    is_behind_attention: bool
-    """Of its block attention is the middle, at which halves of a pack give their turn away; else this product is."""
 
     def num_rows(self, input: Tensor) -> int:
         return self._pack.rows.num_own
@@ -157,14 +167,18 @@ class RowLinear(ReplayLinear):
     def known(self, input: Tensor, output: Tensor) -> Tensor:
         weight, bias, products = self.weight, self.bias, self.replay.products
         rows, exchange, again, key = input.detach()[0], self._pack.rows, self._pack.again, object()
-        turns = None if self.is_behind_attention else self.replay.turns
 
         def add_later(input_rows: Tensor, own_grad: Tensor) -> None:
             add_weight_gradient(weight, None, input_rows, again(own_grad, key))
 
         def backward(grad: Tensor) -> Tensor:
             own = grad[0]
-            everyone = exchange.gather(own)
+            everyone = own.new_empty(exchange.num_rows, own.shape[1])
+            input_grad = own.new_empty(exchange.num_rows, weight.shape[1])
+            under_way = [chunk.exchange.start_gather(own[chunk.own]) for chunk in exchange.chunks]
+            for chunk, fill in zip(exchange.chunks, under_way, strict=True):
+                fill(everyone[chunk.rows])
+                torch.mm(everyone[chunk.rows], weight, out=input_grad[chunk.rows])
             if not is_frozen(weight):
                 if bias is not None:
                     bias.main_grad += own.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
@@ -172,17 +186,17 @@ class RowLinear(ReplayLinear):
                     add_weight_gradient(weight, None, rows, everyone)
                 else:
                     products.defer(add_later, rows, own)
-            input_grad = (everyone @ weight)[None]
-            if turns is not None:
-                turns.next()
-            return input_grad
+            return input_grad[None]
 
         return known_output(output, backward, input)
 
     def _sum_product(self, rows: Tensor, exchange: RowExchange) -> Tensor:
-        if self.replay.turns is not None and not self.is_behind_attention:
-            self.replay.turns.next()
-        output = exchange.sum_scatter(nn.functional.linear(rows, self.weight))
+        arriving = [
+            chunk.exchange.start_sum_scatter(nn.functional.linear(rows[chunk.rows], self.weight))
+            for chunk in exchange.chunks
+        ]
+        parts = [arrive() for arrive in arriving]
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Once a row, behind the sum.
         return output if self.bias is None else output + self.bias
 

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 
 from evenload.cost.copy_spec import CopySpec
-from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.comm.scalars import most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.stages.live_pieces import LivePiece
-from evenload.runtime.stages.sparse_memory import SparseMemory, touch
-from evenload.runtime.stages.twin_memory import WEIGHTS, TwinMemory
+from evenload.runtime.stages.twin_memory import WEIGHTS, SparseMemory, TwinMemory, touch
 
 _REPEATS = 5
 _REHEARSALS = 9

@@ -25,9 +25,8 @@ from evenload.runtime.optim.parameter_units import (
     tied_names,
     unit_groups,
 )
-from evenload.runtime.stages.sparse_memory import touch
-from evenload.runtime.stages.twin_memory import WEIGHTS, PieceMemory
-from evenload.runtime.stages.unit_modules import UnitModules
+from evenload.runtime.stages.rank_stages import UnitModules
+from evenload.runtime.stages.twin_memory import WEIGHTS, PieceMemory, touch
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 MASTER_NAME = "master"

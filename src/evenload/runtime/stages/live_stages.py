@@ -2,9 +2,9 @@
 
 Between two steps, on every rank, from the same plan of moves (`plan.reconfiguration.moves`):
 
-    the step before: take memory (`taken_ahead`)
-    the stall:       weights into place (`weight_arrival`) ─► stages, buffers
-    the step after:  let old weights go, optimizer state behind the step (`state_arrival`)
+    the step before: take memory (`arrivals`)
+    the stall:       weights into place (`arrivals`) ─► stages, buffers
+    the step after:  let old weights go, optimizer state behind the step (`arrivals`)
 
 Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU what is
 shared (`plan.reconfiguration.twins`) lies in memory that the ranks of a machine read (`twin_memory`), the rest is sent.
@@ -14,42 +14,110 @@ arrives as it was.
 
 Price: the stall is the copy of the weights that a rank lacks; the moves are planned in a millisecond. `benchmarks/
 reconfigure.py` measures it.
+
+`Monitor` gives what was measured of a run whose layout may change to its planner (FlexPipe section 3.2): step times,
+switches and memory go into a `LayoutTrack`, on rank 0, where steps are planned.
 """
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.copy_spec import CopySpec, most_layers
 from evenload.cost.coverage import completed_between_layouts
+from evenload.errors import ConfigError
+from evenload.feed.step_maker import PlannedStep
+from evenload.plan.feedback.layout_track import KnownAfter, LayoutTrack
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
 from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
+from evenload.plan.reconfiguration.twins import shared_bytes, shared_pieces
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.config.optimizer_config import OptimizerConfig
-from evenload.runtime.config.train_config import TrainConfig
 from evenload.runtime.device import wait_for
-from evenload.runtime.model.fused_modules import fuse_modules
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
+from evenload.runtime.stages.arrivals import (
+    Leaving,
+    Preallocated,
+    Shards,
+    StateArrival,
+    bring_weights,
+    mark_held,
+    without,
+)
 from evenload.runtime.stages.copy_timings import measured_copies
 from evenload.runtime.stages.live_pieces import MASTER_NAME, LivePiece, live_pieces, share_of_rank
-from evenload.runtime.stages.opened_twins import opened_twins
-from evenload.runtime.stages.rank_stages import RankStages, build_models
-from evenload.runtime.stages.state_arrival import Leaving, Shards, StateArrival, without
-from evenload.runtime.stages.taken_ahead import TakenAhead
-from evenload.runtime.stages.unit_modules import unit_modules
-from evenload.runtime.stages.weight_arrival import bring_weights
+from evenload.runtime.stages.rank_stages import RankStages, build_models, unit_modules
+from evenload.runtime.stages.twin_memory import TwinMemory, gather_from_all, open_twins, placed
 from evenload.types.layout import ParallelLayout
+from evenload.types.layout_decision import LayoutDecision, switch_kind
+from evenload.types.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Twins:
+    """What a user is told of it.
+
+    Args:
+        num_shared, num_pieces: pieces of the model.
+        num_bytes: the most of one machine, in any layout.
+        reason: why nothing is shared, where that was not asked for; "" else.
+    """
+
+    num_shared: int
+    num_pieces: int
+    num_bytes: int
+    reason: str = ""
+
+
+def open_shared_memory(
+    budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes
+) -> tuple[TwinMemory | None, Collection[int], Twins | None]:
+    """Shared memory for as many pieces as the budget holds, their indices, and what to tell; all that this rank holds
+    of them lies there afterwards. None where ranks have nothing to share. Collective.
+
+    Args:
+        budget_bytes: of a machine; None = no limit.
+
+    Raises:
+        ConfigError: a budget is set, and ranks of a machine cannot read each other's memory.
+    """
+    mesh = meshes.start
+    if mesh.device.type != "cpu" or mesh.ranks_per_machine == 1 or budget_bytes == 0:
+        return None, (), None
+    sizes = [live.piece for live in pieces]
+    shared = shared_pieces(sizes, meshes.layouts, mesh.ranks_per_machine, budget_bytes)
+    # Parts of other tensor-parallel places may be larger; what is shared decides what all ranks do together.
+    shared = frozenset.intersection(*gather_from_all(shared, mesh))
+    parts = [live.dtypes if index in shared else None for index, live in enumerate(pieces)]
+    places, num_bytes = placed(parts, [live.capacity for live in pieces])
+    found = open_twins(places, num_bytes, len(sizes), mesh)
+    if isinstance(found, str):
+        if budget_bytes is not None:
+            raise ConfigError(
+                f"plan.twin_bytes is {budget_bytes}, but the ranks of a machine cannot read each other's memory "
+                f"({found}); leave plan.twin_bytes out or set it to 0 to send what moves between layouts"
+            )
+        return None, (), Twins(0, len(sizes), 0, found)
+    for index, live in enumerate(pieces):
+        if (memory := found.of_piece(index)) is not None:
+            live.share(memory)
+    mark_held(pieces, found, 0)
+    most = sum(shared_bytes(sizes[index], meshes.layouts, mesh.ranks_per_machine) for index in shared)
+    return found, shared, Twins(len(shared), len(sizes), most * mesh.layout.tp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +175,6 @@ class LiveStages:
             tp=mesh.layout.tp,
         )
         # Of stages that others hold now, too.
-        fuse_modules(self._modules.modules, self._modules.architecture, config.train, mesh.device)
         # Of all stages, so that a piece takes as much room on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(tuple(models.values()), mesh.data_size, data_sizes)
@@ -125,11 +192,11 @@ class LiveStages:
         )
         self._arrival: StateArrival | None = None
         self._meshes = meshes
-        self._ahead: TakenAhead | None = None
+        self._ahead: Preallocated | None = None
         self._expected: Mesh | None = None
         self._switch: Switch | None = None
         self._num_steps = 0
-        self._twin_memory, shared, self.twins = opened_twins(config.plan.twin_bytes, self._pieces, meshes)
+        self._twin_memory, shared, self.twins = open_shared_memory(config.plan.twin_bytes, self._pieces, meshes)
         self.moved = SwitchPieces(
             pieces=tuple(live.piece for live in self._pieces),
             shared=frozenset(shared),
@@ -190,7 +257,7 @@ class LiveStages:
         if self._taken_bytes(gained, state) <= room_bytes:
             after = None if self._arrival is None else self._arrival.thread
             moves = self._moves_to(mesh)
-            self._ahead = TakenAhead(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
+            self._ahead = Preallocated(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
 
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
         """Become the layout of `mesh`; weights are in place on return, optimizer state when `settle` returns.
@@ -207,7 +274,7 @@ class LiveStages:
         links = completed_between_layouts(coefficients, largest)[0]
         self._num_steps = optimizer.num_steps
         before = self._take_state(optimizer)
-        ahead = self._taken_for(mesh)
+        ahead = self._preallocated_for(mesh)
         lost = []
         for index, live in enumerate(self._pieces):
             is_needed = mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
@@ -276,7 +343,7 @@ class LiveStages:
             total += self._pieces[index].piece.state_bytes * sum(stop - start for start, stop in ranges)
         return total
 
-    def _taken_for(self, mesh: Mesh) -> TakenAhead | None:
+    def _preallocated_for(self, mesh: Mesh) -> Preallocated | None:
         """Wait for what was taken ahead, or give it back where it was for another layout."""
         ahead, self._ahead, self._expected = self._ahead, None, None
         if ahead is None:
@@ -308,3 +375,48 @@ class LiveStages:
 
     def _stage(self, model: StageModel) -> PipelineStage:
         return PipelineStage(model, self._backend, self.mesh.tensor, self._state)
+
+
+class Monitor:
+    """Of one run.
+
+    Args:
+        planner: that decides.
+        start: the layout that runs now.
+        steps_ahead: of a step's training its plan may be made.
+        known: of a checkpoint.
+    """
+
+    def __init__(
+        self, planner: FlexPlanner, start: ParallelLayout, steps_ahead: int, known: Sequence[KnownAfter]
+    ) -> None:
+        self._planner, self._layout = planner, start
+        self.track = LayoutTrack(steps_ahead, known) if planner.options.follow_measured else None
+
+    def known(self) -> tuple[KnownAfter, ...]:
+        """For a checkpoint."""
+        return () if self.track is None else self.track.known()
+
+    def note(
+        self, planned: PlannedStep, measured: Timeline, switch: Switch | None, peak_bytes: int | None
+    ) -> LayoutDecision | None:
+        """Take a trained step into account; its decision, with what was measured of it. Every step, in order.
+
+        Args:
+            switch: before the step; None = there was none.
+            peak_bytes: measured, of the fullest rank; None where what is counted is not what is predicted (on a CPU,
+                without temporary buffers). That of a step with a switch is not used: it has both layouts' state.
+        """
+        plan, decision, told = planned.plan, planned.decision, None
+        if switch is not None:
+            moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s
+            predicted_s = self._planner.switch_seconds(self._layout, plan)
+            if predicted_s > 0:
+                told = switch_kind(self._layout, plan.layout), taken_s / predicted_s
+            # Processes that resume go from the layout in which they start to that of the checkpoint, undecided.
+            if decision is not None and decision.before == switch.before:
+                decision = msgspec.structs.replace(decision, measured_switch_s=taken_s, moved_bytes=moved_bytes)
+        self._layout = plan.layout
+        if self.track is not None:
+            self.track.note(plan, measured.step_time_s, told, peak_bytes if switch is None else None)
+        return decision

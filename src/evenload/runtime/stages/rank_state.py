@@ -15,19 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenload.config.layouts import require_optimizer
+from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.config.optimizer_refusals import require_optimizer
-from evenload.runtime.config.train_config import TrainConfig
-from evenload.runtime.executor import Executor, RankRun
-from evenload.runtime.optim.data_parallel import GradientReduction, ReductionTrace
+from evenload.runtime.executor import Executor, RankRun, forward_losses
+from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction, ReductionTrace
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
-from evenload.runtime.optim.weight_gathers import GatherTrace
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.forward_pass import forward_losses
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
 from evenload.runtime.stages.rank_stages import RankStages, build_rank_stages
 from evenload.types.layout import ParallelLayout
@@ -120,7 +118,7 @@ class RankState:
             grad_norm=grad_norm,
             loss=loss,
             sums=sums.trace(),
-            gathers=gathers.untold(mesh),
+            gathers=gathers.take_traces(mesh),
         )
 
     def losses(self, step: RankStep | None, num_documents: int) -> Tensor:
@@ -138,7 +136,7 @@ class RankState:
         """Of all weights. Collective; the gathers that are done on return: `is_overlapped`, none has to be."""
         with self.mesh.watch.waiting("the updated weights", self._replicas):
             self.optimizer.step(found.shards, found.grad_norm, learning_rate, is_overlapped=is_overlapped)
-        return [] if is_overlapped else self.optimizer.gathers.untold(self.mesh)
+        return [] if is_overlapped else self.optimizer.gathers.take_traces(self.mesh)
 
     @property
     def _replicas(self) -> str:

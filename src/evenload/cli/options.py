@@ -1,0 +1,134 @@
+"""Parts that commands share: values of options as people write them (`128k`, `dp=8,pp=4`), help texts, files that are
+checked before the work begins, and a progress bar."""
+
+import inspect
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from evenload.errors import ConfigError
+from evenload.explore.batches import OnProgress
+from evenload.types.counted import counted
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_text import read_layout_text
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+COUNTS = "128k = 131072: 1k is 1024, 1M is 1024k."
+"""For `--help`."""
+
+
+def parse_tokens(option: str, text: str) -> int:
+    """A count; `option` is named by errors."""
+    match = re.fullmatch(r"(-?\d[\d_,]*(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
+    if not match or (match[2] == "" and "." in match[1]):
+        raise ConfigError(f"{option} is '{text}'; give a number of tokens, such as 131072 or 128k (1k = 1024)")
+    count = Fraction(match[1].replace("_", "").replace(",", "")) * _UNITS[match[2].lower()]
+    if count.denominator != 1:
+        raise ConfigError(f"{option} is '{text}', which is {float(count)} tokens (1k = 1024); give a whole number")
+    return int(count)
+
+
+def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout:
+    """Read sizes of parallel dimensions; those not named are 1, dp is what the others leave of the devices."""
+    written = read_layout_text(text)
+    if "dp" in written.sizes:
+        return written.layout(num_layers)
+    rest = written.ranks_per_replica
+    if written.devices is not None:
+        if rest != num_devices:
+            raise ConfigError(
+                f"layout '{text}' takes {counted(rest, 'device')}, there are {num_devices}; it has no replicas"
+            )
+        return written.layout(num_layers)
+    if num_devices % rest:
+        raise ConfigError(
+            f"layout '{text}' takes {counted(rest, 'device')} a replica, which does not divide {num_devices}"
+        )
+    return written.layout(num_layers, dp=num_devices // rest)
+
+
+def help_text(command: Callable[..., Any]) -> str:
+    """Lines of a paragraph are joined; those of an indented block stay as they are."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(one if _is_block(one) else " ".join(one.splitlines()) for one in paragraphs)
+
+
+def _is_block(paragraph: str) -> bool:
+    return paragraph.startswith("    ")
+
+
+def calibration_cache() -> Path:
+    """Where calibrated cost files are kept between runs; asked by the launcher, whose environment the user set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "calibration"
+
+
+def shown_name(path: str) -> str:
+    """A file's name as text that every file can hold: bytes that are no text are escaped."""
+    return path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Check output files by opening them; None stands for an option that was not given. Files keep what they hold."""
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            if path.is_dir() or not path.absolute().parent.is_dir():
+                raise ConfigError(f"cannot write {path}: its folder does not exist or it is a folder")
+            existed = path.exists()
+            path.open("ab").close()
+            if not existed:
+                path.resolve().unlink()  # what a link leads to
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def require_writable_directory(path: Path, setting: str) -> None:
+    """Check a directory that a run will write into, without making it; `setting` is its name, for messages."""
+    nearest = path.absolute()
+    try:
+        while not nearest.exists():
+            if nearest.is_symlink():
+                raise ConfigError(
+                    f"{setting} is {path}, but {nearest} is a link to {os.readlink(nearest)}, which leads nowhere; "
+                    "make that directory, or remove the link"
+                )
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise ConfigError(f"{setting} is {path}, but {nearest} is a file; choose another directory")
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} is {path}, but nothing can be written to {nearest} ({error.strerror or error}); choose another "
+            "directory"
+        ) from error
+
+
+def write_output(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def progress_bar() -> Iterator[OnProgress]:
+    """A callback that moves the bar; the bar goes when the work ends."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def move(done: int, total: int, what: str) -> None:
+            progress.update(task, completed=done, total=total, description=escape(what))
+
+        yield move

@@ -1,0 +1,273 @@
+"""`require_known`: every key and every value with fixed choices in a configuration file, checked before it is read;
+`apply_override`: what a command line sets in it; `plan_options`: its `[plan.options]` as one `PlanOptions`.
+
+msgspec would refuse both, too, but names neither the nearest key nor the choices. People come from other trainers,
+where the same setting has another name that no spelling distance finds ("lr"), so those names are a table here.
+
+Which strategies there are, and which options they have, is known when a program runs: packages add some. So tables of
+`[plan.options]` are read here and not by the type of a field.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from evenload.errors import ConfigError
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import option_tables
+from evenload.types.nearest_name import did_you_mean, nearest_name
+
+Table = TypeVar("Table", bound=msgspec.Struct)
+_PLAN_PREFIX = "plan.options."
+
+_NAMES_ELSEWHERE = {
+    "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
+    "optimizer.final_ratio": "min_lr min_lr_ratio min_lr_rate lr_min_ratio",
+    "optimizer.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler lr_schedule",
+    "optimizer.decay_steps": "num_decay_steps lr_decay_steps lr_wsd_decay_iters",
+    "optimizer.warmup_steps": "warmup num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_ratio",
+    "optimizer.beta1": "adam_beta1 betas",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "epsilon adam_epsilon adam_eps",
+    "optimizer.weight_decay": "wd",
+    "optimizer.clip_norm": "gradient_clipping clip_grad grad_clip gradient_clip_val clip_grad_norm max_grad_norm "
+    "max_norm",
+    "data.batch_documents": "batch_size global_batch_size train_batch_size per_device_train_batch_size "
+    "micro_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
+    "data.batch_tokens": "tokens_per_batch global_batch_tokens",
+    "data.max_document_tokens": "max_seq_length max_seq_len seq_length seq_len sequence_length sequence_len max_length "
+    "context context_length context_window block_size cutoff_len model_max_length",
+    "data.epochs": "num_train_epochs num_epochs n_epochs max_epochs",
+    "data.sources": "dataset datasets dataset_path dataset_name data_path data_dir train_file train_files files",
+    "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "data.streams": "lanes",
+    "data.text_column": "text_field dataset_text_field text_key",
+    "data.workers": "num_workers dataloader_num_workers num_proc",
+    "data.shuffle_window": "shuffle shuffle_buffer shuffle_buffer_size buffer_size",
+    "data.prefetch_steps": "prefetch_factor dataloader_prefetch_factor",
+    "model.path": "model_name_or_path model_name name_or_path pretrained_model_name_or_path base_model model_path",
+    "model.dtype": "bf16 fp16 fp32 torch_dtype precision mixed_precision mixed_precision_param",
+    "model.lora.rank": "r lora_r lora_rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.target_modules": "lora_target_modules",
+    "parallel.dp": "data_parallel data_parallel_size dp_size data_parallel_replicate_degree",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size "
+    "pipeline_parallel_degree pp_size",
+    "parallel.cp": "context_parallel context_parallel_size context_parallel_degree cp_size",
+    "parallel.tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size",
+    "parallel.virtual": "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage",
+    "plan.strategy": "packing sample_packing",
+    "plan.options.policy": "gradient_checkpointing activation_checkpointing recompute recompute_granularity",
+    "train.steps": "max_steps num_steps train_steps total_steps training_steps train_iters iterations",
+    "train.output_dir": "output output_path out_dir save_dir save dump_folder",
+    "train.checkpoint_every_steps": "save_steps save_interval save_every checkpoint_interval",
+    "validation.every_steps": "eval_steps eval_interval eval_every val_check_interval",
+    "train.keep_checkpoints": "save_total_limit keep_latest_k",
+    "train.resume": "resume_from_checkpoint resume_from",
+    "train.attention": "attn_implementation attn_impl",
+}
+OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+"""Names of settings in other trainers, and ours with its section."""
+
+_GONE = {
+    "plan.feedback": "plans do not follow the speed of single ranks",
+    "train.overlap_context": "keys and values of shared documents travel at once, behind attention of local ones",
+    "train.overlap_tensor": "packs are not computed in halves; tensor-parallel linears hide their own transfers",
+    "plan.options.backend": "the compiled core alone plans",
+    "train.on_lost_rank": "torchrun with --max-restarts starts the ranks that are left, in a layout that fits them",
+    "train.replace_lost_ranks": "torchrun's agents start processes again (--max-restarts)",
+    "train.survivor_memory": "a run goes on from its last checkpoint",
+    "train.fused_elementwise": "rotary embedding and gated activation run as plain torch",
+    "train.fused_norms": "norms run as plain torch",
+}
+"""Keys of earlier versions that nothing replaces, and why."""
+
+_OTHER_VALUES = {
+    "bf16": "bfloat16",
+    "fp16": "bfloat16",
+    "float16": "bfloat16",
+    "half": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+    "gpu": "cuda",
+}
+"""Words that other trainers use, and the nearest of ours, where spelling does not tell."""
+
+
+# There are many keys, so one that is only half alike is seldom what was meant.
+_KEY_SIMILARITY = 0.6
+
+
+def require_known(
+    tree: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str = "", every: Sequence[str] | None = None
+) -> None:
+    """Check the keys of a table, and its words that have fixed choices, and all tables inside it.
+
+    Args:
+        prefix: of its keys in messages, such as "data.".
+        every: all settings of the whole file; default: of `kind`.
+
+    Raises:
+        ConfigError: an unknown key (the message names the one that was probably meant), or a value that is not among a
+            key's choices (the message names them, and the nearest).
+    """
+    hints, every = settings_of(kind), every or list(setting_paths(kind, prefix))
+    for key, value in tree.items():
+        if f"{prefix}{key}" in _GONE:
+            raise ConfigError(f"configuration key '{prefix}{key}' is gone: {_GONE[prefix + key]}; remove it")
+        if key not in hints:
+            raise ConfigError(f"unknown configuration key '{prefix}{key}'; {_meant(key, prefix, hints, every)}")
+        choices = _choices(hints[key])
+        if choices and isinstance(value, str) and value not in choices:
+            other = _OTHER_VALUES.get(value.lower())
+            hint = f"did you mean '{other}'? " if other in choices else did_you_mean(value, choices)
+            raise ConfigError(f"{prefix}{key} is '{value}'; {hint}choices: {', '.join(choices)}")
+        table = _table_of(hints[key])
+        if table is None:
+            continue
+        if isinstance(value, dict):
+            require_known(value, table, f"{prefix}{key}.", every)
+        elif isinstance(value, list):  # an array of tables
+            for index, one in enumerate(value):
+                if isinstance(one, dict):
+                    require_known(one, table, f"{prefix}{key}[{index}].", every)
+
+
+def settings_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Keys of a table and their types, its own first and those it inherits behind them; those of `plan.options` include
+    a table for every strategy with own options."""
+    hints = get_type_hints(kind)
+    hints = {name: hints[name] for name in (*kind.__annotations__, *hints)}
+    if kind is PlanOptions:
+        del hints["strategies"]
+        hints |= option_tables()
+    return hints
+
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "array": "a list",
+    "object": "a table", "null": "left out",
+}  # fmt: skip
+"""msgspec's names of types, in the words of a TOML file."""
+
+
+def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "", needed: str = "") -> Table:
+    """A table as the struct that it is to become; `ConfigError` for a value of another type, or one it refuses.
+
+    Args:
+        needed: what the error about a missing key says of all that must be there.
+    """
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from error
+        # "Expected `array`, got `str` - at `$.data.sources`": the key first.
+        what, _, where = str(error).partition(" - at `$.")
+        key = f"{prefix}{where.rstrip('`')}".rstrip(".")
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
+            key = f"{key}.{missing[1]}" if key else missing[1]
+            raise ConfigError(f"configuration key '{key}' is missing{needed and f'; {needed}'}") from error
+        what = _in_words(what)
+        raise ConfigError(f"configuration key '{key}' {what}" if key else f"configuration: {what}") from error
+
+
+def _in_words(what: str) -> str:
+    """ "Expected `int | null`, got `str`" -> "must be a whole number or left out, is a text"; others as they are."""
+    found = re.fullmatch(r"Expected `([a-z |]+)`, got `([a-z]+)`", what)
+    if found is None or not {*found[1].split(" | "), found[2]} <= set(_KINDS):
+        return f"is wrong: {what}"
+    return f"must be {' or '.join(_KINDS[one] for one in found[1].split(' | '))}, is {_KINDS[found[2]]}"
+
+
+def apply_override(tree: dict[str, Any], override: str, every: Sequence[str] = ()) -> None:
+    """Set one value in place; the text is read as TOML, and as a string where it is no TOML. `ConfigError` where it is
+    not of that form, or a section is a value.
+
+    Args:
+        every: all settings with their sections, to name the one that is meant by a key without.
+    """
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not sections or not key:
+        alone = [one for one in every if one.rpartition(".")[2] == name.strip()]
+        meant = alone[0] if alone else OTHER_NAMES.get(name.strip())
+        example = f"{meant}={text}" if equals and meant else "train.steps=20"
+        raise ConfigError(f"override '{override}' is not of the form section.key=value, such as {example}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # so that quotes need no shell escaping
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override '{override}': '{section}' is a value, not a section")
+    node[key] = value
+
+
+def plan_options(tree: Mapping[str, Any]) -> PlanOptions:
+    """Options from nested tables: `{"candidates": 3, "wlb": {"release": "queues"}}`. `ConfigError` for an unknown key
+    or choice (with the nearest known one), or a bad value."""
+    require_known(tree, PlanOptions, _PLAN_PREFIX)
+    own = option_tables()
+    shared = {key: value for key, value in tree.items() if key not in own}
+    found = tuple(converted(tree[name], kind, f"{_PLAN_PREFIX}{name}.") for name, kind in own.items() if name in tree)
+    return msgspec.structs.replace(converted(shared, PlanOptions, _PLAN_PREFIX), strategies=found)
+
+
+def set_options(settings: Iterable[str]) -> list[str]:
+    """`--set wlb.release=queues` as an override of a training configuration."""
+    return [f"{_PLAN_PREFIX}{setting}" for setting in settings]
+
+
+def options_of_settings(settings: Iterable[str]) -> PlanOptions:
+    """Options of `--set` alone; errors as of `plan_options`."""
+    tree: dict[str, Any] = {"plan": {"options": {}}}
+    for override in set_options(settings):
+        apply_override(tree, override)
+    return plan_options(tree["plan"]["options"])
+
+
+def setting_paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """Every setting of a struct and of the tables inside it, with its section: "optimizer.learning_rate"."""
+    for key, hint in settings_of(kind).items():
+        table = _table_of(hint)
+        if table is None:
+            yield f"{prefix}{key}"
+        else:
+            yield from setting_paths(table, f"{prefix}{key}.")
+
+
+def _meant(key: str, prefix: str, known: Mapping[str, Any], every: Sequence[str]) -> str:
+    meant = OTHER_NAMES.get(key.lower())
+    if meant is None:  # perhaps one of ours, in another section
+        meant = next((path for path in every if path.rpartition(".")[2] == key), None)
+    near = nearest_name(key, known, _KEY_SIMILARITY)
+    if meant is None and near is not None:
+        meant = f"{prefix}{near}"
+    return f"did you mean '{meant}'?" if meant else f"known: {', '.join(sorted(known))}"
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """Words that a key accepts; none where it also accepts other text."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    kinds = get_args(hint)  # `Literal[...] | None`
+    if str in kinds or get_origin(hint) in (tuple, dict):
+        return ()
+    return tuple(choice for one in kinds for choice in _choices(one))
+
+
+def _table_of(hint: Any) -> type[msgspec.Struct] | None:
+    """The struct of a key that is a table, a table or nothing, or an array of tables."""
+    for one in (hint, *get_args(hint)):
+        if isinstance(one, type) and issubclass(one, msgspec.Struct):
+            return one
+    return None

@@ -1,0 +1,245 @@
+"""The layouts that a run may take (`layouts_of`), the one in which fewer ranks go on (`fitted_config`), and settings of
+the optimizer that do not go with them (`require_optimizer`)."""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from evenload.config.train_config import ParallelConfig, TrainConfig, layout_of
+from evenload.errors import ConfigError
+from evenload.plan.reconfiguration.enumerated_layouts import enumerated_layouts
+from evenload.plan.strategies.flexpipe import FlexOptions
+from evenload.plan.strategies.registry import require_trainable, strategy_named
+from evenload.types.counted import counted
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_text import read_layout_text
+from evenload.types.model import ModelSpec
+
+
+def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ...]:
+    """List the layouts that a run may take, each once; it starts in the first, which gives the number of processes.
+
+    These are that of `[parallel]` and those of `plan.layouts`, or, under `flexpipe` without them, some of the same
+    processes.
+
+    Raises:
+        ConfigError: as `layout_of`; or an entry of `plan.layouts` that cannot be read, needs more processes than
+            `[parallel]` starts, changes cp or tp, or does not hold the model's layers; or settings that are not tested
+            with stages of different numbers of devices.
+    """
+    start = layout_of(config, num_layers)
+    found = [start]
+    for text in config.plan.layouts:
+        layout = resolved_layout(text, start, num_layers, start.world_size)
+        if layout.world_size > start.world_size:
+            raise ConfigError(
+                f"plan.layouts: '{text}' needs {counted(layout.world_size, 'process')}, [parallel] "
+                f"({start.describe()}) starts "
+                f"{start.world_size}; a run starts in its largest layout: make that [parallel]'s"
+            )
+        if layout in found[1:]:
+            raise ConfigError(f"plan.layouts: '{text}' is the same layout as an entry before it ({layout.describe()})")
+        if layout != start:
+            found.append(layout)
+    if not config.plan.layouts and strategy_named(config.plan.strategy).changes_layout:
+        options = config.plan.options.own(FlexOptions)
+        found += enumerated_layouts(start, options.most_layouts, options.most_groups)
+    for layout in found:
+        if layout.has_wide_stages:
+            _require_tested_with_devices(config, layout)
+    return tuple(found)
+
+
+def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks: int) -> ParallelLayout:
+    """An entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks are enough for, at least one.
+
+    Args:
+        start: of the run; has the same cp and tp.
+
+    Raises:
+        ConfigError: it cannot be read, changes cp or tp, or does not hold the model's layers.
+    """
+    written = read_layout_text(text)
+    for axis in ("cp", "tp"):
+        if written.sizes.get(axis, getattr(start, axis)) != getattr(start, axis):
+            raise ConfigError(
+                f"plan.layouts: '{text}' has {axis}={written.sizes[axis]}, [parallel] has "
+                f"{axis}={getattr(start, axis)}; only dp, pp, virtual and the layers of stages may change while a "
+                "run trains"
+            )
+    per_replica = written.size("pp") * start.cp * start.tp
+    # As many replicas as there are processes for; those that are left over are idle.
+    replicas = max(1, num_ranks // per_replica) if written.devices is None else 1
+    return written.layout(num_layers, **{"cp": start.cp, "tp": start.tp, "dp": replicas})
+
+
+def _require_tested_with_devices(config: TrainConfig, layout: ParallelLayout) -> None:
+    """Refuse what no test runs together with stages that have different numbers of devices."""
+    if config.parallel.channels == "fifo":
+        raise ConfigError(
+            f"layout {layout.describe()} has stages with different numbers of devices, and parallel.channels = "
+            '"fifo" gives every pair of ranks one queue; that is not tested with them: leave one of both out'
+        )
+
+
+def shrunk_parallel(
+    parallel: ParallelConfig,
+    num_layers: int,
+    num_ranks: int,
+    refusal: Callable[[ParallelConfig], str] = lambda parallel: "",
+) -> ParallelConfig:
+    """Choose `[parallel]` of a run that has so many ranks left; itself where that is enough for it.
+
+    Of the layouts with as many tensor- and context-parallel ranks as before, and in which the run could start, one that
+    uses most ranks; of these the one whose number of stages is nearest to before, and then the deeper one, where a rank
+    holds less of the model. All of its stages have equally many ranks.
+
+    Args:
+        refusal: why no run starts in a layout; "" = it may.
+
+    Raises:
+        ConfigError: one replica of one stage needs more ranks, or no run starts in any layout of so many.
+    """
+    inner = parallel.cp * parallel.tp
+    if num_ranks >= inner * parallel.dp * sum(parallel.stage_devices or [1] * parallel.pp):
+        return parallel
+    if num_ranks < inner:
+        raise ConfigError(
+            f"{counted(num_ranks, 'rank')} left, but parallel.cp x parallel.tp is {inner}: what they share is not "
+            "divided anew while a run goes on; start it again with smaller ones, from its last checkpoint"
+        )
+    free = num_ranks // inner
+    choices = sorted(
+        (_sized(parallel, pp, free // pp) for pp in range(1, min(free, num_layers) + 1)),
+        key=lambda one: (one.pp * one.dp, -abs(one.pp - parallel.pp), one.pp),
+        reverse=True,
+    )
+    for one in choices:
+        if not refusal(one):
+            return one
+    raise ConfigError(
+        f"{counted(num_ranks, 'rank')} left, and no run starts in a layout of so many: {refusal(choices[0])}; start it "
+        "again with other settings, from its last checkpoint"
+    )
+
+
+def _sized(parallel: ParallelConfig, pp: int, dp: int) -> ParallelConfig:
+    if pp == parallel.pp and parallel.stage_devices is None:
+        return msgspec.structs.replace(parallel, dp=dp)
+    return msgspec.structs.replace(parallel, pp=pp, dp=dp, virtual=1, stage_layers=None, stage_devices=None)
+
+
+def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> TrainConfig:
+    """Fit the settings of a run to so many ranks; the same object where all that the layout needs are there.
+
+    The layout is that of `[parallel]` and `plan.layouts` which takes most of the ranks, the first named of several;
+    where none of them has so few ranks, or none is named, that of `shrunk_parallel`. The other layouts that still fit
+    stay layouts that the run may take. Pure, so that every rank comes to the same settings by itself. Measured costs
+    are of the layout that they were measured in, so another one leaves out `train.cost_file`.
+
+    Raises:
+        ConfigError: no layout with as many `cp` and `tp` ranks is small enough, none is one in which the strategy
+            trains, or an entry of `plan.layouts` is wrong.
+    """
+    start = layout_of(config, num_layers)
+    if num_ranks >= start.world_size:
+        return config
+    parallel = _largest_named(config, start, num_layers, num_ranks)
+    if parallel is None:
+        parallel = shrunk_parallel(
+            config.parallel, num_layers, num_ranks, lambda one: _refusal(config, one, num_layers)
+        )
+    fitted = msgspec.structs.replace(
+        config,
+        parallel=parallel,
+        train=msgspec.structs.replace(config.train, cost_file=None),
+        plan=msgspec.structs.replace(config.plan, layouts=()),
+    )
+    kept = _still_fitting(config, layout_of(fitted, num_layers), num_layers)
+    return msgspec.structs.replace(fitted, plan=msgspec.structs.replace(fitted.plan, layouts=kept))
+
+
+def _largest_named(
+    config: TrainConfig, start: ParallelLayout, num_layers: int, num_ranks: int
+) -> ParallelConfig | None:
+    """Of `plan.layouts`, as `[parallel]`; None where none fits."""
+    largest, found = 0, None
+    for text in config.plan.layouts:
+        layout = resolved_layout(text, start, num_layers, num_ranks)
+        if largest < layout.world_size <= num_ranks:
+            parallel = _as_parallel(config.parallel, layout)
+            is_named = layout_of(msgspec.structs.replace(config, parallel=parallel), num_layers) == layout
+            if is_named and not _refusal(config, parallel, num_layers):
+                largest, found = layout.world_size, parallel
+    return found
+
+
+def _refusal(config: TrainConfig, parallel: ParallelConfig, num_layers: int) -> str:
+    """Why the strategy does not train in a layout, as a start there would say; "" = it does."""
+    try:
+        layout = layout_of(msgspec.structs.replace(config, parallel=parallel), num_layers)
+        require_trainable(config.plan.strategy, layout, config.plan.options)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _as_parallel(parallel: ParallelConfig, layout: ParallelLayout) -> ParallelConfig:
+    return msgspec.structs.replace(
+        parallel,
+        dp=layout.dp,
+        pp=layout.pp,
+        virtual=layout.num_stages // layout.pp,
+        stage_layers=None if layout.is_even else layout.stage_counts,
+        stage_devices=layout.devices if layout.has_wide_stages else None,
+    )
+
+
+def _still_fitting(config: TrainConfig, start: ParallelLayout, num_layers: int) -> tuple[str, ...]:
+    """Entries of `plan.layouts` that a run which starts in this layout may take, each layout once."""
+    kept, found = [], {start}
+    for text in config.plan.layouts:
+        layout = resolved_layout(text, start, num_layers, start.world_size)
+        if layout.world_size <= start.world_size and layout not in found:
+            found.add(layout)
+            kept.append(text)
+    return tuple(kept)
+
+
+def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -> None:
+    """Refuse what no test trains together with Muon or a moving average of weights.
+
+    Raises:
+        ConfigError: says which settings, and why.
+    """
+    for setting, why in _refusals(config, model, num_layouts):
+        raise ConfigError(f"{setting} {why}")
+
+
+def _refusals(config: TrainConfig, model: ModelSpec, num_layouts: int) -> Iterator[tuple[str, str]]:
+    live = "and the layout may change while the run trains, which moves AdamW's state alone; leave one of both out"
+    if config.train.ema_decay is not None and num_layouts > 1:
+        yield f"train.ema_decay is {config.train.ema_decay},", live
+    if config.optimizer.name != "muon":
+        return
+    setting = "optimizer.name is 'muon',"
+    if config.parallel.tp > 1:
+        yield (
+            setting,
+            (
+                f"and parallel.tp is {config.parallel.tp}: it orthogonalises whole matrices, of which ranks of a "
+                "tensor-parallel group hold parts; use dp, cp or pp, or optimizer.name = 'adamw'"
+            ),
+        )
+    if model.num_experts:
+        yield (
+            setting,
+            (
+                f"and {model.name} has experts, whose matrices lie in one tensor that it does not take apart; use "
+                "optimizer.name = 'adamw'"
+            ),
+        )
+    if config.model.lora is not None:
+        yield setting, "and adapters (model.lora) are trained, which is not tested; use optimizer.name = 'adamw'"
+    if num_layouts > 1:
+        yield setting, live

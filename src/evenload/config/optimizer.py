@@ -1,0 +1,224 @@
+"""`OptimizerConfig`: the `[optimizer]` section and the learning rate of every step, also by a schedule that a user has
+written (`custom_schedule`). Needs no torch."""
+
+import importlib
+import math
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+from evenload.types.nearest_name import did_you_mean
+
+Decay = Literal["constant", "cosine", "linear", "wsd", "custom"]
+_NAMES = ("adamw", "muon")
+_EIGHT_BITS = (
+    "state of 8 bits is quantised in blocks, which shards and checkpoints of other layouts do not keep whole, and no "
+    "library's is tested here; more dp makes AdamW's state as small; "
+)
+_NOT_OFFERED = dict.fromkeys(("adamw8bit", "adam8bit", "pagedadamw8bit"), _EIGHT_BITS)
+"""Names that people know from elsewhere, and why they are none of ours."""
+_DECAY_SHARE = 0.1
+"""Of the steps of a run in which WSD decays by default (MiniCPM, Hu et al. 2024)."""
+
+
+class OptimizerConfig(Frozen):
+    """The optimizer, and the learning rate with warm-up and decay.
+
+    Args:
+        name: "adamw", fused; or "muon" for the matrices of layers, its updates as large as AdamW's, and AdamW for all
+            other weights.
+        learning_rate: after warm-up.
+        beta1, beta2, eps: as in `torch.optim.AdamW`.
+        momentum: of "muon", as in `torch.optim.Muon`.
+        weight_decay: of matrices; norms and biases have none.
+        clip_norm: global gradient norm limit; 0 = no clipping.
+        warmup_steps: linear warm-up from 0.
+        decay: what follows warm-up. "constant"; "cosine" or "linear" down to `final_ratio` of the learning rate at
+            `train.steps`; "wsd": constant, and down to `final_ratio` in the last steps alone, so that a checkpoint of
+            the constant part can go on with more `train.steps`; "custom": as `schedule` says.
+        final_ratio: of the learning rate, where the decay ends.
+        decay_steps: of "wsd": the last so many steps of the run decay; unset = `decay_share` of them.
+        decay_share: of "wsd": the share of `train.steps` that decays; unset = 0.1.
+        decay_shape: of "wsd": how it decays. "linear", "cosine", "sqrt" (1 - sqrt of the part that is done), or
+            "exponential".
+        schedule: of "custom": a Python function as "module:function", looked for in the working directory first. It
+            is called with the step, from 0, and the number of steps (None where `data.epochs` ends the run), and gives
+            what `learning_rate` is multiplied with.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    warmup_steps: int = 0
+    decay: Decay = "constant"
+    final_ratio: float = 0.1
+    decay_steps: int | None = None
+    decay_share: float | None = None
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = None
+    schedule: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in _NAMES:
+            why = _NOT_OFFERED.get(self.name.lower().replace("_", "").replace("-", ""), "")
+            raise ConfigError(
+                f"optimizer.name is '{self.name}'; {why or did_you_mean(self.name, _NAMES)}choices: {', '.join(_NAMES)}"
+            )
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum is {self.momentum}, must be from 0 to below 1")
+        if self.learning_rate <= 0:
+            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be above 0")
+        if self.clip_norm < 0 or self.warmup_steps < 0:
+            raise ConfigError("optimizer.clip_norm and optimizer.warmup_steps must be 0 or more")
+        if not 0 <= self.final_ratio <= 1:
+            raise ConfigError(f"optimizer.final_ratio is {self.final_ratio}, must be from 0 to 1")
+        for field in ("decay_steps", "decay_share", "decay_shape"):
+            if getattr(self, field) is not None and self.decay != "wsd":
+                raise ConfigError(
+                    f"optimizer.{field} is {getattr(self, field)}, which optimizer.decay = '{self.decay}' does not "
+                    f'read; set optimizer.decay = "wsd", or leave {field} out'
+                )
+        if self.decay_steps is not None and self.decay_share is not None:
+            raise ConfigError(
+                f"optimizer.decay_steps is {self.decay_steps} and optimizer.decay_share {self.decay_share}; set one"
+            )
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise ConfigError(f"optimizer.decay_steps is {self.decay_steps}, must be at least 1")
+        if self.decay_share is not None and not 0 < self.decay_share <= 1:
+            raise ConfigError(f"optimizer.decay_share is {self.decay_share}, must be above 0 and at most 1")
+        if self.decay_shape == "exponential" and not self.final_ratio:
+            raise ConfigError(
+                "optimizer.decay_shape is 'exponential' and optimizer.final_ratio 0, which it never reaches; set a "
+                "final_ratio above 0, or another shape"
+            )
+        if (self.schedule is None) == (self.decay == "custom"):
+            raise ConfigError(
+                f"optimizer.decay is '{self.decay}' and optimizer.schedule {self.schedule}; a function in schedule "
+                'and decay = "custom" belong together'
+            )
+
+    @property
+    def needs_steps(self) -> bool:
+        """The schedule ends at `train.steps`."""
+        return self.decay not in ("constant", "custom")
+
+    def decaying_steps(self, total_steps: int) -> int:
+        """How many steps "wsd" decays in."""
+        share = _DECAY_SHARE if self.decay_share is None else self.decay_share
+        return self.decay_steps or max(1, round(share * total_steps))
+
+    def require_steps(self, total_steps: int | None) -> None:
+        """The schedule fits into a run of so many steps; None = it ends with its data.
+
+        Raises:
+            ConfigError: it ends at a step, and the run has no number of steps; or its parts are longer than the run.
+        """
+        if self.needs_steps and total_steps is None:
+            raise ConfigError(
+                f"optimizer.decay is '{self.decay}', which ends at train.steps, but train.steps is not set"
+            )
+        if self.decay == "wsd" and total_steps is not None:
+            decaying = self.decaying_steps(total_steps)
+            if self.warmup_steps + decaying > total_steps:
+                raise ConfigError(
+                    f"optimizer.warmup_steps {self.warmup_steps} and the {decaying} steps in which 'wsd' decays are "
+                    f"more than train.steps {total_steps}; lower one of them, or raise train.steps"
+                )
+
+    def rate(self, step: int, total_steps: int | None) -> float:
+        """Learning rate of a step (from 0) in a run of `total_steps`; None = it ends with its data."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.learning_rate
+        if self.schedule is not None:
+            return self.learning_rate * custom_factor(self.schedule, step, total_steps)
+        assert total_steps is not None, "`require_steps` refuses it"
+        if self.decay == "wsd":
+            decaying = self.decaying_steps(total_steps)
+            return self._decayed(self.decay_shape or "linear", (step - (total_steps - decaying)) / decaying)
+        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        return self._decayed(self.decay, done)
+
+    def _decayed(self, shape: str, done: float) -> float:
+        """The learning rate when this part of a decay is done."""
+        done = min(1.0, max(0.0, done))
+        if shape == "exponential":
+            return self.learning_rate * self.final_ratio**done
+        shares = {
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+            "linear": 1 - done,
+            "sqrt": 1 - math.sqrt(done),
+        }
+        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * shares[shape])
+
+
+ScheduleFunction = Callable[[int, int | None], float]
+"""Given a step, from 0, and the steps of the run (None = it ends with its data), what the learning rate is multiplied
+with."""
+
+
+@cache
+def custom_schedule(name: str) -> ScheduleFunction:
+    """The function of that name; modules are looked for in the working directory first. Looked up once in a process.
+
+    Raises:
+        ConfigError: there is none, or its module cannot be imported.
+    """
+    module, colon, path = name.partition(":")
+    if not (module and colon and path):
+        raise ConfigError(
+            f"optimizer.schedule is '{name}', not of the form module:function, such as schedules:sawtooth"
+        )
+    with _working_directory_first():
+        try:
+            found = importlib.import_module(module)
+        except Exception as error:  # whatever the user's module raises while it is imported
+            raise ConfigError(
+                f"optimizer.schedule is '{name}', but module '{module}' cannot be imported from {Path.cwd()} or the "
+                f"Python path ({type(error).__name__}: {error})"
+            ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"optimizer.schedule is '{name}', but '{module}' has no '{path}'")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"optimizer.schedule is '{name}', which is a {type(found).__name__} and no function")
+    return found
+
+
+def custom_factor(name: str, step: int, steps: int | None) -> float:
+    """What the function gives for a step. `ConfigError` where it fails, or gives no number from 0 on."""
+    function = custom_schedule(name)
+    try:
+        factor = function(step, steps)
+    except Exception as error:  # the user's own
+        raise ConfigError(
+            f"optimizer.schedule '{name}' failed for step {step} of {steps}: {type(error).__name__}: {error}; it is "
+            "called with the step, from 0, and the number of steps (None where data.epochs ends the run)"
+        ) from error
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < float("inf"):
+        raise ConfigError(
+            f"optimizer.schedule '{name}' gave {factor!r} for step {step} of {steps}; return what the learning rate is "
+            "multiplied with, a finite number from 0 on"
+        )
+    return float(factor)
+
+
+@contextmanager
+def _working_directory_first():
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,105 @@
+"""The planner of a configured run, of its layout or of all that it may take, and the main memory that it plans with."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from evenload.config.train_config import TrainConfig
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.coverage import completed_between_layouts
+from evenload.cost.host_memory import HostMemory, host_memory_of_node
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
+from evenload.plan.strategies.merge_default import decide_dp_merge
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+
+def run_options(config: TrainConfig, layout: ParallelLayout, coefficients: CostCoefficients) -> PlanOptions:
+    """`plan.options` with what the run decides where they leave it open: the limit of packs, and DP-Merge."""
+    options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
+    return decide_dp_merge(options, config.plan.strategy, layout, coefficients)[0]
+
+
+def run_host(config: TrainConfig, layout: ParallelLayout, ranks_per_machine: int | None = None) -> HostMemory:
+    """Of a machine of the run: `plan.host_memory_bytes`, or what this machine has.
+
+    Args:
+        ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
+    """
+    return host_memory_of_node(
+        ranks_per_machine or layout.world_size, config.plan.host_memory_bytes or machine_memory_bytes()
+    )
+
+
+def run_planner(
+    config: TrainConfig,
+    model: ModelSpec,
+    layout: ParallelLayout,
+    coefficients: CostCoefficients,
+    memory_cap_bytes: int,
+    ranks_per_machine: int | None = None,
+) -> StepPlanner:
+    """As training plans.
+
+    Args:
+        memory_cap_bytes: of one process.
+        ranks_per_machine: as `run_host`.
+    """
+    options, host = run_options(config, layout, coefficients), run_host(config, layout, ranks_per_machine)
+    return StepPlanner(model, coefficients, layout, memory_cap_bytes, options, host=host)
+
+
+def run_flex_planner(
+    config: TrainConfig,
+    planner: StepPlanner,
+    layouts: Sequence[ParallelLayout],
+    moved: SwitchPieces | None = None,
+) -> FlexPlanner:
+    """As training plans where the layout may change between steps.
+
+    Args:
+        planner: of the layout in which the run starts.
+        layouts: that it may take; none has more processes.
+        moved: what its switches move; None = the model's units.
+
+    Raises:
+        ConfigError: no link between processes was measured, so nothing can be said of another layout.
+    """
+    # Of all processes: what a smaller layout is switched to from others crosses links that itself does not use.
+    completed = completed_between_layouts(planner.costs.coefficients, planner.layout)[0]
+    return FlexPlanner(
+        planner,
+        lambda layout: completed,
+        strategy=config.plan.strategy,
+        layouts=layouts,
+        options_of=lambda layout, coefficients: run_options(config, layout, coefficients),
+        moved=moved,
+    )
+
+
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of cgroup v2 and v1; "max" or a huge number where there is none."""
+
+
+_FREE_SHARE = 0.2
+"""Kept for the interpreter, libraries and the operating system when the memory limit is not configured."""
+
+
+def process_memory_bytes(processes: int) -> int:
+    """What one of so many processes of a run may hold."""
+    return int(machine_memory_bytes() * (1 - _FREE_SHARE) / processes)
+
+
+def machine_memory_bytes() -> int:
+    """What the machine has, or the container where one is limited."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in _LIMITS:
+        text = limit.read_text().strip() if limit.is_file() else "max"
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

@@ -1,0 +1,401 @@
+"""Sections of the TOML file: `[train]` (`RunConfig`), `[log]`, `[model.lora]`, `[samples]` and `[validation]`, each
+with the checks that need no other section. Needs no torch."""
+
+import hashlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Literal
+
+import msgspec
+
+from evenload.data.config import DataConfig, MixturePart, RecordSettings
+from evenload.errors import ConfigError, MissingPackageError
+from evenload.types.base import Frozen, PathText, write_out_home
+from evenload.types.cluster import DeviceKind
+from evenload.types.model import ModelSpec
+
+# What a killed run may lose by default; a save itself costs training a copy in memory.
+_CHECKPOINT_EVERY_S = 600.0
+
+
+class RunConfig(Frozen):
+    """The run itself.
+
+    Args:
+        output_dir: metrics, checkpoints, report and final weights go here.
+        steps: optimizer steps in all; None = until `data.epochs` are done.
+        seed: of random weights (data has its own).
+        device: "cpu", or "cuda": one GPU for each process. The GPU path has not been run on hardware yet.
+        attention: backend of range attention: "reference", "cpu_flash", "varlen_cuda", "varlen_cuda_fa3",
+            "varlen_cuda_fa4"; "auto" = the fastest for device and model.
+        threads_per_process: None = the machine's cores divided by the processes on it.
+        cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
+            this device at start, which takes seconds and is cached, so that predictions are in its seconds.
+        checkpoint_every_steps: a checkpoint after every so many steps; 0 = by time, see `checkpoint_every_s`.
+        checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one
+            (or since the start); 0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of
+            a run and a signal that stops it always save.
+        stop_grace_s: after SIGTERM, SIGHUP or Ctrl-C the running step is finished and a checkpoint is saved; processes
+            that have not ended after so many seconds are killed. Under torchrun its `--shutdown-timeout` says so.
+        keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
+            0 = all.
+        keep_best: so many checkpoints with the smallest validation losses stay beside the newest ones; one is written
+            after every pass over the data of `[validation]` whose loss is among them. `best.json` beside
+            them names the best; 0 = none.
+        background_checkpoints: train on while a checkpoint is written; takes host memory for one more copy of weights
+            (divided by dp) and optimizer state. False = wait until it is written.
+        checkpoint_timeout_s: how long ranks wait for each other's part of a checkpoint.
+        on_failed_checkpoint: "stop" the run when a checkpoint on the way cannot be written, or report it and
+            "continue" until the next one. The last one of a run has to succeed.
+        deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as it does on a CPU in any
+            case: kernels that add in one order (attention's backward holds more memory for it, which is in the
+            predictions), and plans that follow nothing that is measured on the way: refused with `plan.layouts`,
+            `flexpipe`, `recalibrate`, and a search that ends by the clock. What it costs on this GPU is told at start.
+        resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
+            holds one, so that two runs never mix.
+        on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
+            applied. "stop" the run with an error that names step, pack and documents, or "skip" the step: weights and
+            optimizer stay as they were, and its documents count as dropped ("not finite") in the ledger. Ten such
+            steps in a row stop the run in either case.
+        report_every_s: at least so many seconds lie between two versions of `report.html` and the files beside it that
+            are written while the run goes on, and more where writing them takes above 2 % of the time; 0 = only at
+            the end.
+        recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
+        export_hf: write the trained model as a Hugging Face directory at the end.
+        ema_decay: keep a moving average of the weights, `average <- decay * average + (1 - decay) * weights` after
+            every update, in the precision of the optimizer and divided over replicas as its state is; it is in
+            checkpoints, and exported beside the model (`model-average/`). Such as 0.999; unset = none.
+        overlap_reduction: sum the gradients of a layer over replicas as soon as the last pack has added to them, while
+            the layers before it are computed. The sums are the same to the bit. False = all of them after the last
+            backward, as where a run measures at its start that sums keep packs longer than they take alone, and in
+            steps whose packs replicas share.
+        overlap_gather: begin the next step while updated weights are still gathered: a forward waits for those of its
+            own layers. What is trained is the same to the bit. False = all of them before the step ends, as where a run
+            measures at its start that gathers keep packs longer than they take alone.
+        timeout_s: how long a rank waits for another before it gives up.
+    """
+
+    output_dir: PathText
+    steps: int | None = None
+    seed: int = 0
+    device: DeviceKind = "cpu"
+    attention: str = "auto"
+    threads_per_process: int | None = None
+    cost_file: PathText | None = None
+    checkpoint_every_steps: int = 0
+    checkpoint_every_s: float | None = None
+    stop_grace_s: float = 120.0
+    keep_checkpoints: int = 3
+    keep_best: int = 0
+    background_checkpoints: bool = True
+    checkpoint_timeout_s: float = 3600.0
+    on_failed_checkpoint: Literal["stop", "continue"] = "stop"
+    deterministic: bool = False
+    resume: bool = True
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    report_every_s: float = 60.0
+    recalibrate: bool = False
+    export_hf: bool = True
+    ema_decay: float | None = None
+    overlap_reduction: bool = True
+    overlap_gather: bool = True
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        write_out_home(self)
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
+        if self.checkpoint_every_steps < 0:
+            raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
+        if self.keep_checkpoints < 0:
+            raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(f"train.ema_decay is {self.ema_decay}, must be above 0 and below 1, such as 0.999")
+        if self.keep_best < 0:
+            raise ConfigError(f"train.keep_best is {self.keep_best}, must be 0 (none) or more")
+        for field in ("checkpoint_every_s", "report_every_s"):
+            if (getattr(self, field) or 0) < 0:
+                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be 0 (never) or more")
+        if self.recalibrate and self.cost_file is not None:
+            raise ConfigError(
+                f"train.recalibrate is true, but train.cost_file = '{self.cost_file}' says which costs to use; set one"
+            )
+        for field in ("timeout_s", "checkpoint_timeout_s", "stop_grace_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be above 0")
+
+    @property
+    def checkpoint_interval_s(self) -> float:
+        """Most seconds of training between two checkpoints, up to a step; 0 = not by time."""
+        if self.checkpoint_every_s is not None:
+            return self.checkpoint_every_s
+        return 0.0 if self.checkpoint_every_steps else _CHECKPOINT_EVERY_S
+
+
+Tracker = Literal["wandb", "tensorboard"]
+
+
+class LogConfig(Frozen):
+    """What a run says and to whom, beside `metrics.jsonl`, which has every step.
+
+    Args:
+        to: also "wandb" (Weights & Biases) and "tensorboard" (event files in `output_dir`/tensorboard); a run that is
+            resumed goes on in the same one. Needs `pip install 'evenload[wandb]'` or `'evenload[tensorboard]'`.
+        project: of Weights & Biases.
+        name: of the run there; default: the last part of `train.output_dir`.
+        lines_every_s: a line about a step is shown at most once in so many seconds; the first two steps and the
+            last always have one; 0 = every step has.
+        profile_steps: [first, end): steps that torch's profiler records, one Chrome trace a process, in
+            `output_dir`/profile. Steps that are profiled take longer.
+    """
+
+    to: tuple[Tracker, ...] = ()
+    project: str = "evenload"
+    name: str | None = None
+    lines_every_s: float = 10.0
+    profile_steps: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.to)) < len(self.to):
+            raise ConfigError(f"log.to is {list(self.to)}, which names one twice; name each once")
+        if self.lines_every_s < 0:
+            raise ConfigError(f"log.lines_every_s is {self.lines_every_s}, must be 0 (every step) or more")
+        if self.profile_steps is not None and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
+            raise ConfigError(
+                f"log.profile_steps is {list(self.profile_steps)}; give the first step and the one behind the last, "
+                "such as [3, 5] for steps 3 and 4"
+            )
+
+    def require_steps(self, steps: int) -> None:
+        """`ConfigError` where a run of so many steps has none that is profiled."""
+        if self.profile_steps is not None and self.profile_steps[0] >= steps:
+            raise ConfigError(
+                f"log.profile_steps is {list(self.profile_steps)}, but train.steps is {steps}, so the last step is "
+                f"{steps - 1}; name steps before it"
+            )
+
+
+def require_trackers(config: LogConfig) -> None:
+    """`MissingPackageError` where the package of a tracker is not installed here; imports none."""
+    for name in config.to:
+        if find_spec(name) is None:
+            raise MissingPackageError(
+                f"log.to names '{name}', whose package is not installed here; install it with: pip install "
+                f"'evenload[{name}]', or leave it out of log.to"
+            )
+
+
+class LoraConfig(Frozen):
+    """Train LoRA adapters instead of the model's own weights, which stay frozen.
+
+    Args:
+        rank: of the adapters.
+        alpha: an adapter's output is multiplied by alpha / rank.
+        target_modules: linears of every layer that get an adapter, by their last name; empty = all of them.
+        dropout: must be 0, because a mask would differ between forward and backward packs.
+        path: a PEFT directory whose adapter to go on from; None = a new one, which begins as no change at all.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: tuple[str, ...] = ()
+    dropout: float = 0.0
+    path: PathText | None = None
+
+    def __post_init__(self) -> None:
+        write_out_home(self)
+        if self.rank < 1:
+            raise ConfigError(f"model.lora.rank is {self.rank}, must be at least 1")
+        if self.alpha <= 0:
+            raise ConfigError(f"model.lora.alpha is {self.alpha}, must be above 0")
+        if self.dropout != 0:
+            raise ConfigError(
+                f"model.lora.dropout is {self.dropout}, must be 0: a dropout mask would differ between forward and "
+                "backward packs"
+            )
+
+
+def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
+    """A model that trains rank·(in + out) elements of every linear with an adapter, and nothing else. `ConfigError` for
+    a target module that the layer does not have."""
+    if lora is None:
+        return model
+    sizes = linear_sizes(model)
+    trained = sum(lora.rank * sum(sizes[name]) for name in target_linears(sizes, lora))
+    return msgspec.structs.replace(model, adapter_parameters_per_layer=trained)
+
+
+def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
+    """(in, out) of a layer's linears. Experts are no linears: all of a layer are one tensor."""
+    hidden, query, key_value = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    sizes = {
+        "q_proj": (hidden, query),
+        "k_proj": (hidden, key_value),
+        "v_proj": (hidden, key_value),
+        "o_proj": (query, hidden),
+    }
+    if not model.num_experts:
+        sizes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, model.ffn_hidden_size))
+        sizes["down_proj"] = (model.ffn_hidden_size, hidden)
+    return sizes
+
+
+def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
+    """Names of the linears that get adapters, in the order of a layer.
+
+    Args:
+        known: by name, the linears of a layer that may have one.
+
+    Raises:
+        ConfigError: `target_modules` names something else.
+    """
+    for name in lora.target_modules:
+        if name not in known:
+            raise ConfigError(
+                f"model.lora.target_modules has '{name}'; a layer of this model has the linears "
+                f"{', '.join(known)} (experts, embedding and head cannot have adapters)"
+            )
+    return [name for name in known if not lora.target_modules or name in lora.target_modules]
+
+
+class SamplesConfig(Frozen):
+    """What the model writes on from some prompts while it trains, greedily: the likeliest token every time. In layouts
+    in which one process holds the whole model (`pp`, `virtual` and `tp` 1).
+
+    Args:
+        prompts: texts, encoded as they are, without a chat template.
+        every_steps: after every so many steps.
+        max_new_tokens: at most; a text ends before with the end-of-document token.
+    """
+
+    prompts: tuple[str, ...]
+    every_steps: int
+    max_new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.prompts or not all(self.prompts):
+            raise ConfigError(f"samples.prompts is {list(self.prompts)}; give at least one text, and no empty one")
+        for field in ("every_steps", "max_new_tokens"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"samples.{field} is {getattr(self, field)}, must be at least 1")
+
+
+_OWN = ("every_steps", "at_end", "of_average", "batches", "share")
+_OF_SHARE = (*_OWN, "batch_documents", "batch_tokens")
+
+
+class ValidationConfig(RecordSettings):
+    """Losses of other data while the model trains, by forwards alone. The data are documents of their own (`sources`,
+    `mixture`), or a share of those of `[data]`, which then are not trained (`data.blocks`). What is not set
+    is as in `[data]`; all documents of the sources are read once, in the same order every time, and no token is left
+    out but by `data.overlong`.
+
+    Args:
+        every_steps: after every so many steps; 0 = at the end alone.
+        at_end: after the last step of the run, too.
+        of_average: of the moving average of the weights (`train.ema_decay`) instead of the weights.
+        batches: so many global batches of the data; unset = all of it.
+        share: of the documents of `[data]`, such as 0.01, that are held out of training; chosen by a hash of source
+            and place, whatever the order. One of `share`, `sources` and `mixture` is set.
+        sources: files, directories, glob patterns or URLs.
+        mixture: several data sets instead, each with a loss of its own; weights decide their order alone.
+        batch_documents, batch_tokens: documents that are planned together; unset = as in `[data]`.
+        format, record, include: as in `[data]`.
+        text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
+        labels_column, mask_column, ignore_columns, document_end_id, loss_on: likewise.
+    """
+
+    every_steps: int = 0
+    at_end: bool = True
+    of_average: bool = False
+    batches: int | None = None
+    share: float | None = None
+    sources: tuple[str, ...] = ()
+    mixture: tuple[MixturePart, ...] = ()
+    batch_documents: int | None = None
+    batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ConfigError(f"validation.every_steps is {self.every_steps}, must be 0 (at the end alone) or more")
+        if self.batches is not None and self.batches < 1:
+            raise ConfigError(f"validation.batches is {self.batches}, must be at least 1; leave it out for all data")
+        if not self.every_steps and not self.at_end:
+            raise ConfigError(
+                "validation.every_steps is 0 and validation.at_end false, so nothing is ever validated; set one of "
+                "them, or leave [validation] out"
+            )
+        if bool(self.sources) + bool(self.mixture) + (self.share is not None) != 1:
+            share = "unset" if self.share is None else self.share
+            raise ConfigError(
+                f"validation.share is {share}, validation.sources is {list(self.sources)} and validation.mixture has "
+                f"{len(self.mixture)} parts; set exactly one of them: a share of [data], which is then not trained, or "
+                "other documents"
+            )
+        if self.share is not None:
+            self._require_plain_share(self.share)
+        if self.batch_documents is not None and self.batch_tokens is not None:
+            raise ConfigError(
+                f"validation.batch_documents is {self.batch_documents} and validation.batch_tokens is "
+                f"{self.batch_tokens}; set one of them, or none"
+            )
+
+    def _require_plain_share(self, share: float) -> None:
+        if not 0 < share < 1:
+            raise ConfigError(f"validation.share is {share}, must be above 0 and below 1, such as 0.01")
+        for field in msgspec.structs.fields(type(self)):
+            if field.name not in _OF_SHARE and getattr(self, field.name) != field.default:
+                raise ConfigError(
+                    f"validation.share is {share} and validation.{field.name} is set, but documents of [data] are read "
+                    "as it says; leave one of both out"
+                )
+
+    def is_due(self, steps_done: int) -> bool:
+        """After so many steps, whether or not they are the last."""
+        return bool(self.every_steps) and steps_done % self.every_steps == 0
+
+
+def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfig:
+    """How the validation data is read: once, by the training processes themselves.
+
+    Raises:
+        ConfigError: settings of both do not go together.
+    """
+    own = {name: value for name, value in msgspec.structs.asdict(validation).items() if value is not None}
+    for name in _OWN:
+        own.pop(name, None)
+    if validation.share is None:
+        own |= {"held_out_share": 0.0, "reads": "training"}
+    else:
+        del own["sources"], own["mixture"]
+        own |= {"held_out_share": validation.share, "reads": "held_out"}
+    if "batch_documents" in own or "batch_tokens" in own:
+        own = {"batch_documents": None, "batch_tokens": None} | own
+    try:
+        return msgspec.structs.replace(data, **own, mixture_end="once", epochs=1, workers=0, prefetch_steps=0)
+    except ConfigError as error:
+        raise ConfigError(f"[validation]: {error}") from error
+
+
+def with_held_out(data: DataConfig, validation: ValidationConfig | None) -> DataConfig:
+    """The data of training, without what is held out for validation.
+
+    Raises:
+        ConfigError: `[data]` says another share, or reads what is held out.
+    """
+    if data.reads == "held_out":
+        raise ConfigError('data.reads is "held_out", so the run would train on what is held out; leave it out')
+    share = None if validation is None else validation.share
+    if share is None or share == data.held_out_share:
+        return data
+    if data.held_out_share:
+        raise ConfigError(
+            f"validation.share is {share} and data.held_out_share is {data.held_out_share}; leave the latter out"
+        )
+    return msgspec.structs.replace(data, held_out_share=share)
+
+
+def validation_digest(data: DataConfig, validation: ValidationConfig) -> str:
+    """Of all that decides which losses a model has; losses under different ones are not to be compared."""
+    decides = (validation_data(data, validation), validation.batches, validation.of_average)
+    return hashlib.sha256(msgspec.json.encode(decides)).hexdigest()

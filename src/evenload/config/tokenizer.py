@@ -1,0 +1,94 @@
+"""Which tokeniser a run uses: the one that is set, else the model directory's, else plain bytes where that is safe.
+
+A pretrained model that is fed bytes trains without an error and learns nothing of use, so bytes are refused for
+pretrained weights unless the model's vocabulary is plainly one of bytes (`MAX_BYTE_VOCABULARY`).
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
+from evenload.data.hub import is_hub_name, local_path
+from evenload.data.open_encoder import open_encoder, stop_warnings
+from evenload.data.tokenize import (
+    BYTES,
+    MAX_BYTE_VOCABULARY,
+    ByteTokenizer,
+    DocumentTokenizer,
+    describe_tokenizer,
+    open_tokenizer,
+    read_settings,
+)
+from evenload.errors import ConfigError
+
+TOKENIZER_FILE, GENERATION_FILE, MODEL_FILE = "tokenizer.json", "generation_config.json", "config.json"
+
+
+def model_directory(model_path: str) -> Path | None:
+    """The directory of a model that `model.path` names by its directory, its `config.json` or its name on the Hub. None
+    for a file of another name, because such a file may lie anywhere, beside files of other models."""
+    path = Path(local_path(model_path, "model.path"))
+    if path.is_dir():
+        return path
+    return path.parent if path.name == MODEL_FILE else None
+
+
+def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
+    """Data settings that name the model directory's tokeniser where they name none and text is to be tokenised; of a
+    model on the Hub by its name, whether or not it has one: nothing is looked up here."""
+    if data.tokenizer is not None or trains_given_ids(data):
+        return data
+    if is_hub_name(model_path):
+        return msgspec.structs.replace(data, tokenizer=model_path)
+    directory = model_directory(model_path)
+    if directory is not None and (directory / TOKENIZER_FILE).is_file():
+        return msgspec.structs.replace(data, tokenizer=str(directory))
+    return data
+
+
+def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, vocab_size: int) -> DocumentTokenizer:
+    """The run's tokeniser, after everything that depends on it was checked: encoders, templates, ends of documents.
+
+    Args:
+        data: after `with_default_tokenizer`.
+        random_init: the model's weights are random.
+        vocab_size: of the model.
+
+    Raises:
+        ConfigError: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for pretrained
+            weights; see also `open_encoder`.
+    """
+    tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
+    mean_nothing = not random_init and vocab_size > MAX_BYTE_VOCABULARY
+    if mean_nothing and isinstance(tokenizer, ByteTokenizer) and not trains_given_ids(data):
+        cause = (
+            f'data.tokenizer is "{BYTES}"'
+            if data.tokenizer == BYTES
+            else f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
+        )
+        raise ConfigError(
+            f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids would be trained on plain bytes, "
+            "which mean nothing to them; set data.tokenizer to the model's tokeniser (one without a "
+            f"{TOKENIZER_FILE} gets it by AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)), or set "
+            "model.random_init = true to train from scratch. Bytes fit pretrained weights only where vocab_size is at "
+            f"most {MAX_BYTE_VOCABULARY}"
+        )
+    for part in mixture_configs(data):
+        open_encoder(part, tokenizer, vocab_size)
+    return tokenizer
+
+
+def tokenizer_warnings(data: DataConfig, tokenizer: DocumentTokenizer, model_path: str) -> list[str]:
+    """What people should know of a run's tokeniser and templates before they train."""
+    home = model_directory(model_path)
+    files = [] if home is None else [home / GENERATION_FILE, home / MODEL_FILE]
+    ends = next((ids for file in files if (ids := read_settings(file).get("eos_token_id")) is not None), None)
+    return stop_warnings(data, tokenizer, ends)
+
+
+def tokenizer_fact(data: DataConfig, tokenizer: DocumentTokenizer, vocab_size: int) -> str:
+    """What a run's first lines and its report say about its tokeniser."""
+    if trains_given_ids(data):
+        return f"none: records hold token ids, checked against the model's vocabulary of {vocab_size:,}"
+    return describe_tokenizer(tokenizer)

@@ -1,0 +1,275 @@
+"""`TrainConfig`: the TOML file of `evenload train`, strict about every key.
+
+Needs no torch: `evenload plan` and `evenload lengths` read the same file.
+"""
+
+import copy
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from evenload.config.keys import apply_override, converted, plan_options, require_known, setting_paths
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.sections import (
+    LogConfig,
+    LoraConfig,
+    RunConfig,
+    SamplesConfig,
+    ValidationConfig,
+    validation_data,
+    with_held_out,
+)
+from evenload.config.tokenizer import with_default_tokenizer
+from evenload.data.config import DataConfig
+from evenload.errors import ConfigError, unreadable
+from evenload.plan.problem.options import PlanOptions
+from evenload.types.base import Frozen, PathText, write_out_home
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
+from evenload.types.model import ModelSpec
+from evenload.types.transfers import ChannelChoice
+
+BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
+"""Of `model.dtype`."""
+_NEEDED = (
+    "a run needs model.path, data.sources (or data.mixture), data.max_document_tokens, data.batch_documents or "
+    "data.batch_tokens, train.output_dir, and train.steps or data.epochs"
+)
+
+
+class ModelConfig(Frozen):
+    """The model to train.
+
+    Args:
+        path: a Hugging Face directory, a `config.json` (then `random_init` is needed), or a name on the Hugging Face
+            Hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@main": from its local cache, else downloaded.
+        random_init: start from random weights instead of the directory's.
+        dtype: precision of weights and activations; bfloat16 keeps fp32 master weights.
+        router_aux_loss_coef: factor of the load-balancing loss of a model with experts; 0 = trained without. Default:
+            that of config.json if it sets `output_router_logits`, else the run is refused until this is set.
+        lora: train LoRA adapters and freeze the model's own weights; default: train all weights.
+    """
+
+    path: PathText
+    random_init: bool = False
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    router_aux_loss_coef: float | None = None
+    lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        write_out_home(self)
+
+
+class ParallelConfig(Frozen):
+    """Sizes of the parallel dimensions; their product is the number of processes.
+
+    Args:
+        dp: replicas that train different documents of the same step (data parallel).
+        pp: pipeline stages.
+        cp: ranks that share the documents of a replica (context parallel); how, the strategy decides.
+        cp_exchange: how keys and values of shared documents travel. "all_gather": once a layer, and every rank keeps
+            all of documents that are cut. "ring": round the ranks, and every rank keeps its share only, but documents
+            that are cut travel again with every slice; refused for models with a sliding window.
+        tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
+            model's heads, key/value heads and feed-forward columns. Refused for models with experts, OLMo 2 and GPT-2.
+        virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
+        channels: how pipeline ranks exchange hidden states and gradients. "directed": every pair of neighbouring stages
+            has a process group for each direction, so that no transfer waits for another. "fifo": one group and one
+            queue for each pair of ranks, everything in one order that follows the plan; for devices on which transfers
+            of different groups block each other. "auto": "fifo" on GPUs, which do not promise that they never do, but
+            with `stage_devices`; else "directed".
+        stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
+            by cost; default: split evenly. May change when a run is resumed.
+        stage_devices: processes of every stage where they differ, such as [1, 2, 1] for pp = 3: the two of the second
+            stage hold the same layers and take its packs in turn. With dp = cp = tp = virtual = 1, directed channels
+            and the strategies `balanced` and `flexpipe`; default: one process a stage and replica.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    cp_exchange: Literal["all_gather", "ring"] = "all_gather"
+    tp: int = 1
+    virtual: int = 1
+    channels: ChannelChoice = "auto"
+    stage_layers: tuple[int, ...] | None = None
+    stage_devices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.virtual < 1:
+            raise ConfigError(f"parallel.virtual is {self.virtual}, must be at least 1")
+        if self.stage_layers is None:
+            return
+        stages = self.pp * self.virtual
+        if len(self.stage_layers) != stages or min(self.stage_layers, default=0) < 1:
+            raise ConfigError(
+                f"parallel.stage_layers is {list(self.stage_layers)}, must be {stages} numbers of at least 1, one for "
+                "each of parallel.pp x parallel.virtual stages"
+            )
+
+
+class PlanConfig(Frozen):
+    """How steps are planned.
+
+    Args:
+        strategy: a name of `evenload plan`; the same data is trained whatever it is.
+        layouts: other layouts that the run may take between two steps, as `evenload plan --layout` reads them, such as
+            ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, whose processes are all that
+            there are. cp and tp cannot change; without `dp` as many replicas as fit, and processes left over are idle.
+            Process groups of all of them are made at start. Without any, `flexpipe` takes some depths of the same
+            processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload bench` and `check` stay in that
+            of `[parallel]`.
+        memory_bytes: what one process may hold; default: its share of the machine's memory.
+        host_memory_bytes: main memory of one machine, of which offloaded activations may take 85 %; default: what the
+            machine, or its container, has.
+        twin_bytes: of a machine's memory, how much its processes may share so that `layouts` change fast: weights and
+            optimizer state that lie there are read by a process that lacks them, and not sent. They are what training
+            holds anyway, so this adds nothing. What does not fit is left out, in the order of the model; 0 = nothing is
+            shared. Default: all on CPUs. GPUs send. Refused where the run takes one layout.
+        options: limits and search space of the planners.
+    """
+
+    strategy: str = "slimpack"
+    layouts: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    twin_bytes: int | None = None
+    options: PlanOptions = PlanOptions()
+
+    def __post_init__(self) -> None:
+        if self.twin_bytes is not None and self.twin_bytes < 0:
+            raise ConfigError(f"plan.twin_bytes is {self.twin_bytes}, must be 0 or more; leave it out to share all")
+        for field in ("memory_bytes", "host_memory_bytes"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ConfigError(f"plan.{field} is {value}, must be at least 1; leave it out for what the machine has")
+
+
+class TrainConfig(Frozen):
+    """The whole file: one table per section."""
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    plan: PlanConfig = PlanConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: RunConfig
+    log: LogConfig = LogConfig()
+    validation: ValidationConfig | None = None
+    samples: SamplesConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan.twin_bytes and self.train.device != "cpu":
+            raise ConfigError(
+                f"plan.twin_bytes is {self.plan.twin_bytes} and train.device '{self.train.device}': GPUs of a machine "
+                "send what moves between layouts over their own links; leave plan.twin_bytes out"
+            )
+        # Whoever reads the data, and however this was made, trains nothing of what validates.
+        msgspec.structs.force_setattr(self, "data", with_held_out(self.data, self.validation))
+        if self.validation is not None:
+            validation_data(self.data, self.validation)  # refuses what does not go together
+            if self.validation.of_average and self.train.ema_decay is None:
+                raise ConfigError(
+                    "validation.of_average is true, but train.ema_decay is not set, so there is no average of weights; "
+                    "set train.ema_decay, such as 0.999, or leave of_average out"
+                )
+        elif self.train.keep_best:
+            raise ConfigError(
+                f"train.keep_best is {self.train.keep_best}, but there is no [validation], so no checkpoint has a "
+                "validation loss; give it validation.sources or validation.share, or leave keep_best out"
+            )
+        if self.train.deterministic:
+            self._require_plans_of_data_alone()
+        if self.log.profile_steps is not None and self.train.steps is not None:
+            self.log.require_steps(self.train.steps)
+        if self.train.steps is None and self.data.epochs is None:
+            raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
+        self.optimizer.require_steps(self.train.steps)
+
+    def _require_plans_of_data_alone(self) -> None:
+        by_clock = [
+            f"plan.options.{one.__struct_config__.tag}.time_budget_s"
+            for one in self.plan.options.strategies
+            if getattr(one, "time_budget_s", None) is not None
+        ]
+        for setting, is_set in (
+            ("plan.layouts", bool(self.plan.layouts)),
+            ('plan.strategy = "flexpipe"', self.plan.strategy == "flexpipe"),
+            ("train.recalibrate", self.train.recalibrate),
+            *((name, True) for name in by_clock),
+        ):
+            if is_set:
+                raise ConfigError(
+                    f"train.deterministic is set, and with {setting} plans depend on measured seconds, which no run "
+                    "has twice; leave one of both out"
+                )
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Token limit of a pack: as configured, else the longest document allowed."""
+        return self.plan.options.max_pack_tokens or self.data.max_document_tokens
+
+    def with_run_memory(self, model: ModelSpec) -> ModelSpec:
+        """A model whose memory counts the moving average of the weights, if there is one, and what attention holds in a
+        GPU's kernels, if it runs in them; where its shape keeps `auto` from them, plans leave memory unused."""
+        in_kernels = self.train.device == "cuda" and self.train.attention != "reference"
+        in_kernels = in_kernels and self.model.dtype == "bfloat16"
+        ordered = in_kernels and self.train.deterministic
+        return msgspec.structs.replace(
+            model,
+            attention_workspace=in_kernels,
+            ordered_attention=ordered,
+            averaged_weights=self.train.ema_decay is not None,
+        )
+
+
+def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file and apply `section.key=value` overrides; an unset tokeniser becomes the model directory's.
+
+    Raises:
+        ConfigError: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value.
+    """
+    try:
+        tree = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(f"configuration {path}", error) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration {path} is no text in UTF-8 ({error.reason}); give a TOML file") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration {path} is not valid TOML: {error}") from error
+    return read_train_config(tree, overrides)
+
+
+def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> TrainConfig:
+    """A configuration from nested tables, as a TOML file has them, which stay as they are; otherwise as
+    `load_train_config`."""
+    tree = copy.deepcopy(dict(tree))
+    every = tuple(setting_paths(TrainConfig))
+    for override in overrides:
+        apply_override(tree, override, every)
+    require_known(tree, TrainConfig)
+    plan = tree.get("plan")
+    if isinstance(plan, dict) and isinstance(plan.get("options"), dict):
+        plan["options"] = plan_options(plan["options"])
+    config = converted(tree, TrainConfig, needed=_NEEDED)
+    return msgspec.structs.replace(config, data=with_default_tokenizer(config.data, config.model.path))
+
+
+def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
+    """The configured layout; layers are split evenly where `parallel.stage_layers` is not set.
+
+    Raises:
+        ConfigError: more stages than layers, stages that do not hold all layers, or devices of stages that are not
+            tested with the other sizes.
+    """
+    p = config.parallel
+    if p.stage_layers is None:
+        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual, devices=p.stage_devices)
+    if sum(p.stage_layers) != num_layers:
+        raise ConfigError(
+            f"parallel.stage_layers {list(p.stage_layers)} hold {sum(p.stage_layers)} layers, the model has "
+            f"{num_layers}; give every layer to a stage, or leave stage_layers out for an even split"
+        )
+    return split_layout(p.stage_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, devices=p.stage_devices)

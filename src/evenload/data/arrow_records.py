@@ -1,0 +1,517 @@
+"""Arrow tables as records: files and streams of Arrow IPC (`datasets` caches, Feather) and parquet files.
+
+A batch of a column is converted at once and then cut: token ids stay one array per batch, and a record's ids are a
+slice of it (0.2 µs) without a copy where the column holds int32. Values of a wrong type are found per record; a column
+of a wrong type is found in the schema. Price: O(values); one Python object a record, more for texts and messages.
+
+Arrow gives every struct all keys of all structs, so a key that is null, at any depth, is left out: a template must not
+read what only other rows have. Values of the extension type `arrow.json`, at any depth, are the values that the JSON
+spells, with their nulls. Any other extension type is refused, since what it means is not known.
+
+Arrow IPC: an offset is a record batch and a row in it. A file has an index of its batches, so a part is a share of
+them, and none before it is touched. A stream has none: its batches are passed from the beginning, bodies untouched, and
+one belongs to the part in whose range of bytes it begins. Local files are mapped into memory, and only the wanted
+columns are loaded. Buffers are checked before they are used, so damaged offsets cannot lead outside them. Price: some
+10 µs per batch of a stream before the place where reading begins, decompressed where it is compressed; a remote file is
+one part. One batch in memory where it is compressed or remote, its pages otherwise.
+
+Parquet: offsets are rows of the file. Part i of n holds consecutive row groups, their number shared fairly; parts
+beyond the number of row groups are empty. Only the wanted columns are read, pages one after the other (never a whole
+column chunk). A file whose footer is damaged is one problem of its first part, a damaged row group one of the part it
+lies in; in both cases the part ends there. Price: one batch, and a page of every wanted column, in memory. To begin
+inside a row group costs decoding it up to there, to begin at all costs reading the footer.
+"""
+
+import mmap
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from evenload.data.records import (
+    FILE_END,
+    KIND_WORDS,
+    Column,
+    ColumnKind,
+    FilePart,
+    FileSummary,
+    Record,
+    RecordReader,
+    ValueProblem,
+    beyond_int32,
+    convert_named,
+    make_records,
+    narrow_ids,
+    other_values,
+)
+from evenload.data.sources import SourceFile, is_storage_failure, unreadable
+from evenload.errors import DataError
+
+BATCH_BYTES = 1 << 22
+"""Batches are about so large, whatever the size of a record: small, so that long documents do not pile up."""
+
+_MOST_ROWS = 4096
+_JSON = "arrow.json"
+# Their values are plain ones; what a template would make of them is as with any other value.
+_KNOWN_EXTENSIONS = (_JSON, "arrow.bool8", "arrow.uuid")
+
+
+def batch_rows(num_rows: int, num_bytes: int) -> int:
+    """Rows of a batch of about `BATCH_BYTES`, where so many rows take so many bytes."""
+    return max(1, min(_MOST_ROWS, BATCH_BYTES * num_rows // max(1, num_bytes)))
+
+
+def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> tuple[Column, ...]:
+    """The columns that a schema has.
+
+    Raises:
+        DataError: one that is needed is missing or cannot hold its kind, one comes twice or holds an unknown extension
+            type; names the file.
+    """
+    present = []
+    for column in columns:
+        if column.name not in schema.names:
+            if not column.is_required:
+                continue
+            raise DataError(
+                f"{name} has no column '{column.name}', only {', '.join(schema.names)}; set {column.setting}"
+            )
+        if len(schema.get_all_field_indices(column.name)) > 1:
+            raise DataError(f"{name} has several columns '{column.name}'; rename all but one")
+        field = schema.field(column.name)
+        held = _held_by(field.type)
+        fits = held in (column.kind, "any") or (column.kind == "text_or_messages" and held in ("text", "messages"))
+        if column.is_required and not (fits or (column.kind == "mask" and held == "tokens")):
+            raise DataError(
+                f"{name}: column '{column.name}' is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}"
+            )
+        if unknown := next(_unknown_extensions(field), None):
+            raise DataError(
+                f"{name}: column '{column.name}' holds values of the extension type '{unknown}', which are not known; "
+                "write them as plain values or JSON"
+            )
+        present.append(column)
+    return tuple(present)
+
+
+def _unknown_extensions(field: pa.Field) -> Iterator[str]:
+    """Names of extension types in a field, at any depth, whose values would not be what they stand for."""
+    kind = field.type
+    name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    if isinstance(kind, pa.BaseExtensionType):
+        name = kind.extension_name
+        name = "" if name in _KNOWN_EXTENSIONS else name
+    if name:
+        yield name
+    for index in range(kind.num_fields):
+        yield from _unknown_extensions(kind.field(index))
+
+
+def is_nested(kind: pa.DataType) -> bool:
+    """Whether it is a type of values inside values, other than lists of numbers."""
+    return pa.types.is_nested(kind) and _held_by(kind) != "tokens"
+
+
+def check_values(array: pa.Array) -> None:
+    """Refuse an array, mapped and not decoded, whose offsets lead outside of its buffers: an `ArrowInvalid`."""
+    kind = array.type
+    # Bytes that are not UTF-8 are no damage of the array but a problem of their record.
+    if pa.types.is_string(kind):
+        array = array.view(pa.binary())
+    elif pa.types.is_large_string(kind):
+        array = array.view(pa.large_binary())
+    array.validate(full=True)
+
+
+def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], first_row: int) -> Iterator[Record]:
+    """The rows of a batch.
+
+    Args:
+        arrays: of those columns that there are, by name, of equal length; types as `check_schema` allows.
+        columns: as of `record_columns`.
+        first_row: offset of the first; every row is one further.
+    """
+    num_rows = len(next(iter(arrays.values())))
+    if not num_rows:
+        return iter(())
+    problems: dict[int, str] = {}
+    needed, none = [], [None] * num_rows
+    others = [column for column in columns if not column.is_required]
+    for column in columns:
+        if column.is_required:
+            found, wrong = _values(arrays[column.name], column)
+            needed.append(found)
+            problems = wrong | problems
+    values = list(zip(*needed, strict=True))
+    if any(column.name in arrays for column in others):
+        further = []
+        is_ids = columns[0].kind == "tokens"
+        lengths = np.array([0 if each is None else len(each) for each in needed[0]]) if is_ids else None
+        for column in others:
+            found, wrong = none, {}
+            if column.name in arrays and not (column.kind == "ones" and _holds_ones(arrays[column.name], lengths)):
+                found, wrong = _plain_values(arrays[column.name], column)
+            further.append(found)
+            problems = wrong | problems
+        for row, found in enumerate(zip(*further, strict=True)):
+            try:
+                values[row] += other_values(others, found, None if lengths is None else int(lengths[row]))
+            except ValueProblem as problem:
+                problems.setdefault(row, str(problem))
+    return make_records(range(first_row, first_row + num_rows + 1), values, problems)
+
+
+def _held_by(kind: pa.DataType) -> ColumnKind | None:
+    """The kind of column that an Arrow type can hold; "any" = known only by its values."""
+    if pa.types.is_dictionary(kind):
+        return "text" if _held_by(kind.value_type) == "text" else None
+    if isinstance(kind, pa.BaseExtensionType):
+        return "any" if kind.extension_name == _JSON else None
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return "text"
+    if is_list(kind):
+        if pa.types.is_integer(kind.value_type):
+            return "tokens"
+        if pa.types.is_boolean(kind.value_type):
+            return "mask"
+        if pa.types.is_struct(kind.value_type):
+            return "messages"
+        if _held_by(kind.value_type) == "any":
+            return "any"
+    return None
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _values(array: pa.Array, column: Column) -> tuple[Sequence[Any], dict[int, str]]:
+    """Value of every row of a needed column, and what is wrong by row."""
+    held = _held_by(array.type)
+    if held == "tokens" and column.kind == "tokens":
+        return _token_values(array, column)
+    values, problems = _plain_values(array, column)
+    if held != "text":
+        for index, value in enumerate(values):
+            if value is None:
+                continue
+            if isinstance(value, list) and None in value:
+                problems[index] = f"an item of '{column.name}' is null"
+                continue
+            try:
+                values[index] = convert_named(column, value)
+            except ValueProblem as problem:
+                problems[index] = str(problem)
+    return values, {index: _null(column) for index, value in enumerate(values) if value is None} | problems
+
+
+def _plain_values(array: pa.Array, column: Column) -> tuple[list[Any], dict[int, str]]:
+    """The rows as Python values, and what is wrong by row.
+
+    JSON is decoded, null keys of structs are left out, lists of numbers are arrays.
+    """
+    if _held_by(array.type) in ("tokens", "mask"):
+        flat, edges = _flat_lists(array)
+        numbers = flat.to_numpy(zero_copy_only=False)
+        is_null = array.is_null().to_pylist()
+        spans = zip(pairwise(edges.tolist()), is_null, strict=True)
+        return [None if null else numbers[start:stop] for (start, stop), null in spans], {}
+    decode = _decoder(array.type)
+
+    def rows(part: pa.Array) -> list[Any]:
+        values = part.to_pylist()
+        return values if decode is None else [None if value is None else decode(value) for value in values]
+
+    try:
+        return rows(array), {}
+    except (UnicodeDecodeError, msgspec.DecodeError):
+        values, problems = [], {}
+    for index in range(len(array)):
+        try:
+            values += rows(array.slice(index, 1))
+        except (UnicodeDecodeError, msgspec.DecodeError) as err:
+            values.append(None)
+            what = "text" if isinstance(err, UnicodeDecodeError) else "JSON"
+            problems[index] = f"the {what} in '{column.name}' is not {'UTF-8' if what == 'text' else what}: {err}"
+    return values, problems
+
+
+def _holds_ones(array: pa.Array, lengths: NDArray[np.int64] | None) -> bool:
+    """Whether an array is lists of so many 1, as attention masks mostly are: a hundredth of the time row by row."""
+    if _held_by(array.type) not in ("tokens", "mask") or lengths is None:
+        return False
+    flat, edges = _flat_lists(array)
+    numbers = flat.to_numpy(zero_copy_only=False)
+    return not flat.null_count and np.array_equal(np.diff(edges), lengths) and bool((numbers == 1).all())
+
+
+def _flat_lists(array: Any) -> tuple[pa.Array, NDArray[Any]]:
+    """Items of all lists, and where in them each list begins, and the last ends."""
+    if pa.types.is_fixed_size_list(array.type):
+        array = array.cast(pa.list_(array.type.value_type))
+    edges: NDArray[Any] = array.offsets.to_numpy()
+    # `values` and `offsets` are those of the whole buffer, of which the array may be a slice.
+    return array.values.slice(edges[0], edges[-1] - edges[0]), edges - edges[0]
+
+
+def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Makes of a value that pyarrow gives the one that is meant; None = they are the same."""
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == _JSON:
+        return msgspec.json.decode
+    if is_list(kind):
+        item = _decoder(kind.value_type)
+        return item and (lambda values: [None if value is None else item(value) for value in values])
+    if pa.types.is_map(kind):
+        item = _decoder(kind.item_type) or (lambda value: value)
+        return lambda pairs: {key: None if value is None else item(value) for key, value in pairs}
+    if pa.types.is_struct(kind):
+        changes = {kind.field(index).name: _decoder(kind.field(index).type) for index in range(kind.num_fields)}
+        changes = {name: change for name, change in changes.items() if change is not None}
+
+        def decode(value: dict[str, Any]) -> dict[str, Any]:
+            if None in value.values():
+                value = {key: item for key, item in value.items() if item is not None}
+            for key, change in changes.items():
+                if key in value:
+                    value[key] = change(value[key])
+            return value
+
+        return decode
+    return None
+
+
+def _token_values(array: Any, column: Column) -> tuple[list[NDArray[np.int32]], dict[int, str]]:
+    flat, edges = _flat_lists(array)
+    problems: dict[int, str] = {}
+    if flat.null_count:
+        is_null = flat.is_null().to_numpy(zero_copy_only=False)
+        problems = dict.fromkeys(_rows_with(is_null, edges), f"a token id in '{column.name}' is null")
+        flat = flat.fill_null(0)
+    ids = flat.to_numpy()
+    tokens, fits = narrow_ids(ids)
+    if fits is not None:
+        for row in _rows_with(~fits, edges):
+            problems.setdefault(row, beyond_int32(ids[edges[row] : edges[row + 1]]))
+    if array.null_count:
+        missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
+        problems |= dict.fromkeys(missing.tolist(), _null(column))
+    bounds = edges.tolist()
+    return [tokens[start:stop] for start, stop in pairwise(bounds)], problems
+
+
+def _rows_with(marked: NDArray[np.bool_], edges: NDArray[Any]) -> list[int]:
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(marked)])
+    return np.flatnonzero(before[edges[1:]] > before[edges[:-1]]).tolist()
+
+
+def _null(column: Column) -> str:
+    return f"column '{column.name}' is null"
+
+
+_FILE_MAGIC, _FEATHER_1_MAGIC = b"ARROW1", b"FEA1"
+_DAMAGE = (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError)
+_ROW_BITS = 40
+# Mapped pages count as memory of the process until they are given back; arrays on them stay valid.
+_RELEASE_BYTES = 1 << 23
+
+
+@dataclass(frozen=True)
+class ArrowReader(RecordReader):
+    """Reader of format "arrow"."""
+
+    columns: tuple[Column, ...]
+
+    def can_share(self, file: SourceFile) -> bool:
+        return file.is_local
+
+    def summary(self, file: SourceFile) -> FileSummary:
+        names: tuple[str, ...] = ()
+        with _open_source(file) as (source, _):
+            try:
+                names = tuple(_open_reader(source).schema.names)
+                if not file.is_local:  # whose bodies would be read
+                    return FileSummary(names)
+                batches = _Batches(source, _open_reader(source, [0]))
+                return FileSummary(names, sum(len(batch) for _, batch in batches.of_part(FilePart(), 0)))
+            except _DAMAGE:
+                return FileSummary(names)  # its reader reports the damage
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        """File and 1-based row. Reads the file up to there."""
+        number, row = offset >> _ROW_BITS, offset & ((1 << _ROW_BITS) - 1)
+        try:
+            with _open_source(file) as (source, _):
+                for at, batch in _Batches(source, _open_reader(source, [0])).of_part(FilePart(), 0):
+                    if at == number:
+                        break
+                    row += len(batch)
+        except _DAMAGE:
+            return f"{file.name}:batch {number + 1}, row {row + 1}"
+        return f"{file.name}:row {row + 1}"
+
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        at, used_bytes = offset or 0, 0
+        with _open_source(file) as (source, mapped):
+            batches: _Batches | None = None
+            try:
+                schema = _open_reader(source).schema
+                fields = [schema.get_field_index(each.name) for each in check_schema(schema, self.columns, file.name)]
+                batches = _Batches(source, _open_reader(source, fields))
+                for number, batch in batches.of_part(part, at >> _ROW_BITS):
+                    at = max(at, number << _ROW_BITS)
+                    for arrays in _slices(batch, at - (number << _ROW_BITS)):
+                        yield from arrow_records(arrays, self.columns, at)
+                        at += len(next(iter(arrays.values())))
+                        used_bytes += sum(array.nbytes for array in arrays.values())
+                        if mapped is not None and used_bytes > _RELEASE_BYTES:
+                            mapped.madvise(mmap.MADV_DONTNEED)
+                            used_bytes = 0
+                    at = (number + 1) << _ROW_BITS
+            except _DAMAGE as err:
+                if isinstance(err, OSError) and is_storage_failure(err):
+                    raise unreadable(file, err) from err
+                if part.index == 0 if batches is None else batches.is_in_part:
+                    damaged = f"the Arrow file is damaged from batch {1 + (at >> _ROW_BITS)} on: {err}"
+                    yield Record(at, FILE_END, None, damaged)
+
+
+def _slices(batch: pa.RecordBatch, first: int) -> Iterator[dict[str, pa.Array]]:
+    """The columns of a batch from a row on, checked, in slices of about `BATCH_BYTES`."""
+    arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
+    for array in arrays.values():
+        # A slice of a nested array cannot be checked without checking all of its items. Of others the ends of
+        # the offsets are enough here; unchecked, even the size of an array is read outside of its buffers.
+        if is_nested(array.type):
+            check_values(array)
+        else:
+            array.validate()
+    size = batch_rows(len(batch), sum(array.nbytes for array in arrays.values()))
+    for begin in range(first, len(batch), size):
+        sliced = {name: array.slice(begin, size) for name, array in arrays.items()}
+        for array in sliced.values():
+            if not is_nested(array.type):
+                check_values(array)
+        yield sliced
+
+
+class _Batches:
+    """The record batches of an open file or stream; `is_in_part` says whether the next one belongs to the part."""
+
+    def __init__(self, source: pa.NativeFile, reader: Any) -> None:
+        self._source, self._reader = source, reader
+        self.is_in_part = False
+
+    def of_part(self, part: FilePart, first: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Number and content of the part's batches, from number `first` on."""
+        if isinstance(self._reader, pa.ipc.RecordBatchFileReader):
+            span = part.range_of(self._reader.num_record_batches)
+            self.is_in_part = True
+            for number in range(max(first, span.start), span.stop):
+                yield number, self._reader.get_batch(number)
+            return
+        span = part.range_of(self._source.size()) if part.count > 1 else None
+        number = -1
+        while span is None or self._source.tell() < span.stop:
+            self.is_in_part = span is None or self._source.tell() >= span.start
+            try:
+                batch = self._reader.read_next_batch()
+            except StopIteration:
+                return
+            number += 1
+            if self.is_in_part and number >= first:
+                yield number, batch
+
+
+def _open_reader(source: pa.NativeFile, fields: list[int] | None = None) -> Any:
+    """pyarrow's reader of a file or a stream, from its beginning."""
+    source.seek(0)
+    begin = source.read(len(_FILE_MAGIC))
+    source.seek(0)
+    if begin.startswith(_FEATHER_1_MAGIC):
+        raise pa.ArrowInvalid("it is a Feather file of version 1, which is no Arrow file; write it anew")
+    options = pa.ipc.IpcReadOptions(included_fields=fields or [], use_threads=False)
+    opens = pa.ipc.open_file if begin == _FILE_MAGIC else pa.ipc.open_stream
+    return opens(source, options=options)
+
+
+@contextmanager
+def _open_source(file: SourceFile) -> Iterator[tuple[pa.NativeFile, mmap.mmap | None]]:
+    """The bytes of a file for pyarrow, and the map that they are in where the file is local."""
+    with file.open() as stream:
+        if not file.is_local:
+            yield pa.PythonFile(stream, mode="r"), None
+        elif not stream.seek(0, 2):
+            yield pa.BufferReader(b""), None  # which cannot be mapped
+        else:
+            # The map is closed by its last array.
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            yield pa.BufferReader(pa.py_buffer(mapped)), mapped
+
+
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ParquetReader(RecordReader):
+    """Reader of format "parquet"."""
+
+    columns: tuple[Column, ...]
+
+    def summary(self, file: SourceFile) -> FileSummary:
+        try:
+            with nullcontext(file.path) if file.is_local else file.open() as place, pq.ParquetFile(place) as parquet:
+                return FileSummary(tuple(parquet.schema_arrow.names), parquet.metadata.num_rows)
+        except pa.ArrowException:
+            return FileSummary()  # its reader reports the damage
+
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        row, opened = offset or 0, False
+        # Arrow reads local files faster itself.
+        source: Any = nullcontext(file.path) if file.is_local else file.open()
+        try:
+            # By default all chunks of a row group are read at once.
+            with source as place, pq.ParquetFile(place, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
+                names = [each.name for each in check_schema(parquet.schema_arrow, self.columns, file.name)]
+                metadata = parquet.metadata
+                num_groups = metadata.num_row_groups
+                edges = list(accumulate((metadata.row_group(at).num_rows for at in range(num_groups)), initial=0))
+                opened = True
+                groups = part.range_of(num_groups)
+                row = max(row, edges[groups.start])
+                for group in range(max(groups.start, bisect_right(edges, row) - 1), groups.stop):
+                    skip = row - edges[group]
+                    for batch in parquet.iter_batches(
+                        _rows_at_once(metadata.row_group(group), names),
+                        row_groups=[group],
+                        columns=names,
+                        use_threads=False,
+                    ):
+                        left = batch.slice(min(skip, len(batch)))
+                        skip = max(0, skip - len(batch))
+                        yield from arrow_records({name: left.column(name) for name in names}, self.columns, row)
+                        row += len(left)
+                    if row != edges[group + 1]:
+                        raise pa.ArrowInvalid(f"row group {group} ends at row {row} instead of {edges[group + 1]}")
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
+            if isinstance(err, OSError) and is_storage_failure(err):
+                raise unreadable(file, err) from err
+            if opened or part.index == 0:
+                yield Record(row, FILE_END, None, f"the parquet file is damaged from here on: {err}")
+
+
+def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
+    num_bytes = 0
+    for index in range(group.num_columns):
+        chunk = group.column(index)
+        path = chunk.path_in_schema
+        if any(path == name or path.startswith(f"{name}.") for name in columns):
+            num_bytes += chunk.total_uncompressed_size
+    return batch_rows(group.num_rows, num_bytes)

@@ -1,0 +1,490 @@
+"""`BlockReader`: reads blocks of streams: records → documents within the length limit → shuffled block.
+
+    segment's records ─► encode ─► over-long rule ─► block of documents ─► permuted
+
+A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: whoever needs it, on
+whichever rank, in whichever process, before or after a resume, reads the same documents in the same order. So the whole
+state of a stream is its open block's cursor and how many documents of it were taken.
+
+A block ends after its number of documents or tokens. The first blocks of a stream are small and double in size, so that
+the first batch needs few documents however large the window is. What is dropped on the way is counted in the block. A
+reader that gets a request for the block after the last one it read goes on where it stands; for any other, it opens the
+source anew at the cursor. Price: every record is read and encoded once; a resume reads the open block of each stream
+again. Memory: one block and one chunk of records a stream.
+
+A record is held out for validation where a hash of its file's key (source and path below it) and its offset falls below
+the share. So the choice is of the data alone: order, seed, epochs, ranks, workers and resumes play no part, a data set
+that moves keeps it, and a larger share holds out all that a smaller one does. Documents that one record is split into
+stay together. Texts that stand twice in the data are two records: one may be trained while the other validates. A
+reader that trains encodes what is held out, too, and counts it in the ledger. One that validates passes over the rest
+unencoded, and does not open files of one document that is none of its own. Price: a hash a record, about 1 µs.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.data.config import DataConfig
+from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
+from evenload.data.ledger import Tally
+from evenload.data.part_files import BLOCKS, PartFiles, Segment, assign_segments, permutation
+from evenload.data.records import Record, naming
+from evenload.errors import DataError
+from evenload.types.base import Frozen
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable(Mapping[int, NDArray[np.int32]]):
+    """D documents of N tokens in all.
+
+    Args:
+        doc_ids: int64[D], each once, in any order.
+        edges: int64[D + 1]; document i has tokens `[edges[i], edges[i + 1])`.
+        tokens: int32[N].
+        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, always so at the first
+            token of a document; None = every token but the first is its own label.
+    """
+
+    doc_ids: NDArray[np.int64]
+    edges: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    labels: NDArray[np.int32] | None = None
+    _rows: dict[int, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rows", {doc_id: row for row, doc_id in enumerate(self.doc_ids.tolist())})
+
+    def __len__(self) -> int:
+        return len(self.doc_ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __contains__(self, doc_id: object) -> bool:
+        # `Mapping`'s own cuts the tokens out, or raises and catches: a microsecond a question.
+        return doc_id in self._rows
+
+    def __getitem__(self, doc_id: int) -> NDArray[np.int32]:
+        row = self._rows[doc_id]
+        return self.tokens[self.edges[row] : self.edges[row + 1]]
+
+    def labels_of(self, doc_id: int) -> NDArray[np.int32]:
+        """int32[num_tokens]: a document's labels, -100 at its first token."""
+        row = self._rows[doc_id]
+        start, stop = self.edges[row], self.edges[row + 1]
+        return span_labels(self.tokens, self.labels, int(start), int(stop))
+
+    def rows(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
+        """int64[n]: where the documents stand; -1 for one that is not here."""
+        find = self._rows.get
+        return np.fromiter((find(doc_id, -1) for doc_id in doc_ids), np.int64, len(doc_ids))
+
+    def select(self, doc_ids: Sequence[int]) -> "TokenTable":
+        """These documents in this order; a `KeyError` where one is not here."""
+        rows = self.rows(doc_ids)
+        if len(rows) and rows.min() < 0:
+            raise KeyError(int(np.asarray(doc_ids)[rows < 0][0]))
+        spans = list(zip(self.edges[rows].tolist(), self.edges[rows + 1].tolist(), strict=True))
+        own = [(self.tokens, self.labels, *span) for span in spans]
+        return TokenTable(np.asarray(doc_ids, dtype=np.int64), *flat_spans(own))
+
+
+Span = tuple[NDArray[np.int32], NDArray[np.int32] | None, int, int]
+"""Tokens `[start, stop)` of a flat array, and its labels."""
+
+
+def flat_spans(spans: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
+    """Edges, tokens and labels, as of `TokenTable`, of documents that each stand in one span, copied once."""
+    lengths = np.fromiter((stop - start for _, _, start, stop in spans), np.int64, len(spans))
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    labels = None
+    if any(span[1] is not None for span in spans):
+        labels = _join([span_labels(*span) for span in spans])
+    return edges, _join([tokens[start:stop] for tokens, _, start, stop in spans]), labels
+
+
+def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
+    """All documents of the tables, which have none in common, copied once."""
+    if len(tables) == 1:
+        return tables[0]
+    starts = np.cumsum([0, *(len(table.tokens) for table in tables)])
+    edges = [table.edges[1:] + start for table, start in zip(tables, starts[:-1], strict=True)]
+    labels = None
+    if any(table.labels is not None for table in tables):
+        labels = _join([all_labels(table) for table in tables])
+    return TokenTable(
+        np.concatenate([np.zeros(0, np.int64), *(table.doc_ids for table in tables)]),
+        np.concatenate([np.zeros(1, np.int64), *edges]),
+        _join([table.tokens for table in tables]),
+        labels,
+    )
+
+
+def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
+    """A table of documents given one by one, every token but the first a label."""
+    if isinstance(documents, TokenTable):
+        return documents
+    doc_ids = np.fromiter(documents, np.int64, len(documents))
+    spans = [(content, None, 0, len(content)) for content in documents.values()]
+    return TokenTable(doc_ids, *flat_spans(spans))
+
+
+def span_labels(
+    tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, start: int, stop: int
+) -> NDArray[np.int32]:
+    """int32[stop - start]: labels of one document in a span, also where they are its tokens."""
+    if labels is not None:
+        return labels[start:stop]
+    written = tokens[start:stop].copy()
+    written[:1] = IGNORE_INDEX
+    return written
+
+
+def all_labels(table: TokenTable) -> NDArray[np.int32]:
+    """int32[N]: labels of all documents, also where they are the tokens."""
+    if table.labels is not None:
+        return table.labels
+    labels = table.tokens.copy()
+    labels[table.edges[:-1][np.diff(table.edges) > 0]] = IGNORE_INDEX
+    return labels
+
+
+def _join(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate(parts).astype(np.int32, copy=False) if parts else np.zeros(0, np.int32)
+
+
+class BlockCursor(Frozen, array_like=True):
+    """Where a block begins in its stream.
+
+    Args:
+        block: its number in the stream and epoch.
+        segment: position in the stream's list of segments.
+        offset: of the next record there, in the reader's terms; None = the segment's beginning.
+        part: documents of that record that came already (a record that is split into several).
+    """
+
+    block: int = 0
+    segment: int = 0
+    offset: int | None = None
+    part: int = 0
+
+
+class StreamKey(NamedTuple):
+    """A stream: part of the mixture, and stream in it."""
+
+    part: int
+    stream: int
+
+
+class BlockRequest(NamedTuple):
+    """Asks for the block that begins at a cursor."""
+
+    key: StreamKey
+    epoch: int
+    cursor: BlockCursor
+
+
+class BlockHeader(Frozen, array_like=True):
+    """A block without its tokens: what all ranks know of it.
+
+    Args:
+        next_cursor: of the stream's next block; None = the stream ends here for this epoch.
+        lengths, num_labels: int32[num_documents] as bytes, in sampling order.
+        has_labels: some document's labels differ from its tokens.
+        checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.
+        read: documents and tokens read from the source for this block, dropped ones included.
+        dropped: by reason.
+    """
+
+    cursor: BlockCursor
+    next_cursor: BlockCursor | None
+    lengths: bytes
+    num_labels: bytes
+    has_labels: bool
+    checksum: int
+    read: Tally
+    dropped: dict[str, Tally]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DocumentBlock:
+    """A block with its tokens.
+
+    Args:
+        edges: int64[num_documents + 1]; document i has tokens `[edges[i], edges[i + 1])`.
+        tokens: int32[num_tokens]; labels: int32[num_tokens] (-100 = no loss), or None where every token but a
+            document's first is a label.
+    """
+
+    header: BlockHeader
+    edges: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    labels: NDArray[np.int32] | None
+
+    def span(self, index: int) -> Span:
+        return self.tokens, self.labels, int(self.edges[index]), int(self.edges[index + 1])
+
+
+HELD_OUT = "held out for validation"
+"""Reason in the ledger."""
+_HASH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Of one reader.
+
+    Args:
+        share: of all records that is held out.
+        takes: what is held out, else the rest.
+    """
+
+    share: float
+    takes: bool
+
+    @staticmethod
+    def of(config: DataConfig) -> "HoldOut | None":
+        """None where all documents are read alike."""
+        return HoldOut(config.held_out_share, config.reads == "held_out") if config.held_out_share else None
+
+    def is_held_out(self, key: str, offset: int) -> bool:
+        """A record of the file with this key."""
+        hashed = blake2b(f"{key}\n{offset}".encode(errors="surrogateescape"), digest_size=_HASH_BYTES).digest()
+        return int.from_bytes(hashed) < self.share * 256**_HASH_BYTES
+
+
+BLOCK_TOKENS = 1 << 18
+"""A block ends once it holds so many tokens: bounds memory and the time of a resume where documents are long."""
+
+_FIRST_BLOCK_DOCUMENTS = 4
+# Without shuffling the order does not depend on the size of blocks.
+_UNSHUFFLED_DOCUMENTS = 256
+# A source may drop everything for a long time; a block that only counts shows others that it continues.
+_BLOCK_RECORDS = 1 << 16
+# Records encoded at once: enough for the tokeniser's threads, few where documents are long.
+_CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
+
+
+class _Step(NamedTuple):
+    """What one record, or one document of it, adds to a block.
+
+    Args:
+        document: None where nothing of the record is trained.
+        segment, offset, part: where to go on after it, as in `BlockCursor`.
+        read, dropped: tallies beyond the document itself, as (documents, tokens) and (reason, documents, tokens).
+    """
+
+    document: EncodedDocument | None
+    segment: int
+    offset: int
+    part: int = 0
+    read: tuple[int, int] = (0, 0)
+    dropped: tuple[str, int, int] | None = None
+
+
+class _LeftOut(NamedTuple):
+    """A record of the other reader: held out, with its documents and tokens; or trained, and not even encoded."""
+
+    read: tuple[int, int] = (0, 0)
+
+
+class BlockReader:
+    """Reads blocks of one part of the mixture.
+
+    Args:
+        part: number of the part.
+        on_open: called with the name of every file that is opened.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        files: PartFiles,
+        encoder: DocumentEncoder,
+        part: int,
+        on_open: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._config, self._files, self._encoder, self._part = config, files, encoder, part
+        self._on_open = on_open
+        self._shuffled = config.shuffle_window > 1
+        self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
+        self._open: dict[int, tuple[int, BlockCursor | None, Iterator[_Step]]] = {}
+        self._hold_out = HoldOut.of(config)
+        self._assigned: tuple[int, tuple[tuple[Segment, ...], ...]] | None = None
+
+    def read(self, stream: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
+        """The block that begins at the cursor.
+
+        Raises:
+            DataError: a file that cannot be read; a corrupt or over-long record where that is an error. Asked again,
+                it raises the same again.
+        """
+        at = self._open.pop(stream, None)
+        steps = at[2] if at is not None and at[:2] == (epoch, cursor) else self._steps(stream, epoch, cursor)
+        documents: list[EncodedDocument] = []
+        dropped: dict[str, Tally] = {}
+        num_read = tokens_read = num_tokens = 0
+        limit = min(self._most, _FIRST_BLOCK_DOCUMENTS << min(cursor.block, 40)) if self._shuffled else self._most
+        next_cursor: BlockCursor | None = None
+        for num_steps, step in enumerate(steps, start=1):
+            if step.document is not None:
+                documents.append(step.document)
+                num_tokens += len(step.document.tokens)
+            num_read += step.read[0]
+            tokens_read += step.read[1]
+            if step.dropped is not None:
+                reason, count, size = step.dropped
+                dropped[reason] = dropped.get(reason, Tally()) + Tally(documents=count, tokens=size)
+            if len(documents) >= limit or num_tokens >= BLOCK_TOKENS or num_steps >= _BLOCK_RECORDS:
+                next_cursor = BlockCursor(
+                    block=cursor.block + 1, segment=step.segment, offset=step.offset, part=step.part
+                )
+                self._open[stream] = (epoch, next_cursor, steps)
+                break
+        read = Tally(documents=num_read + len(documents), tokens=tokens_read + num_tokens)
+        order = range(len(documents))
+        if self._shuffled:
+            stream_id = (self._part << 32) | stream
+            order = permutation(len(documents), self._config.seed, epoch, BLOCKS, stream_id, cursor.block)
+        return _make_block([documents[index] for index in order], cursor, next_cursor, read, dropped)
+
+    def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
+        segment = self._stream_segments(stream, epoch)[cursor.segment]
+        return self._files.files[segment.file].name
+
+    def _stream_segments(self, stream: int, epoch: int) -> tuple[Segment, ...]:
+        if self._assigned is None or self._assigned[0] != epoch:
+            streams, seed = self._config.num_streams, self._config.seed
+            assigned = assign_segments(
+                self._files.segments, streams, shuffled=self._shuffled, seed=seed, epoch=epoch, part=self._part
+            )
+            self._assigned = (epoch, assigned)
+        return self._assigned[1][stream]
+
+    def _steps(self, stream: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
+        """Everything from the cursor to the end of the stream's epoch."""
+        segments = self._stream_segments(stream, epoch)
+        limit = self._config.max_document_tokens
+        for rank in range(cursor.segment, len(segments)):
+            segment = segments[rank]
+            file, reader = self._files.files[segment.file], self._files.readers[segment.file]
+            chosen = self._hold_out
+            if chosen is not None and chosen.takes and reader.holds_one and not chosen.is_held_out(file.key, 0):
+                continue
+            self._on_open(file.name)
+            resumed = rank == cursor.segment
+            start = cursor.offset if resumed else None
+            records = reader.records(file, segment.part, start)
+            skip = cursor.part if resumed else 0
+            # The first chunk is small: a request for four documents need not wait for sixty-four.
+            size = _FIRST_BLOCK_DOCUMENTS
+            while chunk := list(islice(records, size)):
+                with naming(file):
+                    outcomes = self._outcomes(chunk, file.key)
+                for record, outcome in zip(chunk, outcomes, strict=True):
+                    # Nearly all records; through a second generator they would cost twice as much.
+                    if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
+                        yield _Step(outcome, rank, record.next_offset)
+                    else:
+                        yield from self._pieces(segment.file, rank, record, outcome, skip)
+                    skip = 0
+                num_tokens = sum(len(outcome.tokens) for outcome in outcomes if isinstance(outcome, EncodedDocument))
+                size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
+
+    def _outcomes(self, chunk: list[Record], key: str) -> Sequence["EncodedDocument | str | _LeftOut"]:
+        """What becomes of records of the file with this key."""
+        chosen = self._hold_out
+        if chosen is None:
+            return self._encoder.encode_records(chunk)
+        held_out = [chosen.is_held_out(key, record.offset) for record in chunk]
+        if chosen.takes:
+            wanted = [record for record, is_held_out in zip(chunk, held_out, strict=True) if is_held_out]
+            encoded = iter(self._encoder.encode_records(wanted))
+            return [next(encoded) if is_held_out else _LeftOut() for is_held_out in held_out]
+        outcomes = self._encoder.encode_records(chunk)
+        return [
+            _LeftOut((1, len(outcome.tokens))) if is_held_out and isinstance(outcome, EncodedDocument) else outcome
+            for outcome, is_held_out in zip(outcomes, held_out, strict=True)
+        ]
+
+    def _pieces(
+        self, file: int, rank: int, record: Record, outcome: "EncodedDocument | str | _LeftOut", skip: int
+    ) -> Iterator[_Step]:
+        """What comes of a record that is no document as it stands, from its `skip`-th piece on."""
+        config, after = self._config, record.next_offset
+        if isinstance(outcome, _LeftOut):
+            read = outcome.read
+            yield _Step(None, rank, after, read=read, dropped=(HELD_OUT, *read) if read[0] else None)
+            return
+        if isinstance(outcome, str):
+            if config.on_corrupt == "error":
+                origin = self._files.origin(file, record.offset)
+                raise DataError(f'{origin}: {outcome}; repair it, or set data.on_corrupt = "skip"')
+            yield _Step(None, rank, after, read=(1, 0), dropped=("corrupt", 1, 0))
+            return
+        size, limit = len(outcome.tokens), config.max_document_tokens
+        if not size:
+            yield _Step(None, rank, after, read=(1, 0), dropped=("empty", 1, 0))
+            return
+        match config.overlong:
+            case "error":
+                raise DataError(
+                    f"{self._files.origin(file, record.offset)} has {size} tokens, more than max_document_tokens "
+                    f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
+                    f'{limit} tokens), "truncate" (keep the first {limit}), "drop" (leave the document out) '
+                    'instead of "error"'
+                )
+            case "drop":
+                yield _Step(None, rank, after, read=(1, size), dropped=("overlong", 1, size))
+            case "truncate":
+                # The tail is no document of its own: only its tokens are read and dropped.
+                tail = size - limit
+                yield _Step(_piece(outcome, 0, limit), rank, after, read=(0, tail), dropped=("truncated", 0, tail))
+            case "split":
+                starts = range(0, size, limit)
+                for part in range(skip, len(starts)):
+                    piece = _piece(outcome, starts[part], min(size, starts[part] + limit))
+                    is_last = part == len(starts) - 1
+                    yield _Step(piece, rank, after) if is_last else _Step(piece, rank, record.offset, part + 1)
+
+
+def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
+    """Tokens `[start, stop)` as a document of its own, whose first token has no label."""
+    labels = document.labels
+    if labels is not None:
+        labels = labels[start:stop].copy()
+        labels[0] = IGNORE_INDEX
+    return EncodedDocument(document.tokens[start:stop], labels)
+
+
+def _make_block(
+    documents: list[EncodedDocument],
+    cursor: BlockCursor,
+    next_cursor: BlockCursor | None,
+    read: Tally,
+    dropped: dict[str, Tally],
+) -> DocumentBlock:
+    spans = [(document.tokens, document.labels, 0, len(document.tokens)) for document in documents]
+    edges, tokens, labels = flat_spans(spans)
+    lengths = np.diff(edges)
+    num_labels = np.maximum(lengths - 1, 0)
+    if labels is not None:
+        trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE_INDEX)])
+        num_labels = trained[edges[1:]] - trained[edges[:-1]]
+    header = BlockHeader(
+        cursor=cursor,
+        next_cursor=next_cursor,
+        lengths=lengths.astype(np.int32).tobytes(),
+        num_labels=num_labels.astype(np.int32).tobytes(),
+        has_labels=labels is not None,
+        checksum=zlib.crc32(tokens.data) if labels is None else zlib.crc32(labels.data, zlib.crc32(tokens.data)),
+        read=read,
+        dropped=dropped,
+    )
+    return DocumentBlock(header, edges, tokens, labels)

@@ -1,0 +1,154 @@
+"""Files of a model by its name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B@revision", and the shape of a model.
+
+Local files come first: a path that exists is that path, and files in the Hub's local cache are taken from there without
+the network: of a tokeniser, both of its files. Only then they are downloaded, into that cache. A name of which the
+first part is a folder here is a path that somebody mistyped, and is never sent to the Hub. Settings are small files:
+config.json, the tokeniser, chat templates. Weights come with them where they are wanted.
+"""
+
+import json
+import logging
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from evenload.errors import ConfigError
+from evenload.types.hf_config import model_from_hf_config
+from evenload.types.model import ModelSpec
+from evenload.types.model_catalog import MODELS
+from evenload.types.nearest_name import did_you_mean
+
+Wanted = Literal["settings", "tokenizer", "weights"]
+_log = logging.getLogger("evenload.hub")
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_FILE_ENDINGS = (".json", ".toml", ".jinja", ".txt", ".gz")
+_SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer.json", _TOKENIZER_SETTINGS, "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "*.model",
+    "additional_chat_templates/*", "adapter_config.json",
+)  # fmt: skip
+_NEEDED: dict[Wanted, str] = {
+    "settings": "config.json",
+    "tokenizer": "tokenizer.json",
+    "weights": "whole set of config.json and safetensors files",
+}
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether it names a model on the Hub: of that form, and no path that exists here."""
+    if not _NAME.fullmatch(path) or path.endswith(_FILE_ENDINGS) or Path(path).exists():
+        return False
+    return not Path(path).parent.is_dir()
+
+
+def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
+    """A path as it is; of a name on the Hub the folder of its files.
+
+    Args:
+        setting: that the name was given in, for messages: "model.path".
+
+    Raises:
+        ConfigError: it is in no cache here and cannot be downloaded, with what was tried and what to do.
+    """
+    if not is_hub_name(path):
+        return path
+    named = _NAME.fullmatch(path)
+    assert named is not None
+    hub: Any = import_module("huggingface_hub")
+    request = {
+        "repo_id": named["repo"],
+        "revision": named["revision"],
+        "allow_patterns": [*_SETTINGS, *(_WEIGHTS if wanted == "weights" else ())],
+    }
+    cause = None
+    try:
+        folder = _cached(hub, request, wanted) or hub.snapshot_download(**request)
+        # Without a network what was found is what is in the cache, whole or not.
+        if _is_usable(Path(folder), wanted):
+            _say_what_lacks(path, Path(folder), wanted)
+            _log.info("%s '%s' is revision %s", setting, path, Path(folder).name)
+            return folder
+        why = f"what was found has no {_NEEDED[wanted]}: there is no network, or the Hub has none under that name"
+    except Exception as error:  # the Hub's client has no common class for what it raises
+        cause, why = error, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    cache = import_module("huggingface_hub.constants").HF_HUB_CACHE
+    revision = f" --revision {named['revision']}" if named["revision"] else ""
+    raise ConfigError(
+        f"{setting} '{path}' is no file or folder here; as a name on the Hugging Face Hub it is not in the local cache "
+        f"({cache}) with its {wanted}, and cannot be downloaded ({why}). Where there is a network: hf download "
+        f"{named['repo']}{revision} (hf auth login first, if its owner requires that); then copy the cache here and "
+        "set HF_HOME, or give the folder"
+    ) from cause
+
+
+def _cached(hub: Any, request: dict[str, Any], wanted: Wanted) -> str | None:
+    """The folder in the local cache, where it has everything that a download would bring."""
+    try:
+        folder = hub.snapshot_download(**request, local_files_only=True)
+    except import_module("huggingface_hub.errors").LocalEntryNotFoundError:
+        return None
+    return folder if _is_usable(Path(folder), wanted) and not _lacking(Path(folder), wanted) else None
+
+
+def _lacking(folder: Path, wanted: Wanted) -> str | None:
+    """A file that most models have and some have not, so that it is requested from the Hub once."""
+    if wanted == "tokenizer" and not (folder / _TOKENIZER_SETTINGS).is_file():
+        return _TOKENIZER_SETTINGS
+    return None
+
+
+def _say_what_lacks(path: str, folder: Path, wanted: Wanted) -> None:
+    if name := _lacking(folder, wanted):
+        _log.warning(
+            "'%s' (revision %s) has no %s: the Hub has none, or cannot be reached from here. It names the token that "
+            "ends a document, which is guessed from the usual names; set data.eos_token to be sure",
+            path,
+            folder.name,
+            name,
+        )
+
+
+def _is_usable(folder: Path, wanted: Wanted) -> bool:
+    """Whether everything is there without which nothing can be done, as far as its files show."""
+    if wanted == "tokenizer":
+        return (folder / "tokenizer.json").is_file()
+    if not (folder / "config.json").is_file():
+        return False
+    if wanted == "settings":
+        return True
+    if (index := folder / "model.safetensors.index.json").is_file():
+        files = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text(encoding="utf-8")))
+        return bool(files) and all((folder / name).is_file() for name in files)
+    return any(folder.glob("*.safetensors"))
+
+
+def model_from(name_or_path: str) -> ModelSpec:
+    """A built-in model, or the model of a Hugging Face `config.json` (the file, the folder that holds it, or its name
+    on the Hub).
+
+    Raises:
+        ConfigError: neither; the message offers the nearest built-in name. A name on the Hub that is not to be had.
+    """
+    if name_or_path in MODELS:
+        return MODELS[name_or_path]
+    path = Path(local_path(os.path.expanduser(name_or_path), "model"))
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model '{name_or_path}' is no built-in name and no config.json; "
+            f"{did_you_mean(name_or_path, MODELS, similarity=0.3)}known: {', '.join(MODELS)}"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"model {path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model {path} is not a JSON object; give a Hugging Face config.json")
+    name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
+    name = name_or_path if is_hub_name(name_or_path) else name
+    return model_from_hf_config(config, name)

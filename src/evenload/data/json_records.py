@@ -1,0 +1,264 @@
+"""JSON lines: one object per line, the wanted keys decoded and checked, the others passed over.
+
+Offsets are bytes. A part is a range of bytes; a line belongs to the part in which its first byte lies, so a part begins
+with the first line after its first byte and may end inside the next one's range. A compressed file, or one of unknown
+size, is one part. Lines of nothing but white space are no records. Strict JSON: `NaN`, lone surrogates and bytes that
+are not UTF-8 make a line corrupt, as does a line without the wanted keys.
+
+Price: one line in memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compressed file, everything before it is
+read).
+
+`JsonReader` takes the same objects as the items of one list, too: `.json` files hold either. Offsets in a list are
+items. A list is one part and is held in memory while it is read.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from evenload.data.records import (
+    FILE_END,
+    KIND_WORDS,
+    Column,
+    ColumnKind,
+    FilePart,
+    FileSummary,
+    Record,
+    RecordReader,
+    ValueProblem,
+    convert_named,
+    other_values,
+)
+from evenload.data.sources import SourceFile, damaged_compression
+from evenload.errors import DataError
+
+MAX_LINE_BYTES = 1 << 28
+"""A longer line is a corrupt record: what has no line ends is no JSON lines file, and would fill memory."""
+
+_COUNT_BYTES = 1 << 20
+_ROWS_WITH_KEYS = 100  # whose keys are reported
+_MOST_TRIES = 64
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_TYPES: dict[ColumnKind, Any] = {
+    "text": str,
+    "messages": list[dict[str, Any]],
+    "text_or_messages": str | list[dict[str, Any]],
+    "tokens": list[int],
+    "mask": list[bool | int | float],
+}
+
+
+@dataclass(frozen=True)
+class JsonlReader(RecordReader):
+    """Reader of format "jsonl"."""
+
+    columns: tuple[Column, ...]
+
+    def can_share(self, file: SourceFile) -> bool:
+        return file.compression is None and file.size_bytes is not None
+
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        span = part.range_of(file.size_bytes or 0)
+        start, stop = span.start, None if part.count == 1 else span.stop
+        if stop == start:
+            return
+        decode = _line_decoder(self.columns)
+        position = start if offset is None else offset
+        try:
+            with file.open() as stream:
+                if offset is None and start:
+                    # The byte before shows whether a line begins here.
+                    stream.seek(start - 1)
+                    position = start - 1 + _pass_line(stream)
+                elif position:
+                    stream.seek(position)
+                while (stop is None or position < stop) and (line := stream.readline(MAX_LINE_BYTES)):
+                    after = position + len(line)
+                    if len(line) == MAX_LINE_BYTES and line[-1:] != b"\n":
+                        after += _pass_line(stream)
+                        yield Record(position, after, None, f"the line is longer than {MAX_LINE_BYTES} bytes")
+                    elif not line.isspace():
+                        yield decode(position, after, line)
+                    position = after
+        except Exception as err:  # decompressors raise classes of their own
+            yield Record(position, FILE_END, None, damaged_compression(file, err))
+
+    def summary(self, file: SourceFile) -> FileSummary:
+        """Of its first `_COUNT_BYTES`."""
+        try:
+            with file.open() as stream:
+                begin = stream.read(_COUNT_BYTES)
+                is_whole = not stream.read(1)
+        except DataError:
+            raise
+        except Exception:  # decompressors raise classes of their own; its reader reports the damage
+            return FileSummary()
+        rows = self._rows(begin.removeprefix(_BYTE_ORDER_MARK), is_whole)
+        if rows is None:
+            return FileSummary()
+        keys = _keys(rows[:_ROWS_WITH_KEYS])
+        if is_whole:
+            return FileSummary(keys, len(rows))
+        is_estimated = file.compression is None and file.size_bytes is not None and len(rows) > 1
+        return FileSummary(keys, len(rows) * (file.size_bytes or 0) // len(begin) if is_estimated else None, False)
+
+    def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
+        """The records in the beginning of a file, or in the whole of it; None where they are damaged."""
+        return [line for line in begin.split(b"\n") if line.strip()]
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        """File and 1-based line. Reads the file up to there."""
+        lines, left = 1, offset
+        try:
+            with file.open() as stream:
+                while left > 0 and (content := stream.read(min(left, _COUNT_BYTES))):
+                    lines += content.count(b"\n")
+                    left -= len(content)
+        except Exception:  # another error is being reported, and that the file cannot be read up to here is not it
+            return f"{file.name}, byte {offset}"
+        return f"{file.name}:{lines}"
+
+
+@dataclass(frozen=True)
+class JsonReader(JsonlReader):
+    """Reader of format "json": a list of objects, or one object a line."""
+
+    def can_share(self, file: SourceFile) -> bool:
+        return False
+
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        if (items := _list_items(file)) is None:
+            yield from super().read(file, part, offset)
+        elif isinstance(items, str):
+            yield Record(0, FILE_END, None, items)
+        else:
+            decode = _line_decoder(self.columns)
+            for index in range(offset or 0, len(items)):
+                yield decode(index, index + 1, bytes(items[index]))
+
+    def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
+        if not begin.lstrip().startswith(b"["):
+            is_object = begin.lstrip().startswith(b"{") and not _is_json(begin.lstrip().split(b"\n", 1)[0])
+            return None if is_object else super()._rows(begin, is_whole)
+        # Of a longer list the items up to the last "}" that ends one: it is parsed whole once only, to train it.
+        stop, tries = len(begin), 1 if is_whole else _MOST_TRIES
+        for _ in range(tries):
+            try:
+                return msgspec.json.decode(begin[:stop] + (b"" if is_whole else b"]"), type=list[msgspec.Raw])
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                stop = begin.rfind(b"}", 0, stop - 1) + 1
+        return None
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        is_list = isinstance(_list_items(file), list)
+        return f"{file.name}:item {offset + 1}" if is_list else super().origin(file, offset)
+
+
+def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
+    """The items of a JSON list; None where the file holds lines, and what is wrong where it holds neither."""
+    kind: Any = list[msgspec.Raw]
+    try:
+        with file.open() as stream:
+            begin = stream.read(_COUNT_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+            if not begin.startswith(b"["):
+                if not begin.startswith(b"{") or _is_json(begin.split(b"\n", 1)[0]):
+                    return None
+                kind = dict[str, msgspec.Raw]
+            stream.seek(0)
+            content = stream.read().removeprefix(_BYTE_ORDER_MARK)
+        found = msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        # Lines of which the first is broken are reported line by line.
+        return f"the JSON list is damaged: {err}" if kind == list[msgspec.Raw] else None
+    except Exception as err:  # decompressors raise classes of their own
+        return damaged_compression(file, err)
+    if isinstance(found, list):
+        return found
+    keys = ", ".join(map(repr, found))
+    return f"the file is one JSON object over several lines, with the keys {keys}; write its records as a list"
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _keys(rows: Sequence[bytes | msgspec.Raw]) -> tuple[str, ...]:
+    """Keys of objects in the order in which they come; of what is no object none."""
+    found: dict[str, None] = {}
+    for row in rows:
+        try:
+            found |= dict.fromkeys(msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return tuple(found)
+
+
+def _pass_line(stream: IO[bytes]) -> int:
+    """Go to the beginning of the next line; bytes passed."""
+    passed = 0
+    while line := stream.readline(_COUNT_BYTES):
+        passed += len(line)
+        if line[-1:] == b"\n":
+            break
+    return passed
+
+
+def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Record]:
+    """A function that makes a record of a line and its place."""
+    # Keys may be no Python names, so fields are numbered.
+    keys = {f"value_{index}": column.name for index, column in enumerate(columns)}
+    fields: list[Any] = [
+        (field, _TYPES[column.kind]) if column.is_required else (field, Any, None)
+        for field, column in zip(keys, columns, strict=True)
+    ]
+    decoder = msgspec.json.Decoder(msgspec.defstruct("JsonlRow", fields, rename=keys))
+    needed = [column for column in columns if column.is_required]
+    others = columns[len(needed) :]
+    nothing = (None,) * len(others)
+    has_numbers = any(column.kind in ("tokens", "mask") for column in needed)
+    names = ", ".join(f"'{column.name}'" for column in needed)
+    described = " and ".join(f"{KIND_WORDS[each.kind].removeprefix('a ')} under key '{each.name}'" for each in needed)
+
+    def decode(position: int, after: int, line: bytes) -> Record:
+        if position == 0:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+        try:
+            row = msgspec.structs.astuple(decoder.decode(line))
+            values = row[: len(needed)]
+            if has_numbers:
+                # Faster than `convert_value`, and they are whole numbers already.
+                values = tuple(
+                    np.array(value, dtype=np.int32) if column.kind == "tokens" else convert_named(column, value)
+                    for value, column in zip(values, needed, strict=True)
+                )
+            if (further := row[len(needed) :]) != nothing:
+                values += other_values(others, further, len(values[0]) if needed[0].kind == "tokens" else None)
+            return Record(position, after, values)
+        except UnicodeDecodeError as err:
+            problem = f"a text under {names} is not UTF-8: {err}"
+        except OverflowError as err:
+            problem = f"a token id under {names} is beyond 32 bits: {err}"
+        except msgspec.ValidationError as err:
+            problem = f"no {described} ({err}{_keys_of(line)})"
+        except (msgspec.DecodeError, RecursionError) as err:
+            problem = f"the line is not JSON ({err})"
+        except ValueProblem as err:
+            problem = str(err)
+        return Record(position, after, None, problem)
+
+    return decode
+
+
+def _keys_of(line: bytes) -> str:
+    try:
+        keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    return f"; its keys are {', '.join(keys)}" if keys else "; it has no keys"

@@ -1,0 +1,260 @@
+"""`PartFiles`: what one part of the mixture is read from: files, their readers, and segments that streams share.
+
+Segments are shares of files, assigned to streams anew in every epoch. Files are cut by size alone, before anything is
+opened, so that a data set of any size is ready in the time of one listing, and one large file feeds all streams.
+Neither the number of ranks nor of workers plays a part: what a stream reads, and in which order, depends on files, seed
+and epoch only. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
+
+Permutations need no state: they are counter-based (Philox), keyed by seed and epoch, so any of them can be made again
+after a resume, on any rank. numpy keeps the raw Philox stream stable over versions, its distributions not.
+
+`source_lines` reports at the start what is read of every source and what is not, so that nothing is passed over
+silently. Price: a short look at `_INSPECTED_FILES` files a source, spread over it; the number of records is an estimate
+where that is not all of them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from evenload.data.arrow_records import ArrowReader, ParquetReader
+from evenload.data.config import DataConfig
+from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
+from evenload.data.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
+from evenload.data.json_records import JsonlReader, JsonReader
+from evenload.data.records import FilePart, FileSummary, RecordReader, TextReader, record_columns, value_names
+from evenload.data.sources import SourceFile, SourceListing, list_sources
+from evenload.data.token_files import MegatronReader, NpyReader
+from evenload.errors import ConfigError
+from evenload.types.counted import counted
+
+_OWN_COMPRESSION = ("parquet", "arrow", "memmap")
+
+
+def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
+    """The reader of a file. Opens nothing; can be pickled.
+
+    Args:
+        config: names the columns and what they hold (`record`).
+        dataset: what `file` stands for, where its format is "dataset".
+
+    Raises:
+        ConfigError: a format that cannot hold such records, or not inside that compression.
+    """
+    if file.format in _OWN_COMPRESSION and file.compression is not None:
+        raise ConfigError(
+            f"{file.name} is a {file.format} file inside {file.compression}, of which no part can be read alone; "
+            "decompress it"
+        )
+    columns = record_columns(config)
+    match file.format:
+        case "text":
+            _check_record(file, config, "text", "set data.format or data.include")
+            return TextReader()
+        case "jsonl":
+            return JsonlReader(columns)
+        case "json":
+            return JsonReader(columns)
+        case "parquet":
+            return ParquetReader(columns)
+        case "arrow":
+            return ArrowReader(columns)
+        case "memmap":
+            _check_record(file, config, "tokens", 'set data.record = "tokens"')
+            for setting in ("labels_column", "mask_column"):
+                if column := getattr(config, setting):
+                    raise ConfigError(
+                        f"{file.name} is a token file, which holds nothing but ids, and data.{setting} is '{column}'; "
+                        "leave it out"
+                    )
+            return NpyReader(config.document_end_id) if file.path.endswith(".npy") else MegatronReader()
+        case "dataset":
+            reader = IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader
+            return reader(dataset, columns)
+
+
+def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
+    """What stands for a Hugging Face data set among the files; messages call it by the name."""
+    size_bytes, rows = None, ""
+    if not is_iterable_dataset(dataset):
+        size_bytes, rows = dataset_bytes(dataset), f" of {len(dataset)} rows"
+    return SourceFile(
+        name=name,
+        path="",
+        key=f"0:{name}{rows}",
+        size_bytes=size_bytes,
+        format="dataset",
+        compression=None,
+        filesystem=LocalFileSystem(),
+    )
+
+
+def _check_record(file: SourceFile, config: DataConfig, holds: str, fix: str) -> None:
+    if config.record != holds:
+        raise ConfigError(
+            f'{file.name} is read as {file.format}, which holds records of kind "{holds}", and data.record is '
+            f'"{config.record}"; {fix}'
+        )
+
+
+SEGMENTS, BLOCKS = 1, 2
+"""Purposes, kept apart in the counter."""
+
+
+def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index: int) -> list[int]:
+    """A permutation of `range(size)`.
+
+    Args:
+        user: which of several independent users of the purpose, below 2**64.
+        index: which permutation of that user.
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    # Philox counts up the first word; the others separate users.
+    counter = np.array([0, index, purpose, user], dtype=np.uint64)
+    numbers = np.atleast_1d(np.random.Philox(key=key, counter=counter).random_raw(size))
+    return np.argsort(numbers, kind="stable").tolist()
+
+
+# Small enough that a stream gets several segments of a small data set, so that their permutation mixes it; large enough
+# that opening a file at an offset (a request to a remote store) stays rare.
+_SEGMENTS_PER_LANE = 4
+_SMALLEST_BYTES, _LARGEST_BYTES = 1 << 18, 1 << 26
+
+
+class Segment(NamedTuple):
+    """A share of a file, by the file's index."""
+
+    file: int
+    part: FilePart
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartFiles:
+    """Files of one part of the mixture in their fixed order, a reader of each, and their segments in file order.
+
+    Args:
+        listings: the same files by source, and what next to them is not read.
+    """
+
+    listings: tuple[SourceListing, ...]
+    files: tuple[SourceFile, ...]
+    readers: tuple[RecordReader, ...]
+    segments: tuple[Segment, ...]
+
+    def origin(self, file: int, offset: int) -> str:
+        return self.readers[file].origin(self.files[file], offset)
+
+
+def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
+    """The files of a part, or the Hugging Face data set that is read instead of `config.sources`."""
+    if dataset is None:
+        listings = list_sources(config)
+    else:
+        listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
+    files = tuple(file for listing in listings for file in listing.files)
+    readers = tuple(open_reader(file, config, dataset) for file in files)
+    segments = _cut_segments(files, readers, config.num_streams)
+    return PartFiles(listings=listings, files=files, readers=readers, segments=segments)
+
+
+def _cut_segments(
+    files: Sequence[SourceFile], readers: Sequence[RecordReader], num_streams: int
+) -> tuple[Segment, ...]:
+    total_bytes = sum(file.size_bytes or 0 for file in files)
+    part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
+    segments: list[Segment] = []
+    for index, (file, reader) in enumerate(zip(files, readers, strict=True)):
+        count = reader.num_parts(file, part_bytes)
+        segments += [Segment(index, FilePart(part, count)) for part in range(count)]
+    return tuple(segments)
+
+
+def assign_segments(
+    segments: Sequence[Segment], num_streams: int, *, shuffled: bool, seed: int, epoch: int, part: int
+) -> tuple[tuple[Segment, ...], ...]:
+    """The segments of every stream, in the order in which it reads them.
+
+    Args:
+        part: number of the part of the mixture; keeps parts of equal shape from the same order.
+    """
+    order = permutation(len(segments), seed, epoch, SEGMENTS, part, 0) if shuffled else range(len(segments))
+    assigned = [segments[index] for index in order]
+    return tuple(tuple(assigned[stream::num_streams]) for stream in range(num_streams))
+
+
+_INSPECTED_FILES = 16
+_NAMED = 8
+_SAMPLED = 64
+
+
+def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
+    """One line a source of a part of the mixture (see `mixture_configs`).
+
+    Raises:
+        DataError: a file that cannot be opened.
+    """
+    for listing, readers in _by_source(part):
+        step = -(-len(readers) // _INSPECTED_FILES)
+        inspected = list(zip(listing.files, readers, strict=True))[::step]
+        yield _source_line(config, listing, [reader.summary(file) for file, reader in inspected], step)
+
+
+def _by_source(part: PartFiles) -> Iterator[tuple[SourceListing, tuple[RecordReader, ...]]]:
+    start = 0
+    for listing in part.listings:
+        yield listing, part.readers[start : start + len(listing.files)]
+        start += len(listing.files)
+
+
+def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileSummary], step: int) -> str:
+    files, formats = listing.files, Counter(file.format for file in listing.files)
+    counts = [fact.num_records for fact in facts if fact.num_records is not None]
+    records = ""
+    if len(counts) == len(facts) and set(formats) != {"text"}:  # of which every file is one
+        is_exact = step == 1 and all(fact.is_exact for fact in facts)
+        number = round(sum(counts) * len(files) / len(facts))
+        records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
+    pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
+    columns = dict.fromkeys(column for fact in facts for column in fact.columns)
+    if columns:
+        read = record_columns(config)
+        known, values = {column.name for column in read}, value_names(read)
+        pieces.append(f"used: {_names([name for name in columns if name in values])}")
+        if checked := [name for name in columns if name in known and name not in values]:
+            pieces.append(f"checked to change nothing: {_names(checked)}")
+        if unused := [name for name in columns if name not in known]:
+            pieces.append(f"not used: {_names(unused)}")
+    if listing.left_out:
+        pieces.append(f"files left out: {_names(listing.left_out)}")
+    return " | ".join(pieces)
+
+
+def label_warnings(config: DataConfig, part: PartFiles, encoder: DocumentEncoder) -> Iterator[str]:
+    """Warnings about token records whose labels are other ids than their tokens, by the first records of every source.
+
+    Raises:
+        DataError: a file that cannot be read, or a column that would change what is trained.
+    """
+    for listing, readers in _by_source(part) if config.record == "tokens" else ():
+        records = readers[0].records(listing.files[0], FilePart())
+        found = encoder.encode_records(list(islice(records, _SAMPLED)))
+        if others := sum(isinstance(one, EncodedDocument) and _has_other_labels(one) for one in found):
+            yield (
+                f"{listing.source}: in {others} of its first {counted(len(found), 'record')} some labels are neither "
+                f"{IGNORE_INDEX} nor the token at their place, and are trained as they are"
+            )
+
+
+def _has_other_labels(document: EncodedDocument) -> bool:
+    tokens, labels = document
+    return labels is not None and bool(np.any((labels != tokens) & (labels != IGNORE_INDEX)))
+
+
+def _names(names: list[str] | tuple[str, ...]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown or "nothing"

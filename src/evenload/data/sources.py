@@ -1,0 +1,558 @@
+"""`list_sources`: sources (files, directories, globs, fsspec URLs) as sorted lists of files; `SourceFile`: one of them.
+
+The list does not depend on the order in which a file system answers: files are sorted by their path below the source,
+sources keep the order in which they were given. Links are followed; a directory that contains itself through a link is
+entered once. Nothing is passed over silently: what only describes data files next to it (`README.md`,
+`dataset_info.json`) is left out and reported; any other file whose name is not that of a data file is refused there,
+since it would be trained as a text. Names that begin with "." are hidden, as everywhere. Price: one listing per source.
+
+A file is known by its path below the source and its size, not by where the source stands, so a data set may move
+between save and resume. What reading it may raise means damaged content (a problem of a record) or failing storage (an
+error).
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from typing import IO, Any, Literal, NamedTuple, TypeVar
+
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.compression import compr
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import infer_compression
+
+from evenload.data.config import DataConfig, Format
+from evenload.errors import ConfigError, DataError, EvenloadError
+from evenload.types.counted import counted
+
+FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow", "memmap", "dataset"]
+"""`DataConfig.format` resolved; "dataset" = no file but a Hugging Face data set handed over in Python."""
+
+RETRY_WAITS_S = (0.1, 0.5, 2.0)
+"""Waits before every new attempt to read from remote storage; then it has failed."""
+
+T = TypeVar("T")
+_BUFFER_BYTES = 1 << 18
+# Trying again cannot help these; in Python both are kinds of OSError.
+_FINAL_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError)
+_DECOMPRESSORS: dict[Any, Any] = compr
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One file of a source.
+
+    Args:
+        name: how messages call it: the source as given, and the path below it.
+        path: in the terms of `filesystem`; "" of a data set.
+        key: source index and path below the source: what stays equal when the data set moves.
+        size_bytes: None where the file system does not know.
+        compression: fsspec's name of it; None = plain.
+    """
+
+    name: str
+    path: str
+    key: str
+    size_bytes: int | None
+    format: FileFormat
+    compression: str | None
+    filesystem: AbstractFileSystem
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `path` is one of this machine, so that the file can be mapped into memory."""
+        return isinstance(self.filesystem, LocalFileSystem)
+
+    def sibling(self, suffix: str, other_suffix: str) -> "SourceFile | None":
+        """The file of the same name with another suffix, such as a token file's index; None = there is none.
+
+        Raises:
+            DataError: the storage does not answer.
+        """
+        path = self.path.removesuffix(suffix) + other_suffix
+        name = self.name.removesuffix(suffix) + other_suffix
+
+        def find() -> SourceFile | None:
+            try:
+                size_bytes = self.filesystem.info(path).get("size")
+            except FileNotFoundError:
+                return None
+            return replace(self, name=name, path=path, size_bytes=size_bytes)
+
+        return _with_retries(find, name, lambda: f"{name} cannot be looked up")
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """The decompressed bytes, seekable. Remote files are read on after a failure, see `_RemoteStream`.
+
+        Raises:
+            DataError: the file cannot be opened; when read: a remote file failed for good. Damaged compression raises
+                what its library has for it (`damaged_compression`).
+        """
+        with self._open_raw() as raw:
+            if self.compression is None:
+                yield raw
+            else:
+                stream = _DECOMPRESSORS[self.compression](raw, mode="rb")
+                with io.BufferedReader(stream, _BUFFER_BYTES) as buffered:
+                    yield buffered
+
+    def _open_raw(self) -> IO[bytes]:
+        if not self.is_local:
+            return io.BufferedReader(_RemoteStream(self), _BUFFER_BYTES)
+        try:
+            return open(self.path, "rb")
+        except OSError as err:
+            raise DataError(f"{self.name} cannot be opened: {err}; check the path and its permissions") from err
+
+
+class _RemoteStream(io.RawIOBase):
+    """Bytes of a file of any fsspec file system, opened when first read.
+
+    Not all of fsspec's file systems try again (HTTP does not), and a read that ends too early looks like the end of the
+    data. So a read that failed, or ended before the file does, opens the file again at the same byte; every byte that
+    arrives starts the count of attempts anew.
+
+    Raises:
+        DataError: when read: the file cannot be opened, or failed for good; names file and byte.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        self._stream: Any = None
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END and self._file.size_bytes is None:
+            raise DataError(f"{self._file.name}: its storage does not know how large it is; copy the file first")
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes or 0}[whence]
+        self._position = begin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view, name = memoryview(buffer).cast("B"), self._file.name
+        data = _with_retries(
+            lambda: self._read(len(view)), name, lambda: f"{name} cannot be read at byte {self._position}", self._close
+        )
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._close()
+        super().close()
+
+    def _read(self, count: int) -> bytes:
+        left = None if self._file.size_bytes is None else max(0, self._file.size_bytes - self._position)
+        if left == 0:
+            return b""
+        if self._stream is None:
+            # The default of HTTP puts bytes at the wrong place where a server sends too few.
+            settings = {"cache_type": "readahead"} if "http" in self._file.filesystem.protocol else {}
+            self._stream = self._file.filesystem.open(self._file.path, "rb", **settings)
+        if self._stream.tell() != self._position:
+            self._stream.seek(self._position)
+        data: Any = self._stream.read(count if left is None else min(count, left))
+        if not data and left:
+            raise EOFError(f"it ends there, {left} bytes too early")
+        return data
+
+    def _close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+
+def _with_retries(
+    call: Callable[[], T], name: str, describe: Callable[[], str], clean_up: Callable[[], object] = lambda: None
+) -> T:
+    """What the call returns, after as many attempts as `RETRY_WAITS_S` allows; else a `DataError`.
+
+    Args:
+        name: of the file.
+        describe: what failed, called after the last attempt; `clean_up` is called after every one.
+    """
+    waits_s = iter(RETRY_WAITS_S)
+    while True:
+        try:
+            return call()
+        except _FINAL_ERRORS as err:
+            raise DataError(f"{name} cannot be opened: {err}; check the path and its permissions") from err
+        except Exception as err:  # every file system raises classes of its own client library
+            clean_up()
+            if (wait_s := next(waits_s, None)) is None:
+                raise DataError(
+                    f"{describe()}: {err or type(err).__name__}; tried {1 + len(RETRY_WAITS_S)} times. Check the "
+                    "storage it lies on; the run can be resumed"
+                ) from err
+            time.sleep(wait_s)
+
+
+def damaged_compression(file: SourceFile, err: Exception) -> str:
+    """The problem of a file whose reading raised this.
+
+    Decompressors raise classes of their own, some of them kinds of OSError.
+
+    Raises:
+        DataError: it was not the compression but the storage that failed.
+    """
+    if isinstance(err, OSError) and (file.compression is None or is_storage_failure(err)):
+        raise unreadable(file, err) from err
+    if file.compression is None or isinstance(err, EvenloadError):
+        raise err
+    return f"its {file.compression} compression is damaged: {err}"
+
+
+def unreadable(file: SourceFile, err: OSError) -> DataError:
+    return DataError(f"{file.name} cannot be read: {err}; check the storage it lies on")
+
+
+def is_storage_failure(err: OSError) -> bool:
+    """Whether the operating system failed; libraries raise OSError without a number where bytes are damaged."""
+    return err.errno is not None
+
+
+def files_digest(files: Sequence[SourceFile]) -> str:
+    """Number of files, bytes, and a hash of their relative paths and sizes, to notice that they changed."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.key}\0{file.size_bytes}\0".encode(errors="surrogateescape"))
+    total_bytes = sum(file.size_bytes or 0 for file in files)
+    return f"{len(files)} files of {total_bytes} bytes, {digest.hexdigest()[:16]}"
+
+
+_SUFFIX_FORMATS: dict[str, FileFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".bin": "memmap",
+    ".idx": "memmap",
+    ".npy": "memmap",
+}
+# An index is read with the token file it belongs to and is no source of its own.
+_INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
+_COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
+# They hold records or archives, which nobody means as one text a file.
+_UNREAD_SUFFIXES = (
+    ".csv", ".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".pkl", ".pickle", ".npz", ".h5", ".hdf5", ".msgpack",
+    ".tfrecord", ".sqlite", ".db", ".tar", ".tgz", ".zip", ".7z", ".rar", ".pt", ".pth", ".safetensors", ".gguf",
+)  # fmt: skip
+# What lies next to data, in lower case: cards, licences, settings, checksums, what `datasets` and Spark write.
+_DESCRIBING = (
+    "readme*", "license*", "licence*", "notice*", "citation*", "changelog*", "*.toml", "*.yaml", "*.yml", "*.lock",
+    "*.md5", "*.sha256", "sha256sums*", "_success",
+)  # fmt: skip
+_DESCRIBING_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "_metadata", "_common_metadata")
+_CACHES = "cache-*.arrow"
+_SPLIT_NAMES = {name: name for name in ("train", "test")} | dict.fromkeys(
+    ("validation", "valid", "val", "dev", "eval"), "validation"
+)
+_SPLIT = re.compile(rf"(?:^|[/])({'|'.join(_SPLIT_NAMES)})(?=[-_./])")
+_DICT = "dataset_dict.json"
+_DECOMPRESSORS: dict[Any, Any] = compr
+_NAMED = 5  # in a message, of many files
+
+
+class SourceListing(NamedTuple):
+    """The files of one source.
+
+    Args:
+        source: as it is named in the settings.
+        files: what is read, sorted by path.
+        left_out: paths below the source of what only describes the data.
+    """
+
+    source: str
+    files: tuple[SourceFile, ...]
+    left_out: tuple[str, ...] = ()
+
+
+class _Entry(NamedTuple):
+    """A file below a source: `relative` is "" where the source is the file; `pattern` chose it by its name."""
+
+    relative: str
+    path: str
+    size_bytes: int | None
+    pattern: str = ""
+
+
+def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
+    """All files of every source, in their fixed order.
+
+    Raises:
+        ConfigError: a source without files, a file that would be trained twice, a file that is no data, a link to
+            nothing, a protocol or compression that needs a package that is not installed.
+    """
+    listings: list[SourceListing] = []
+    seen: dict[str, str] = {}
+    for index, source in enumerate(config.sources):
+        filesystem, root, found = _expand(source, config.include)
+        entries, left_out = _data_files(filesystem, found, source, config.format)
+        entries = _without_indexes(entries, source, config.format)
+        if not entries:
+            among = f" with a name like {' or '.join(config.include)}" if config.include else ""
+            only = f" but {', '.join(left_out[:_NAMED])}, which describe data" if left_out else ""
+            raise ConfigError(f"data source '{source}' has no files{among}{only}; check data.sources and data.include")
+        files = []
+        for relative, path, size_bytes, _ in entries:
+            name = os.path.join(root, relative) if relative else source
+            is_local = isinstance(filesystem, LocalFileSystem)
+            unique = os.path.realpath(path) if is_local else filesystem.unstrip_protocol(path)
+            if unique in seen:
+                raise ConfigError(
+                    f"{name} and {seen[unique]} are the same file, which would be trained twice an epoch; name it once "
+                    "in data.sources, or leave one out by data.include"
+                )
+            seen[unique] = name
+            files.append(
+                SourceFile(
+                    name=name,
+                    path=path,
+                    key=f"{index}:{relative or os.path.basename(path)}",
+                    size_bytes=size_bytes,
+                    format=file_format(path, config.format),
+                    compression=_compression(path, name),
+                    filesystem=filesystem,
+                )
+            )
+        listings.append(SourceListing(source, tuple(files), left_out))
+    return tuple(listings)
+
+
+def file_format(path: str, format: Format) -> FileFormat:
+    """The format of a file by its name, unless the settings name one."""
+    return _SUFFIX_FORMATS.get(_suffix(path), "text") if format == "auto" else format
+
+
+def _suffix(path: str) -> str:
+    """The end of a file's name that decides what it holds, in lower case."""
+    base, suffix = os.path.splitext(path.lower())
+    return os.path.splitext(base)[1] if suffix in _COMPRESSION_SUFFIXES else suffix
+
+
+def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[_Entry]]:
+    """The directory as the user wrote it, and its files sorted."""
+    try:
+        filesystem, root = fsspec.url_to_fs(source)
+        # A web server has no directories (fsspec would take a page with links for one), and "?" is no wildcard.
+        is_page = source.startswith(("http://", "https://")) and "*" not in source and not source.endswith("/")
+        if not is_page and filesystem.isdir(root):
+            found = (_chosen(entry, include) for entry in _below(filesystem, root, root))
+            return filesystem, source, sorted(entry for entry in found if entry is not None)
+        if is_page or filesystem.exists(root):
+            return filesystem, source, [_Entry("", root, filesystem.info(root).get("size"), source)]
+        if any(mark in source for mark in "*?["):
+            return filesystem, _magic_root(source), sorted(set(_matching(filesystem, root)))
+        if os.path.islink(root):
+            raise _dangling(root, f"data source '{source}'")
+        raise ConfigError(f"data source '{source}' does not exist; check its path")
+    except ImportError as err:
+        raise ConfigError(f"data source '{source}' needs a package that is not installed: {err}") from err
+    except OSError as err:
+        raise ConfigError(f"data source '{source}' cannot be listed: {err}; check data.sources") from err
+    except ConfigError:
+        raise
+    except ValueError as err:
+        raise ConfigError(f"data source '{source}' is not a path or fsspec URL: {err}") from err
+
+
+def _below(filesystem: AbstractFileSystem, directory: str, base: str) -> Iterator[_Entry]:
+    """Every file below a directory but hidden ones; paths are relative to `base`."""
+    if isinstance(filesystem, LocalFileSystem):
+        files = _local_files(directory)
+    else:
+        found: Any = filesystem.find(directory, detail=True)
+        files = ((path, info.get("size")) for path, info in found.items() if info.get("type") != "directory")
+    for path, size_bytes in files:
+        relative = path[len(base) :].lstrip("/") if path.startswith(base) else path
+        if not any(part.startswith(".") for part in relative.split("/")):
+            yield _Entry(relative, path, size_bytes)
+
+
+def _local_files(directory: str) -> Iterator[tuple[str, int]]:
+    pending: list[tuple[str, tuple[str, ...]]] = [(directory, (os.path.realpath(directory),))]
+    while pending:
+        place, above = pending.pop()
+        with os.scandir(place) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    real = os.path.realpath(entry.path)
+                    # A link to a directory that it lies in: all of it is read already.
+                    if real not in above:
+                        pending.append((entry.path, (*above, real)))
+                elif entry.is_file():
+                    yield entry.path, entry.stat().st_size
+                elif entry.is_symlink():
+                    raise _dangling(entry.path, entry.path)
+                else:
+                    raise ConfigError(f"{entry.path} is neither a file nor a directory; remove it from the data")
+
+
+def _dangling(path: str, name: str) -> ConfigError:
+    return ConfigError(f"{name} is a link to {os.readlink(path)}, which is not there; repair or remove the link")
+
+
+def _matching(filesystem: AbstractFileSystem, pattern: str) -> Iterator[_Entry]:
+    """Files that match, and those below directories that match, as if a shell had expanded the pattern."""
+    base, name = _magic_root(pattern), os.path.basename(pattern)
+    for path, info in dict(filesystem.glob(pattern, detail=True)).items():
+        relative = path[len(base) :].lstrip("/") if path.startswith(base) else path
+        if any(part.startswith(".") for part in relative.split("/")):
+            continue
+        if isinstance(filesystem, LocalFileSystem):
+            if not os.path.exists(path):
+                raise _dangling(path, path)
+            info = filesystem.info(path)  # of what a link leads to
+        if info.get("type") != "directory":
+            yield _Entry(relative, path, info.get("size"), "" if name in ("*", "**", "") else name)
+        elif "**" not in pattern:  # which matches what is in there, too
+            yield from _below(filesystem, path, base)
+
+
+def _data_files(
+    filesystem: AbstractFileSystem, entries: list[_Entry], source: str, format: Format
+) -> tuple[list[_Entry], tuple[str, ...]]:
+    """The entries that are read, and paths of those that only describe them or were made from them.
+
+    Those chosen by a pattern of names are wanted, but for copies that `datasets` keeps next to its data.
+    """
+    if format == "auto":
+        for entry in entries:
+            if (suffix := _suffix(entry.path)) in _UNREAD_SUFFIXES:
+                raise ConfigError(
+                    f"data source '{source}'{f' holds {entry.relative}, which' if entry.relative else ''} is a "
+                    f"{suffix} file, of which no records are read; write them as .jsonl or .parquet, leave it out "
+                    'by data.include, or set data.format = "text" to train it as one text'
+                )
+    if format == "text" or (len(entries) == 1 and not entries[0].relative):
+        return entries, ()
+    _refuse_splits(entries, source, format)
+    copies = _copies(filesystem, entries)
+    data, left_out = [], []
+    for entry in entries:
+        name, kind = os.path.basename(entry.relative).lower(), file_format(entry.path, format)
+        patterns = _DESCRIBING_DATA + (_DESCRIBING if kind == "text" or format != "auto" else ())
+        describes = not entry.pattern and any(fnmatch(name, pattern) for pattern in patterns)
+        (left_out if describes or entry.path in copies else data).append(entry)
+    texts = [entry.relative for entry in data if not entry.pattern and file_format(entry.path, format) == "text"]
+    if all(file_format(entry.path, format) == "text" for entry in data):
+        # Beside texts a README is one, too.
+        data += [entry for entry in left_out if file_format(entry.path, format) == "text"]
+        texts = []
+    if texts:
+        others = f"{', '.join(texts[:_NAMED])}{', ...' if len(texts) > _NAMED else ''}"
+        wanted = next(os.path.splitext(entry.path)[1] for entry in data if entry.relative not in texts)
+        raise ConfigError(
+            f"data source '{source}' has {counted(len(data) - len(texts), 'data file')}, and next to them {others}, "
+            f'which would be trained as one text a file; name what is meant by data.include (such as ["*{wanted}"]), '
+            'or set data.format = "text" to train everything as texts'
+        )
+    return sorted(data), tuple(entry.relative for entry in left_out if entry not in data)
+
+
+def _refuse_splits(entries: Sequence[_Entry], source: str, format: Format) -> None:
+    """Refuse files of several splits, all of which would be trained, unless a pattern names a split."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        directory, name = os.path.split(entry.relative)
+        if name == _DICT:
+            below = [one.relative.removeprefix(directory).lstrip("/") for one in entries]
+            found |= {path.split("/")[0]: path for path in below if "/" in path}
+        match = _SPLIT.search(entry.relative)
+        if match and not _SPLIT.search(entry.pattern) and file_format(entry.path, format) != "text":
+            found.setdefault(_SPLIT_NAMES[match[1]], entry.relative)
+    if len(found) > 1:
+        example = next(iter(found.values()))
+        raise ConfigError(
+            f"data source '{source}' holds the splits {', '.join(sorted(found))} of a data set ({example}, ...), which "
+            "would all be trained; name one of them in data.sources, or its files by a pattern such as 'train-*' in "
+            "data.include"
+        )
+
+
+def _copies(filesystem: AbstractFileSystem, entries: Sequence[_Entry]) -> set[str]:
+    """Paths of Arrow files that hold what others do: a directory's `state.json` names those that are its data."""
+    arrow = [entry for entry in entries if _suffix(entry.path) == ".arrow" and not entry.pattern.startswith("cache")]
+    copies = {entry.path for entry in arrow if fnmatch(os.path.basename(entry.path), _CACHES)}
+    for directory in {os.path.dirname(entry.path) for entry in arrow}:
+        state = f"{directory}/state.json"
+        if not filesystem.exists(state):
+            continue
+        try:
+            named = {file["filename"] for file in json.loads(filesystem.cat_file(state))["_data_files"]}
+        except (ValueError, KeyError, TypeError):  # of another program
+            continue
+        here = (entry.path for entry in arrow if os.path.dirname(entry.path) == directory)
+        copies |= {path for path in here if os.path.basename(path) not in named}
+    return copies
+
+
+def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list[_Entry]:
+    """The entries but for indexes of token files, which are read with those."""
+    paths = {entry.path for entry in entries}
+    kept = []
+    for entry in entries:
+        path = entry.path
+        suffix = next((suffix for suffix in _INDEX_SUFFIXES if path.endswith(suffix)), None)
+        if suffix is None or file_format(path, format) != "memmap":
+            kept.append(entry)
+            continue
+        tokens = path.removesuffix(suffix) + _INDEX_SUFFIXES[suffix]
+        if tokens not in paths:
+            raise ConfigError(
+                f"data source '{source}' names {os.path.basename(path)}, the index of a token file, without "
+                f"{os.path.basename(tokens)}; name that one instead"
+            )
+    return kept
+
+
+def _chosen(entry: _Entry, include: Sequence[str]) -> _Entry | None:
+    """The entry with the pattern that chose it; None where there are patterns and none did."""
+    name = entry.relative.rsplit("/", 1)[-1]
+    chosen = (pattern for pattern in include if fnmatch(entry.relative if "/" in pattern else name, pattern))
+    pattern = next(chosen, "")
+    return entry._replace(pattern=pattern) if pattern or not include else None
+
+
+def _magic_root(pattern: str) -> str:
+    """The directory above the first part of a glob pattern that has a wildcard."""
+    first = min(at for at in (pattern.find(mark) for mark in "*?[") if at >= 0)
+    return pattern[: pattern.rfind("/", 0, first) + 1]
+
+
+def _compression(path: str, name: str) -> str | None:
+    found = infer_compression(path)
+    suffix = os.path.splitext(path.lower())[1]
+    # The package zstandard takes the end of a truncated file for the end of the data.
+    if suffix in (".zst", ".zstd") and getattr(_DECOMPRESSORS.get("zstd"), "__name__", "") != "ZstdFile":
+        raise ConfigError(f"{name} is compressed as {suffix}; install evenload[zstd], or decompress the file")
+    if suffix == ".zstd":
+        found = "zstd"
+    if found is None and suffix in _COMPRESSION_SUFFIXES:
+        raise ConfigError(
+            f"{name} is compressed as {suffix}, which fsspec cannot read here; install the package for it "
+            "(lz4 for .lz4) or decompress the file"
+        )
+    return None if found == "zip" else found

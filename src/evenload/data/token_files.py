@@ -1,0 +1,381 @@
+"""Token files, format "memmap": documents that lie one after the other in an array of token ids.
+
+Offsets are documents and parts hold as many documents, but for a `.npy` without edges. Ids are read and become int32 in
+runs of about 4 MB, and documents are slices of a run. Price: one run in memory.
+
+Megatron's indexed data sets have ids in `<name>.bin`, and where they begin and end in `<name>.idx`: 9 bytes of magic,
+version (u64, 1), code of the ids' type (u8), number of sequences S and of document edges D + 1 (both u64); then the
+sequences' lengths (i32[S]), their first bytes in the `.bin` (i64[S]), and the documents' edges in sequences (i64[D +
+1]). A document is its sequences put together; they lie one after the other in the `.bin`. What may follow (modes of
+multimodal sequences) is not read. The index has to fit itself and the `.bin`: sizes, the last byte, and of every run of
+documents the lengths against the first bytes. A misfit ends the part with a problem. Price: 20 bytes of index per
+sequence, read run by run. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py` (file format).
+
+A `.npy` is a one-dimensional array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole
+numbers [D + 1], from 0 to the number of tokens, ascending). Or `DataConfig.document_end_id` is the id that ends a
+document and belongs to it; then offsets are tokens, and a document belongs to the part in whose range of tokens it
+begins, so a part or an offset is found without reading what lies before it. Where both are given, the edges count. Ids
+after the last end are a document too. Price: with an end id, every id is compared with it once (1 ns); a run of
+`_SCAN_TOKENS` in memory, or a document where it is longer, up to `MAX_DOCUMENT_TOKENS`. Source of the file format:
+NumPy enhancement proposal 1.
+"""
+
+import io
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from evenload.data.records import (
+    FILE_END,
+    FilePart,
+    FileSummary,
+    Record,
+    RecordReader,
+    beyond_int32,
+    make_records,
+    narrow_ids,
+)
+from evenload.data.sources import SourceFile, unreadable
+from evenload.errors import DataError
+
+CHUNK_BYTES = 1 << 22
+"""Documents are read and converted in runs of about so many bytes, or one by one where they are longer."""
+
+MAX_DOCUMENT_TOKENS = 1 << 27
+"""What does not end after so many tokens is a corrupt record: the end id is wrong, and memory would fill."""
+
+_SCAN_TOKENS = 1 << 19
+_HEAD_BYTES = 1 << 16
+_CHUNK_DOCUMENTS = 4096
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEAD = struct.Struct("<9sQBQQ")
+_VERSION = 1
+# By code; ids as floating point numbers exist in the format and are read where they are whole.
+_ID_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_LENGTH, _POINTER = np.dtype("<i4"), np.dtype("<i8")
+
+
+class DamagedError(Exception):
+    """The file ends inside what was to be read, or does not hold what it should."""
+
+
+class _OpenFile:
+    """The bytes of an open file; `size_bytes` is None where the storage does not know."""
+
+    def __init__(self, stream: IO[bytes], size_bytes: int | None) -> None:
+        self.size_bytes, self._stream = size_bytes, stream
+
+    def read(self, start: int, count: int) -> bytes:
+        """Bytes `[start, start + count)`; fewer at the end of the file."""
+        self._stream.seek(start)
+        return self._stream.read(count)
+
+
+@contextmanager
+def _opened(file: SourceFile) -> Iterator[_OpenFile]:
+    with file.open() as stream:
+        try:
+            yield _OpenFile(stream, stream.seek(0, 2) if file.is_local else file.size_bytes)
+        except OSError as err:
+            raise unreadable(file, err) from err
+
+
+@dataclass(frozen=True, eq=False)
+class _NumberArray:
+    """`size` numbers that begin at a byte of an open file."""
+
+    source: _OpenFile
+    dtype: np.dtype
+    at_bytes: int
+    size: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.at_bytes + self.size * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Numbers `[start, stop)`; a `DamagedError` where the file ends before."""
+        at, wanted = self.at_bytes + start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
+        content = self.source.read(at, wanted)
+        if len(content) != wanted:
+            raise DamagedError(f"it ends at byte {at + len(content)}")
+        return np.frombuffer(content, dtype=self.dtype)
+
+
+def _token_records(ids: NDArray[Any], edges: Sequence[int], offsets: Sequence[int]) -> Iterator[Record]:
+    """One record per document, its ids a slice of `ids` as int32 (not copied where they are).
+
+    Args:
+        edges: document i has ids `[edges[i], edges[i + 1])`.
+        offsets: of every document, and behind the last.
+    """
+    tokens, fits = narrow_ids(ids)
+    spans = list(pairwise(edges))
+    problems = {}
+    if fits is not None:
+        wrong = (index for index, (start, stop) in enumerate(spans) if not fits[start:stop].all())
+        problems = {index: beyond_int32(ids[slice(*spans[index])]) for index in wrong}
+    return make_records(offsets, [(tokens[start:stop],) for start, stop in spans], problems)
+
+
+def _records_by_edges(
+    array: _NumberArray, documents: range, edges_of: Callable[[int, int], NDArray[np.int64]]
+) -> Iterator[Record]:
+    """The documents, whose offsets are their numbers; read together as many as `CHUNK_BYTES` hold, at least one.
+
+    Args:
+        edges_of: edges int64[stop - start + 1] in ids, ascending, of documents `[start, stop)`.
+    """
+    document = documents.start
+    while document < documents.stop:
+        edges = edges_of(document, min(documents.stop, document + _CHUNK_DOCUMENTS))
+        most = edges[0] + CHUNK_BYTES // array.dtype.itemsize
+        count = max(1, int(np.searchsorted(edges, most, side="right")) - 1)
+        ids = array.read(int(edges[0]), int(edges[count]))
+        relative = (edges[: count + 1] - edges[0]).tolist()
+        yield from _token_records(ids, relative, range(document, document + count + 1))
+        document += count
+
+
+class MegatronReader(RecordReader):
+    """Reader of a `.bin` of format "memmap"."""
+
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        index_file = _index_file(file)
+        document, opened = offset or 0, False
+        with _opened(index_file) as index_source, _opened(file) as source:
+            try:
+                index = _open_index(index_source, source.size_bytes)
+                opened = True
+                span = part.range_of(max(0, index.documents.size - 1))
+                document = max(document, span.start)
+                ids = _NumberArray(source, index.dtype, 0, index.num_ids)
+                for record in _records_by_edges(ids, range(document, span.stop), index.edges):
+                    document = record.next_offset
+                    yield record
+            except DamagedError as err:
+                if opened or part.index == 0:
+                    yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")
+
+    def summary(self, file: SourceFile) -> FileSummary:
+        with _opened(_index_file(file)) as source:
+            try:
+                return FileSummary(num_records=max(0, _open_index(source, file.size_bytes).documents.size - 1))
+            except DamagedError:
+                return FileSummary()  # its reader reports the damage
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        return f"{file.name}:document {offset + 1}"
+
+
+def _index_file(file: SourceFile) -> SourceFile:
+    suffix = ".bin" if file.path.endswith(".bin") else ""
+    if (found := file.sibling(suffix, ".idx")) is None:
+        raise DataError(
+            f"{file.name} has no {file.name.removesuffix(suffix).rsplit('/', 1)[-1]}.idx next to it, which holds where "
+            "its documents are; put it there (a bare array of ids can be read as .npy)"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Index:
+    """An open index: the type and number of the ids in the `.bin`, and the arrays of the index."""
+
+    dtype: np.dtype
+    num_ids: int
+    lengths: _NumberArray
+    pointers: _NumberArray
+    documents: _NumberArray
+
+    def edges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Edges in ids, int64[stop - start + 1], of documents `[start, stop)`."""
+        in_sequences = self.documents.read(start, stop + 1)
+        if in_sequences[0] < 0 or in_sequences[-1] > self.lengths.size or (np.diff(in_sequences) < 0).any():
+            raise DamagedError(f"the sequences of documents {start} to {stop} do not follow each other")
+        first, last = int(in_sequences[0]), int(in_sequences[-1])
+        lengths, pointers = self.lengths.read(first, last), self.pointers.read(first, last)
+        item_bytes = self.dtype.itemsize
+        begin = int(pointers[0]) // item_bytes if len(pointers) else 0
+        ids = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]) + begin
+        if (lengths < 0).any() or (pointers != ids[:-1] * item_bytes).any() or begin < 0 or ids[-1] > self.num_ids:
+            raise DamagedError(f"lengths and places of sequences {first} to {last} contradict each other")
+        edges = ids[in_sequences - first]
+        return edges
+
+
+def _open_index(source: _OpenFile, bin_bytes: int | None) -> _Index:
+    head = source.read(0, _HEAD.size)
+    if len(head) < _HEAD.size or bytes(head[: len(_MAGIC)]) != _MAGIC:
+        raise DamagedError("it does not begin as Megatron's do")
+    _, version, code, num_sequences, num_edges = _HEAD.unpack(head)
+    if version != _VERSION or code not in _ID_TYPES:
+        raise DamagedError(f"version {version} with type {code} is not known")
+    dtype = np.dtype(_ID_TYPES[code])
+    lengths = _NumberArray(source, _LENGTH, _HEAD.size, num_sequences)
+    pointers = _NumberArray(source, _POINTER, lengths.end_bytes, num_sequences)
+    documents = _NumberArray(source, _POINTER, pointers.end_bytes, num_edges)
+    if source.size_bytes is not None and source.size_bytes < documents.end_bytes:
+        raise DamagedError(f"it has {source.size_bytes} bytes, {num_sequences} sequences need {documents.end_bytes}")
+    num_ids = 0
+    if num_sequences:
+        (length,), (pointer,) = (column.read(num_sequences - 1, num_sequences) for column in (lengths, pointers))
+        end_bytes = int(pointer) + int(length) * dtype.itemsize
+        if bin_bytes is not None and end_bytes != bin_bytes:
+            raise DamagedError(f"its last sequence ends at byte {end_bytes}, the file at {bin_bytes}")
+        num_ids = end_bytes // dtype.itemsize
+    elif bin_bytes:
+        raise DamagedError(f"it has no sequences, the file {bin_bytes} bytes")
+    if num_edges:
+        (first,), (last,) = documents.read(0, 1), documents.read(num_edges - 1, num_edges)
+        if first != 0 or last != num_sequences:
+            raise DamagedError(f"its documents hold sequences {first} to {last} of {num_sequences}")
+    elif num_sequences:
+        raise DamagedError(f"it has {num_sequences} sequences but no documents")
+    return _Index(dtype, num_ids, lengths, pointers, documents)
+
+
+@dataclass(frozen=True)
+class NpyReader(RecordReader):
+    """Reader of a `.npy` of format "memmap".
+
+    Args:
+        document_end_id: as in `DataConfig`.
+    """
+
+    document_end_id: int | None
+
+    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+        edges_file, end_id = file.sibling(".npy", ".idx.npy"), self.document_end_id
+        if edges_file is None and end_id is None:
+            raise DataError(
+                f"{file.name}: nothing marks where its documents end; set data.document_end_id to the id that ends "
+                f"them, or put their edges next to it as {file.name.removesuffix('.npy').rsplit('/', 1)[-1]}.idx.npy"
+            )
+        at, opened = offset or 0, False
+        with ExitStack() as stack:
+            try:
+                array = _find_array(stack.enter_context(_opened(file)), file.name)
+                if edges_file is None:
+                    records = _read_by_end(array, end_id or 0, part, offset)
+                else:
+                    edges_source = stack.enter_context(_opened(edges_file))
+                    edges = _find_edges(edges_source, edges_file.name, array.size)
+                    records = _read_by_edges(array, edges, part, at)
+                opened = True
+                for record in records:
+                    at = record.next_offset
+                    yield record
+            except DamagedError as err:
+                if opened or part.index == 0:
+                    yield Record(at, FILE_END, None, f"the token file is damaged: {err}")
+
+    def summary(self, file: SourceFile) -> FileSummary:
+        if (edges_file := file.sibling(".npy", ".idx.npy")) is None:
+            return FileSummary()
+        with _opened(edges_file) as source:
+            try:
+                return FileSummary(num_records=max(0, _find_array(source, edges_file.name).size - 1))
+            except DamagedError:
+                return FileSummary()  # its reader reports the damage
+
+    def origin(self, file: SourceFile, offset: int) -> str:
+        """File and 1-based document. May read the file up to there."""
+        if self.document_end_id is None or file.sibling(".npy", ".idx.npy") is not None:
+            return f"{file.name}:document {offset + 1}"
+        number = 1
+        try:
+            with _opened(file) as source:
+                array = _find_array(source, file.name)
+                for start in range(0, offset, _SCAN_TOKENS):
+                    ids = array.read(start, min(offset, start + _SCAN_TOKENS))
+                    number += int(np.count_nonzero(ids == self.document_end_id))
+        except DamagedError:
+            return f"{file.name}, token {offset}"
+        return f"{file.name}:document {number}"
+
+
+def _find_array(source: _OpenFile, name: str) -> _NumberArray:
+    head = io.BytesIO(source.read(0, _HEAD_BYTES))
+    try:
+        version = npy_format.read_magic(head)
+        if version not in ((1, 0), (2, 0)):
+            raise DamagedError(f"{name}: version {version} of the format does not hold plain numbers")
+        read_head = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+        shape, _, dtype = read_head(head)
+    except DamagedError:
+        raise
+    except Exception as err:  # numpy parses the head as Python and raises whatever that raises
+        raise DamagedError(f"{name} does not begin as .npy files do ({err})") from err
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise DataError(f"{name} holds {dtype} of shape {shape}, not a one-dimensional array of whole numbers")
+    array = _NumberArray(source, dtype, head.tell(), shape[0])
+    if source.size_bytes is not None and source.size_bytes < array.end_bytes:
+        raise DamagedError(f"{name} has {source.size_bytes} bytes, {array.size} numbers need {array.end_bytes}")
+    return array
+
+
+def _find_edges(source: _OpenFile, name: str, num_tokens: int) -> _NumberArray:
+    edges = _find_array(source, name)
+    ends = [int(edges.read(at, at + 1)[0]) for at in (0, edges.size - 1)] if edges.size else [0, 0]
+    if ends != [0, num_tokens]:
+        raise DamagedError(f"{name} goes from {ends[0]} to {ends[1]}, the file has {num_tokens} tokens")
+    return edges
+
+
+def _read_by_edges(array: _NumberArray, edges: _NumberArray, part: FilePart, document: int) -> Iterator[Record]:
+    def edges_of(start: int, stop: int) -> NDArray[np.int64]:
+        found = edges.read(start, stop + 1).astype(np.int64)
+        if (np.diff(found) < 0).any() or found[0] < 0 or found[-1] > array.size:
+            raise DamagedError(f"the edges do not ascend from document {start} on")
+        return found
+
+    documents = part.range_of(max(0, edges.size - 1))
+    return _records_by_edges(array, range(max(document, documents.start), documents.stop), edges_of)
+
+
+def _read_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: int | None) -> Iterator[Record]:
+    span = part.range_of(array.size)
+    start, stop = span.start, span.stop
+    at = offset
+    if at is None:
+        # A document begins behind every end; the id before the part shows whether one does at its first.
+        at = start if start in (0, array.size) else _next_begin(array, end_id, start - 1)
+    window = _SCAN_TOKENS
+    while at < stop:
+        ids = array.read(at, min(array.size, at + window))
+        begins = np.flatnonzero(ids == end_id) + 1
+        # Documents that begin behind the part belong to the next one.
+        begins = begins[: int(np.searchsorted(begins, stop - at)) + 1]
+        is_end = at + len(ids) == array.size
+        if is_end and (not len(begins) or begins[-1] < min(len(ids), stop - at)):
+            begins = np.append(begins, len(ids))
+        if not len(begins):
+            if window < MAX_DOCUMENT_TOKENS:
+                window *= 2
+                continue
+            after = _next_begin(array, end_id, at + len(ids))
+            yield Record(at, after, None, f"no id {end_id} ends a document within {window} tokens")
+            at = after
+            continue
+        edges = [0, *begins.tolist()]
+        yield from _token_records(ids[: edges[-1]], edges, [at + edge for edge in edges])
+        at += edges[-1]
+        window = _SCAN_TOKENS
+
+
+def _next_begin(array: _NumberArray, end_id: int, at: int) -> int:
+    """Where the first document behind the next end begins."""
+    for start in range(at, array.size, _SCAN_TOKENS):
+        ids = array.read(start, min(array.size, start + _SCAN_TOKENS))
+        ends = np.flatnonzero(ids == end_id)
+        if len(ends):
+            return start + int(ends[0]) + 1
+    return array.size

@@ -1,0 +1,164 @@
+"""Global batches sampled from a table of lengths, for planning without data (`evenload plan`).
+
+The table is shuffled by seed and read on; when it ends it is shuffled anew. So a step never repeats a table
+entry before all were used, and step k is the same for any number of steps. A batch is fixed before planning,
+by documents or by tokens; strategies only rearrange inside it. O(n) per step.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import ConfigError, DataError
+from evenload.plan.deferral.delay import DelayState
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.types.document import Document
+from evenload.types.plan import DEFERRED, LeftOut
+
+Overlong = Literal["error", "split", "truncate", "drop"]
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """One step's documents in arrival order, and what became of the others; ids count up over the run."""
+
+    documents: tuple[Document, ...]
+    left_out: tuple[LeftOut, ...]
+    dropped_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRule:
+    """How a global batch is drawn from entries of a table.
+
+    Args:
+        num_documents: table entries of a step; or
+        num_tokens: entries are taken until their tokens (after `overlong`) reach this; the last one may exceed it.
+        context: longest document that is trained whole.
+        overlong: what happens to longer ones: refuse, cut into independent documents, cut off, or leave out.
+
+    Raises:
+        ConfigError: neither or both of `num_documents` and `num_tokens`, a value below 1, or another word.
+    """
+
+    num_documents: int | None = None
+    num_tokens: int | None = None
+    context: int
+    overlong: Overlong = "error"
+
+    def __post_init__(self) -> None:
+        if (self.num_documents is None) == (self.num_tokens is None):
+            raise ConfigError("global batch: give its size either in documents or in tokens")
+        if self.overlong not in (choices := get_args(Overlong)):
+            raise ConfigError(f"overlong is '{self.overlong}'; choices: {', '.join(choices)}")
+        size = self.num_tokens if self.num_documents is None else self.num_documents
+        for name, value in (("batch size", size), ("context", self.context)):
+            if value is None or value < 1:
+                raise ConfigError(f"global batch: {name} is {value}, must be at least 1")
+
+    def sample(self, lengths: NDArray[np.int64], *, steps: int, seed: int) -> tuple[SampledBatch, ...]:
+        """The batches of so many steps.
+
+        Args:
+            lengths: int64[n], at least 1 each.
+
+        Raises:
+            ConfigError: `steps` below 1 or `seed` below 0.
+            DataError: an entry longer than `context` with `overlong` "error"; a table without usable entries.
+        """
+        if steps < 1:
+            raise ConfigError(f"global batch: steps is {steps}, must be at least 1")
+        if seed < 0:
+            raise ConfigError(f"global batch: seed is {seed}, must be 0 or more")
+        self._require_usable(lengths)
+        entries = _entries(lengths, seed)
+        batches: list[SampledBatch] = []
+        next_id = 0
+        for _ in range(steps):
+            batches.append(self.draw(entries, next_id))
+            next_id += len(batches[-1].documents) + len(batches[-1].left_out)
+        return tuple(batches)
+
+    def draw(self, entries: Iterator[int], first_id: int = 0) -> SampledBatch:
+        """A batch of the next entries, an iterator without an end; ids of documents count up from `first_id`."""
+        documents: list[Document] = []
+        left_out: list[LeftOut] = []
+        sampled = tokens = dropped = 0
+        ids = itertools.count(first_id)
+        while sampled < self.num_documents if self.num_documents is not None else tokens < self.num_tokens:  # type: ignore[operator]
+            length = next(entries)
+            sampled += 1
+            if length > self.context and self.overlong == "drop":
+                reason = f"dropped: longer than {self.context}"
+                left_out.append(LeftOut(doc_id=next(ids), num_tokens=length, reason=reason))
+                dropped += length
+                continue
+            pieces = _pieces(length, self.context, self.overlong)
+            dropped += length - sum(pieces)
+            documents += [Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in pieces]
+            tokens += sum(pieces)
+        return SampledBatch(tuple(documents), tuple(left_out), dropped)
+
+    def _require_usable(self, lengths: NDArray[np.int64]) -> None:
+        usable = lengths <= self.context
+        if self.overlong == "error" and not usable.all():
+            first = int(np.argmin(usable))
+            raise DataError(
+                f"document {first} has {lengths[first]} tokens, context is {self.context} "
+                f"({int((~usable).sum())} of {len(lengths)} documents are longer); "
+                "raise --context or choose --overlong split, truncate or drop"
+            )
+        if not len(lengths) or (self.overlong == "drop" and not usable.any()):
+            raise DataError(
+                f"no document of the table fits context {self.context}; raise --context or use --overlong split"
+            )
+
+
+def _entries(lengths: NDArray[np.int64], seed: int) -> Iterator[int]:
+    """All entries of the table, reshuffled every round, without an end."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.permutation(lengths).tolist()
+
+
+def _pieces(length: int, context: int, overlong: Overlong) -> list[int]:
+    if length <= context:
+        return [length]
+    if overlong == "truncate":
+        return [context]
+    whole, rest = divmod(length, context)
+    return [context] * whole + ([rest] if rest else [])
+
+
+OnProgress = Callable[[int, int, str], None]
+"""(done, of how many, what comes next)."""
+
+
+def no_progress(done: int, total: int, what: str) -> None:
+    pass
+
+
+def planned_steps(
+    planner: StepPlanner, batches: Sequence[SampledBatch], name: str
+) -> tuple[list[Proposal], list[float], int]:
+    """Every step in one layout; seconds each took to plan; tokens deferred. Raises as `StepPlanner.propose`."""
+    proposals: list[Proposal] = []
+    plan_time_s: list[float] = []
+    state, carried, deferred_tokens = DelayState(), (), 0
+    for step, batch in enumerate(batches):
+        documents: tuple[Document, ...] = (*carried, *batch.documents)
+        is_last = step == len(batches) - 1
+        started = time.perf_counter()
+        proposal = planner.propose(step, documents, name, batch.left_out, state=state, is_last=is_last)
+        plan_time_s.append(time.perf_counter() - started)
+        proposals.append(proposal)
+        state = proposal.state or DelayState()
+        put_off = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
+        deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in put_off)
+        carried = tuple(document for document in documents if document.doc_id in put_off)
+    return proposals, plan_time_s, deferred_tokens

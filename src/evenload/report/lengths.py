@@ -1,0 +1,469 @@
+"""What `evenload lengths` shows of document lengths (shares by length class, cumulative shares, what windows cut) in a
+terminal, on a page and as one PNG.
+
+All length axes are logarithmic. Colours follow the three things counted: documents blue, tokens orange, attention
+work green. Of each the classes have an axis of their own, and a class far above all others has a bar that is broken:
+one document of ten million tokens holds most of the attention work, and would press everything else to the ground.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from evenload.errors import ConfigError
+from evenload.report.page import definitions_html, figure_html, page_html
+from evenload.report.svg import (
+    LENGTH_COLORS,
+    Axes,
+    Curves,
+    Figure,
+    NumberTable,
+    Scale,
+    Tick,
+    class_ticks,
+    legend,
+    length_ticks,
+    line,
+    panel,
+    rect,
+    round_ticks,
+    stairs,
+    text,
+    tick_labels,
+)
+from evenload.report.units import format_count, format_power_of_two, format_share
+from evenload.types.counted import counted
+from evenload.types.length_profile import HeaviestHalf, LengthProfile
+from evenload.types.length_unit import LengthUnit, in_unit
+
+READ_CLASSES = (
+    "Documents by length, in classes of powers of two: how many documents, their tokens, and the (query, key) pairs of "
+    "causal attention, each with an axis of its own. Where the third stands far right of the first, a few long "
+    "documents decide how long a step takes, and packing by token counts leaves devices waiting."
+)
+_READ_BROKEN = " A <b>broken bar</b> is longer than drawn; its share stands on it."
+READ_CUMULATIVE = (
+    "The share of everything that lies in documents up to a length. The wider the gap between the curves, the more "
+    "there is to win by balancing work instead of documents."
+)
+READ_WINDOWS = (
+    "What a context window does to this data. <b>Blue</b>: documents that do not fit. <b>Orange</b>: tokens after the "
+    "window, lost where documents are truncated. <b>Green</b>: attention between pieces, lost where documents are "
+    "split. Evenload trains documents whole up to <code>--context</code>."
+)
+COUNTED = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
+"""What is counted over lengths: fields of `LengthProfile`, and their names."""
+WINDOW_CUTS = (
+    ("longer_documents", "documents", "documents longer"),
+    ("tokens_beyond", "tokens", "tokens beyond"),
+    ("attention_pairs_across", "attention_pairs", "attention across pieces"),
+)
+"""What a window cuts: field of `WindowCut`, of the total that it is a share of, and name."""
+_CUT_MEANINGS = (
+    "of documents are longer",
+    "of tokens lie beyond: truncating loses them",
+    "of attention is across pieces: splitting loses it",
+)
+_CLASS_PX, _SHARES_PX = 104, 260
+_MOST_OVER_SECOND = 2.5
+"""A class this many times the next one has a broken bar."""
+_ROOM = 1.3
+
+
+def axis_end(shares: Sequence[float]) -> float:
+    """Where the axis of a histogram ends: above the largest share, or above the second, if that were pressed flat."""
+    ordered = sorted(shares, reverse=True)
+    second = ordered[1] if len(ordered) > 1 else 0.0
+    is_alone = second > 0 and ordered[0] > _MOST_OVER_SECOND * second
+    return (second * 1.5 if is_alone else ordered[0]) * _ROOM or 1.0
+
+
+def has_broken_bar(profile: LengthProfile) -> bool:
+    return any(max(shares) > axis_end(shares) for shares in (_shares(profile, key) for key in COUNTED))
+
+
+def read_classes(profile: LengthProfile) -> str:
+    """How to read `length_classes_figure`."""
+    return READ_CLASSES + (_READ_BROKEN if has_broken_bar(profile) else "")
+
+
+def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
+    """Share of documents, tokens and attention work by length class: a panel each over the same classes."""
+    starts = [format_power_of_two(c.start) for c in profile.classes]
+    names = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
+    panels = []
+    for key, name in COUNTED.items():
+        shares = _shares(profile, key)
+        is_last = key == "attention_pairs"
+        axes = _class_axes(shares, starts if is_last else [], _CLASS_PX)
+        title = in_unit("length from (tokens; every class ends where the next begins)", unit) if is_last else ""
+        marks = []
+        for i, (share, one) in enumerate(zip(shares, profile.classes, strict=True)):
+            count = getattr(one, key)
+            tip = in_unit(f"{names[i]} tokens: {share:.2%} of {name} ({count:,})", unit)
+            marks += _class_bar(axes, i, share, LENGTH_COLORS[key], tip)
+        label = in_unit(f"share of {name} by length: {_told(names, shares)}", unit)
+        heading = f'<div class="panel-title">{in_unit(name, unit)}</div>'
+        panels.append(heading + panel(_titled(axes, title), marks, label))
+    rows = [
+        (name, *(f"{getattr(one, key):,}, {format_share(shares[key][i])}" for key in COUNTED))
+        for shares in [{key: _shares(profile, key) for key in COUNTED}]
+        for i, (name, one) in enumerate(zip(names, profile.classes, strict=True))
+    ]
+    headings = (in_unit("length (tokens)", unit), *(in_unit(name, unit) for name in COUNTED.values()))
+    return Figure(
+        body="".join(panels),
+        label=in_unit("shares of documents, tokens and attention work by length class", unit),
+        numbers=NumberTable(headings, tuple(rows)),
+    )
+
+
+def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
+    """Share of documents, tokens and attention work in documents up to a length."""
+    ticks = length_ticks(profile.shortest, profile.longest)
+    axes = Axes(
+        x=Scale(ticks[0].at, ticks[-1].at, is_log=True),
+        y=Scale(0, 1.02),
+        x_ticks=ticks,
+        y_ticks=_share_ticks(1.0),
+        x_title=in_unit("up to this length (tokens)", unit),
+        height_px=_SHARES_PX,
+    )
+    marks, series = [], []
+    for key, name in COUNTED.items():
+        values = [getattr(point, key) for point in profile.cumulative]
+        points = ((axes.x.share(p.length), axes.y_px(v)) for p, v in zip(profile.cumulative, values, strict=True))
+        marks.append(line(stairs(points), axes.height_px, LENGTH_COLORS[key]))
+        series.append((in_unit(name, unit), LENGTH_COLORS[key], values))
+    curves = Curves("up to", [point.length for point in profile.cumulative], "%", series)
+    label = in_unit("cumulative shares of documents, tokens and attention work over length", unit)
+    keys = legend((name, color, "solid") for name, color, _ in series)
+    return Figure(body=keys + panel(axes, marks, label, curves), label=label)
+
+
+def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
+    """What each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
+    windows = [format_power_of_two(cut.window) for cut in profile.windows]
+    columns = [
+        [getattr(cut, key) / getattr(profile, total) for cut in profile.windows] for key, total, _ in WINDOW_CUTS
+    ]
+    axes = Axes(
+        x=Scale(-0.5, len(windows) - 0.5),
+        y=Scale(0, (max(map(max, columns)) or 1.0) * 1.05),
+        x_ticks=class_ticks(windows),
+        y_ticks=_share_ticks((max(map(max, columns)) or 1.0) * 1.05),
+        x_title=in_unit("context window (tokens)", unit),
+        y_title="share cut",
+        height_px=_SHARES_PX,
+    )
+    marks = []
+    kinds = zip(WINDOW_CUTS, columns, _CUT_MEANINGS, strict=True)
+    for position, ((key, total, _), shares, meaning) in enumerate(kinds):
+        for i, (share, cut) in enumerate(zip(shares, profile.windows, strict=True)):
+            tip = in_unit(f"window {windows[i]}: {share:.2%} {meaning} ({getattr(cut, key):,})", unit)
+            low = i - 0.36 + 0.24 * position
+            span = axes.x.share(low), axes.x.share(low + 0.23)
+            marks.append(rect(span, axes.y_px(share), axes.height_px - axes.y_px(share), LENGTH_COLORS[total], tip))
+    label = in_unit("what each context window cuts: documents, tokens, attention work", unit)
+    names = [in_unit(name, unit) for _, _, name in WINDOW_CUTS]
+    rows = []
+    for i, (window, cut) in enumerate(zip(windows, profile.windows, strict=True)):
+        counts = [getattr(cut, key) for key, _, _ in WINDOW_CUTS]
+        cells = (f"{count:,}, {format_share(column[i])}" for count, column in zip(counts, columns, strict=True))
+        rows.append((window, *cells))
+    keys = legend((name, LENGTH_COLORS[total], "fill") for name, (_, total, _) in zip(names, WINDOW_CUTS, strict=True))
+    numbers = NumberTable((in_unit("window (tokens)", unit), *names), tuple(rows))
+    return Figure(body=keys + panel(axes, marks, label), label=label, numbers=numbers)
+
+
+def _shares(profile: LengthProfile, key: str) -> list[float]:
+    return [getattr(one, key) / getattr(profile, key) for one in profile.classes]
+
+
+def _class_axes(shares: Sequence[float], labels: Sequence[str], height_px: int) -> Axes:
+    end = axis_end(shares)
+    return Axes(
+        x=Scale(-0.5, len(shares) - 0.5),
+        y=Scale(0, end),
+        x_ticks=class_ticks(labels),
+        y_ticks=_share_ticks(end, 3),
+        height_px=height_px,
+    )
+
+
+def _class_bar(axes: Axes, at: int, share: float, color: str, tip: str) -> list[str]:
+    """A bar with its share over it; where it leaves the axis two gaps say that it goes on."""
+    if not share:
+        return []
+    span = axes.x.share(at - 0.4), axes.x.share(at + 0.4)
+    middle = (span[0] + span[1]) / 2
+    is_broken = share > axes.y.high
+    # Something is never invisible.
+    top = 16.0 if is_broken else min(axes.y_px(share), axes.height_px - 1)
+    marks = [rect(span, top, axes.height_px - top, color, tip)]
+    if is_broken:
+        marks += [rect((span[0] - 0.002, span[1] + 0.002), y, 2.5, "var(--card)") for y in (top + 12, top + 18)]
+    words = f"{100 * share:.1f}" if share >= 0.0005 else "<0.1"
+    kind = "on-bar broken" if is_broken else "on-bar"
+    marks.append(text(middle, top - 4, f"{words} %" if is_broken else words, kind=kind))
+    return marks
+
+
+def _share_ticks(end: float, count: int = 5) -> list[Tick]:
+    at = round_ticks(0, end, count)
+    return [Tick(value, label) for value, label in zip(at, tick_labels(at, "%"), strict=True)]
+
+
+def _titled(axes: Axes, title: str) -> Axes:
+    return Axes(axes.x, axes.y, axes.x_ticks, axes.y_ticks, title, height_px=axes.height_px)
+
+
+def _told(names: Sequence[str], shares: Sequence[float]) -> str:
+    most = max(range(len(shares)), key=shares.__getitem__)
+    return f"most, {format_share(shares[most])}, from {names[most]} tokens"
+
+
+# What `evenload lengths` shows in a terminal: totals, a histogram over length classes, and what windows cut. Classes
+# are powers of two, so the histogram's axis is logarithmic. Each class has three bars, for documents, tokens and
+# attention work, because they lie in different places: that difference is why packing matters.
+
+_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
+_BAR_COLORS = {"documents": "blue", "tokens": "dark_orange", "attention": "green4"}
+# Columns of a bar.
+_LEAST_BAR, _MOST_BAR = 4, 20
+
+
+@dataclass(frozen=True)
+class LengthsTable:
+    """A rich renderable; see the module."""
+
+    profile: LengthProfile
+    unit: LengthUnit = "tokens"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from (Text(in_unit(line.plain, self.unit), style=line.style) for line in _totals(self.profile))
+        yield Text()
+        yield _histogram(self.profile, options.max_width, console, options, self.unit)
+        if self.profile.windows:
+            yield _windows(self.profile, self.unit)
+            yield Text(
+                in_unit(
+                    "work: query-key pairs of causal attention. Truncating to a window loses the tokens beyond, "
+                    "splitting the work across pieces.",
+                    self.unit,
+                ),
+                style="bright_black",
+            )
+
+
+def _totals(profile: LengthProfile) -> Iterator[Text]:
+    yield Text(f"{counted(profile.documents, 'document')}, {profile.tokens:,} tokens", style="bold")
+    yield Text(
+        f"length in tokens: min {profile.shortest:,}, median {profile.median:,}, mean {profile.mean:,.1f}, "
+        f"p90 {profile.p90:,}, p99 {profile.p99:,}, max {profile.longest:,}"
+    )
+    yield Text(f"half of the tokens lie in {_half(profile.half_of_tokens, profile)}")
+    yield Text(f"half of the attention work lies in {_half(profile.half_of_attention, profile)}")
+
+
+def _half(half: HeaviestHalf, profile: LengthProfile) -> str:
+    share = format_share(half.documents / profile.documents)
+    which = "the longest document" if half.documents == 1 else f"the {half.documents:,} longest documents"
+    return f"{which} ({share}), of {half.shortest:,} tokens{'' if half.documents == 1 else ' and more'}"
+
+
+def _histogram(
+    profile: LengthProfile, max_width: int, console: Console, options: ConsoleOptions, unit: LengthUnit
+) -> Table:
+    """As wide as the terminal; a cut number is a wrong number, so where it is narrow the last columns are left out."""
+    for is_wide in (True, False):
+        bare = Measurement.get(
+            console, options.update(max_width=10_000), _class_table(profile, 1, is_wide, unit)
+        ).maximum
+        width = 1 + (max_width - bare) // 3
+        if width >= _LEAST_BAR:
+            break
+    return _class_table(profile, min(_MOST_BAR, max(1, width)), is_wide, unit)
+
+
+def _class_table(profile: LengthProfile, width: int, is_wide: bool, unit: LengthUnit) -> Table:
+    table = _bare_table()
+    table.add_column("length", justify="right", no_wrap=True)
+    table.add_column("docs", justify="right", no_wrap=True)
+    for name in ("of docs", "of tokens", "of work"):
+        table.add_column(in_unit(f"share\n{name}", unit), justify="right", no_wrap=True)
+        table.add_column("", min_width=width, max_width=width, no_wrap=True)
+    if is_wide:
+        for name in ("docs", "tokens", "work"):
+            table.add_column(in_unit(f"{name}\nto here", unit), justify="right", no_wrap=True)
+    totals = (profile.documents, profile.tokens, profile.attention_pairs)
+    counts = [(c.documents, c.tokens, c.attention_pairs) for c in profile.classes]
+    largest = [max(column) for column in zip(*counts, strict=True)]
+    running = [0, 0, 0]
+    for one, parts in zip(profile.classes, counts, strict=True):
+        running = [before + part for before, part in zip(running, parts, strict=True)]
+        cells = []
+        for part, total, most, color in zip(parts, totals, largest, _BAR_COLORS.values(), strict=True):
+            cells += [Text(format_share(part / total)), Text(bar(part / most, width), style=color)]
+        if is_wide:
+            cells += [Text(format_share(part / total)) for part, total in zip(running, totals, strict=True)]
+        classes = f"{format_power_of_two(one.start)} to {format_power_of_two(one.stop)}"
+        table.add_row(Text(classes), Text(f"{one.documents:,}"), *cells)
+    return table
+
+
+def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
+    table = _bare_table()
+    of_docs, of_tokens = ("docs\nlonger", "share of\ndocs"), ("their\ntokens", "tokens\nbeyond", "share of\ntokens")
+    for heading in ("window", *of_docs, *of_tokens, "work across\npieces"):
+        table.add_column(in_unit(heading, unit), justify="right", no_wrap=True)
+    for cut in profile.windows:
+        table.add_row(
+            format_power_of_two(cut.window),
+            f"{cut.longer_documents:,}",
+            format_share(cut.longer_documents / profile.documents),
+            format_share(cut.longer_tokens / profile.tokens),
+            format_count(cut.tokens_beyond),
+            format_share(cut.tokens_beyond / profile.tokens),
+            format_share(cut.attention_pairs_across / profile.attention_pairs),
+            style="bright_black" if not cut.longer_documents else None,
+        )
+    return table
+
+
+def _bare_table() -> Table:
+    return Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def bar(share: float, width: int) -> str:
+    """A horizontal bar of `share` (0 to 1) of `width` columns, in eighths of a column; visible unless it is 0."""
+    eighths = round(share * width * 8)
+    if share > 0:
+        eighths = max(1, eighths)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+
+
+def write_lengths_page(
+    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
+) -> None:
+    """Write the page, about 50 KB; the title is plain text."""
+    figures = [
+        (
+            "classes",
+            "Where documents and work are",
+            read_classes(profile),
+            length_classes_figure(profile, unit),
+        ),
+        ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile, unit)),
+    ]
+    if profile.windows:
+        figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile, unit)))
+    blocks = [
+        figure_html(name, heading, in_unit(read, unit), figure, level=2) for name, heading, read, figure in figures
+    ]
+    head = [f"<h1>{escape(title)}</h1>", in_unit(_tiles(profile), unit)]
+    Path(path).write_text(page_html(title, head + blocks, unit=unit), encoding="utf-8")
+
+
+def _tiles(profile: LengthProfile) -> str:
+    half, work = profile.half_of_tokens, profile.half_of_attention
+    share, work_share = (format_share(one.documents / profile.documents) for one in (half, work))
+    tiles = (
+        ("documents", f"{profile.documents:,}", ""),
+        ("tokens", format_count(profile.tokens), f"{profile.tokens:,}"),
+        ("median length", f"{profile.median:,}", f"mean {profile.mean:,.0f}"),
+        ("90 % are at most", f"{profile.p90:,}", f"99 %: {profile.p99:,}"),
+        ("longest", f"{profile.longest:,}", f"shortest {profile.shortest:,}"),
+        ("half of the tokens", share, f"of documents, from {half.shortest:,} on"),
+        ("half of the attention", work_share, f"of documents, from {work.shortest:,} on"),
+    )
+    return definitions_html(
+        "tiles", ((name, f"{escape(value)}<small>{detail}</small>") for name, value, detail in tiles)
+    )
+
+
+_INCHES = (9.0, 9.6)
+_DOTS_PER_INCH = 130
+
+
+def write_lengths_png(
+    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
+) -> None:
+    """Write three panels: shares by length class, cumulative shares, what windows cut."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"a PNG needs matplotlib ({error}); install it with: pip install 'evenload[png]', or use --html"
+        ) from error
+    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    # matplotlib reads "$" as mathematics.
+    figure.suptitle(title.replace("$", r"\$"), fontsize=12, fontweight="bold")
+    classes, cumulative, *cuts = figure.subplots(3 if profile.windows else 2, 1)
+    shares = [(name, key, [getattr(c, key) for c in profile.classes]) for key, name in COUNTED.items()]
+    _grouped_bars(classes, [c.start for c in profile.classes], shares, profile, unit)
+    classes.set_xlabel(in_unit("length from (tokens)", unit))
+    for key, name in COUNTED.items():
+        cumulative.step(
+            [point.length for point in profile.cumulative],
+            [100 * getattr(point, key) for point in profile.cumulative],
+            where="post",
+            color=LENGTH_COLORS[key],
+            linewidth=1.8,
+            label=in_unit(name, unit),
+        )
+    cumulative.set_xscale("log", base=2)
+    cumulative.xaxis.set_major_formatter(lambda value, _: format_power_of_two(round(value)) if value >= 1 else "")
+    cumulative.set_xlabel(in_unit("up to this length (tokens)", unit))
+    panels = [(classes, "share, %"), (cumulative, "share, %")]
+    for axes in cuts:
+        shares = [(name, key, [getattr(cut, field) for cut in profile.windows]) for field, key, name in WINDOW_CUTS]
+        _grouped_bars(axes, [cut.window for cut in profile.windows], shares, profile, unit)
+        axes.set_xlabel(in_unit("context window (tokens)", unit))
+        panels.append((axes, "share cut, %"))
+    for axes, label in panels:
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        if axes is classes:
+            _cut_outlier(axes)
+        axes.grid(axis="y", color="#e6e9ee")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+    figure.savefig(path, format="png")
+
+
+def _cut_outlier(axes) -> None:
+    """As on the page: a bar far above all others goes on beyond the axis, with its number on it."""
+    end = axis_end([bar.get_height() for bar in axes.patches])
+    axes.set_ylim(top=end)
+    for bar in axes.patches:
+        if bar.get_height() > end:
+            place = bar.get_x() + bar.get_width() / 2, end
+            axes.annotate(
+                f"▲ {bar.get_height():.1f} %", place, ha="center", va="bottom", fontsize=8, annotation_clip=False
+            )
+
+
+def _grouped_bars(
+    axes, lengths: list[int], series: list[tuple[str, str, list[int]]], profile: LengthProfile, unit: LengthUnit
+) -> None:
+    """Bars at every length for each (name, total of the profile, counts), as shares of that total in its colour."""
+    width = 0.8 / len(series)
+    for position, (name, total, counts) in enumerate(series):
+        center = (position - (len(series) - 1) / 2) * width
+        values = [100 * count / getattr(profile, total) for count in counts]
+        at = [i + center for i in range(len(lengths))]
+        axes.bar(at, values, width, label=in_unit(name, unit), color=LENGTH_COLORS[total])
+    labels = [format_power_of_two(length) for length in lengths]
+    axes.set_xticks(range(len(labels)), labels, rotation=0 if len(labels) < 20 else 45, fontsize=8)

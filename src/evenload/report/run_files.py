@@ -1,0 +1,214 @@
+"""Files of a run with one JSON object a line: `metrics.jsonl` (a row of fixed keys a step), `validation.jsonl`,
+`samples.jsonl` and `layouts.jsonl`, appended and read back.
+
+A run killed in the middle of a write leaves a torn last line. Reading reports it (a log warning) and
+goes on; anywhere else a broken line is an error. Appending after a torn line would hide it in the
+middle of the file, so it is refused until `drop_torn_line` has cut it off.
+
+JSON has no NaN or infinity, but a diverged loss must be recorded: non-finite numbers are written as the
+strings "NaN", "Infinity" and "-Infinity" (as in the JSON form of protocol buffers) and read back as floats.
+Price: one open, one read of a byte and one write a step; reading is O(file).
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from evenload.errors import DataError
+from evenload.types.layout_decision import LayoutDecision
+from evenload.types.validation import Validation
+
+METRIC_KEYS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "label_tokens",
+    "padding_tokens",
+    "documents",
+    "total_tokens",
+    "total_label_tokens",
+    "elapsed_s",
+    "unix_time_s",
+    "step_time_s",
+    "exchange_s",
+    "predicted_step_time_s",
+    "reduction_s",
+    "reduction_hidden_s",
+    "predicted_reduction_s",
+    "predicted_reduction_hidden_s",
+    "gather_s",
+    "gather_hidden_s",
+    "predicted_gather_s",
+    "predicted_gather_hidden_s",
+    "tokens_per_s",
+    "mfu",
+    "mfu_of_data_sheet",
+    "bubble_fraction",
+    "imbalance_forward",
+    "imbalance_backward",
+    "imbalance_dp",
+    "pack_efficiency",
+    "plan_time_s",
+    "data_wait_s",
+    "peak_memory_bytes",
+    "predicted_peak_memory_bytes",
+    "peak_process_bytes",
+    "predicted_process_bytes",
+    "deferred_documents",
+    "mean_token_delay_steps",
+    "layout",
+)
+"""The keys of a row, in the order in which they are written. A value that does not exist is `None`."""
+
+MetricValue = int | float | str | None
+MetricRow = Mapping[str, MetricValue]
+Row = TypeVar("Row", bound=msgspec.Struct)
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_TEXT_KEYS = frozenset({"layout"})
+_LOG = logging.getLogger(__name__)
+
+
+def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
+    """Add one step to the file, made if needed, as one line in the order of `METRIC_KEYS`. `DataError` where keys are
+    missing or unknown, or the file ends in a torn line."""
+    line = (_encode(row) + "\n").encode()
+    with open(path, "a+b") as file:
+        if _ends_torn(file):
+            raise DataError(
+                f"{path} ends in a torn line (a crash while writing); call drop_torn_line before appending to it"
+            )
+        file.write(line)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, MetricValue]]:
+    """All rows in file order; a torn last line is left out with a log warning. `DataError` where there is no file, or
+    another line, named by its number, is not a row of the fixed keys."""
+    try:
+        text = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"no metrics file {path}; give the metrics.jsonl of a run") from error
+    lines = text.split(b"\n")
+    torn = lines.pop()
+    if torn:
+        _LOG.warning("%s: left out the torn last line %d (%d bytes)", path, len(lines) + 1, len(torn))
+    return [_decode(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def drop_torn_line(path: str | os.PathLike[str]) -> str:
+    """Cut an unfinished last line off the file, as a resumed run must; returns the text cut off."""
+    if not os.path.exists(path):
+        return ""
+    content = Path(path).read_bytes()
+    keep = content.rfind(b"\n") + 1
+    if keep < len(content):
+        with open(path, "r+b") as file:
+            file.truncate(keep)
+    return content[keep:].decode(errors="replace")
+
+
+def latest_per_step(rows: Iterable[MetricRow]) -> list[MetricRow]:
+    """Rows by ascending step, the last written of each: a resumed run repeats the steps it lost."""
+    latest = {row["step"]: row for row in rows}
+    return sorted(latest.values(), key=lambda row: float(row["step"] or 0))
+
+
+def predicted_part_seconds(row: MetricRow) -> float | None:
+    """The part of a step's measured time that its prediction is of: all but what ranks tell each other around it."""
+    step_s, exchange_s = row["step_time_s"], row["exchange_s"]
+    return None if step_s is None else float(step_s) - float(exchange_s or 0.0)
+
+
+def _wrong_keys(keys: Collection[str]) -> str:
+    missing, unknown = [key for key in METRIC_KEYS if key not in keys], sorted(set(keys) - set(METRIC_KEYS))
+    return f"missing keys {missing}, unknown keys {unknown}" if missing or unknown else ""
+
+
+def _encode(row: MetricRow) -> str:
+    if wrong := _wrong_keys(row.keys()):
+        raise DataError(
+            f"metrics of step {row.get('step', '?')}: {wrong}; give exactly METRIC_KEYS, with None for a value that "
+            "does not exist"
+        )
+    return json.dumps({key: _encode_value(row[key]) for key in METRIC_KEYS}, allow_nan=False)
+
+
+def _encode_value(value: MetricValue) -> MetricValue:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON ({error}); remove the line or restore the file") from error
+    if wrong := _wrong_keys(row if isinstance(row, dict) else ()):
+        raise DataError(f"{where} is not a metrics row: {wrong}; is it a file of another version?")
+    return {key: _decode_value(key, row[key]) for key in METRIC_KEYS}
+
+
+def _decode_value(key: str, value: MetricValue) -> MetricValue:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) and key not in _TEXT_KEYS else value
+
+
+def _ends_torn(file) -> bool:
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
+
+
+def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) -> None:
+    """Add structs to a file of JSON lines (`validation.jsonl`, `samples.jsonl`, `layouts.jsonl`), made if needed;
+    without rows no file is made."""
+    lines = [msgspec.json.encode(row) + b"\n" for row in rows]
+    if lines:
+        with open(path, "ab") as file:
+            file.writelines(lines)
+
+
+def read_validations(path: str | os.PathLike[str]) -> tuple[Validation, ...]:
+    """Read `validation.jsonl` by ascending step; of a pass that a resumed run repeated the last one.
+
+    Raises:
+        DataError: a whole line is no pass over validation data.
+    """
+    latest = {(one.step, one.of_average): one for one in _read_rows(path, Validation, "pass over validation data")}
+    return tuple(latest[key] for key in sorted(latest))
+
+
+def read_decisions(path: str | os.PathLike[str]) -> tuple[LayoutDecision, ...]:
+    """Read `layouts.jsonl` by ascending step; of a step that a resumed run repeated the last decision.
+
+    Raises:
+        DataError: a whole line is no decision about a layout.
+    """
+    latest = {one.step: one for one in _read_rows(path, LayoutDecision, "decision about a layout")}
+    return tuple(latest[step] for step in sorted(latest))
+
+
+def _read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
+    """Structs of a file, none where there is no file; a torn last line is left out."""
+    try:
+        *lines, _ = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(msgspec.json.decode(line, type=kind))
+        except msgspec.MsgspecError as error:
+            raise DataError(
+                f"{path}, line {number} is no {what} ({error}); remove the line or restore the file"
+            ) from error
+    return rows

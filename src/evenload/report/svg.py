@@ -1,0 +1,435 @@
+"""Pictures of a page as SVG text: marks, colours, axes, and the panels and rows they form (`Figure`).
+
+Marks are placed in coordinates that follow the width of the page without a script.
+
+Across, a place is a share of the picture's width (0 to 1) and becomes a percentage; down, it is pixels. So bars, dots
+and texts move with the page while letters and line widths stay as they are. Lines and shapes have no percentages in
+SVG: they stand in an inner picture that is stretched, with strokes that are not. All texts are escaped here. Why no
+library: docs/decisions/21-documentation-and-reports.md.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, NamedTuple
+
+from evenload.report.units import format_count, format_power_of_two
+
+Point = tuple[float, float | None]
+"""Share of the width, pixels from the top; None breaks a line."""
+
+_WIDE = 10_000
+"""Units across a stretched picture: a tenth of a pixel on the widest page."""
+_DASHES = {"solid": "", "dash": "7 5", "dot": "2 4", "dashdot": "8 4 2 4"}
+
+
+def rect(span: tuple[float, float], top_px: float, height_px: float, color: str, tip: str = "") -> str:
+    """A bar over a span of the width."""
+    low, high = span
+    place = f'x="{_percent(low)}" width="{_percent(high - low)}" y="{top_px:g}" height="{height_px:.4g}"'
+    return f'<rect {place} fill="{color}"{_tip(tip)}/>'
+
+
+def dot(x: float, y_px: float, color: str, *, hollow: bool = False, radius_px: float = 3.2, tip: str = "") -> str:
+    look = f'fill="none" stroke="{color}" stroke-width="1.4"' if hollow else f'fill="{color}"'
+    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" {look}{_tip(tip)}/>'
+
+
+def triangle(x: float, y_px: float, color: str, *, up: bool, tip: str = "") -> str:
+    path = "M-7 5H7L0 -7Z" if up else "M-7 -5H7L0 7Z"
+    body = f'<path d="{path}" fill="{color}"{_tip(tip)}/>'
+    return f'<svg x="{_percent(x)}" y="{y_px:.5g}" overflow="visible">{body}</svg>'
+
+
+def text(
+    x: float, y_px: float, words: str, *, anchor: str = "middle", dx_px: float = 0, kind: str = "", color: str = ""
+) -> str:
+    """Words at a place; `anchor` is start, middle or end, `kind` a class of the style sheet."""
+    look = f' class="{kind}"' if kind else ""
+    look += f' style="fill:{color}"' if color else ""
+    shift = f' dx="{dx_px:g}"' if dx_px else ""
+    return f'<text x="{_percent(x)}" y="{y_px:.5g}" text-anchor="{anchor}"{shift}{look}>{escape(words)}</text>'
+
+
+def rule(span: tuple[float, float], y_px: float, kind: str) -> str:
+    """A horizontal line."""
+    low, high = span
+    return f'<line x1="{_percent(low)}" x2="{_percent(high)}" y1="{y_px:.5g}" y2="{y_px:.5g}" class="{kind}"/>'
+
+
+def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
+    """A vertical line."""
+    at = _percent(x)
+    return f'<line x1="{at}" x2="{at}" y1="{top_px:g}" y2="{bottom_px:g}" class="{kind}"/>'
+
+
+def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid", width_px: float = 2) -> str:
+    """A line through points, broken where one has no height; a point alone becomes a short dash."""
+    parts: list[list[Point]] = [[]]
+    for point in points:
+        if point[1] is None:
+            parts.append([])
+        else:
+            parts[-1].append(point)
+    path = "".join(_path(part) + ("h1" if len(part) == 1 else "") for part in parts if part)
+    dashes = f' stroke-dasharray="{_DASHES[dash]}"' if _DASHES[dash] else ""
+    look = f'fill="none" stroke="{color}" stroke-width="{width_px:g}" stroke-linejoin="round" stroke-linecap="round"'
+    return _stretched(f'<path d="{path}" {look}{dashes} vector-effect="non-scaling-stroke"/>', height_px)
+
+
+def shape(points: Sequence[Point], height_px: int, color: str, fill: str, tip: str = "") -> str:
+    """A closed outline."""
+    look = f'fill="{fill}" stroke="{color}" stroke-width="1.2"'
+    path = f'<path d="{_path(points)}Z" {look}{_tip(tip)} vector-effect="non-scaling-stroke"/>'
+    return _stretched(path, height_px)
+
+
+def stairs(points: Iterable[tuple[float, float]]) -> list[Point]:
+    """A line that keeps its height until the next point."""
+    found: list[Point] = []
+    for x, y_px in points:
+        if found:
+            found.append((x, found[-1][1]))
+        found.append((x, y_px))
+    return found
+
+
+def _path(points: Iterable[Point]) -> str:
+    return "M" + "L".join(f"{x * _WIDE:.0f} {y_px:.4g}" for x, y_px in points if y_px is not None)
+
+
+def _stretched(body: str, height_px: int) -> str:
+    size = f'width="100%" height="{height_px}" viewBox="0 0 {_WIDE} {height_px}"'
+    return f'<svg {size} preserveAspectRatio="none" overflow="visible">{body}</svg>'
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.5g}%"
+
+
+def _tip(words: str) -> str:
+    return f' data-tip="{escape(words)}"' if words else ""
+
+
+# Colours of pictures: told apart by colour-blind readers, legible on white and on near-black. Forward is blue and
+# backward orange (the pair that survives all common colour deficiencies), with two lightnesses for even and odd packs
+# so that neighbours show. Split backwards keep orange for I and take brown for W. Predicted is always hollow, dashed
+# or grey; measured is filled and solid. Hues after Okabe and Ito, "Color Universal Design", 2008, adjusted to
+# contrast on both backgrounds.
+
+
+class KindStyle(NamedTuple):
+    """How tasks of one kind look: colour of even and odd packs and of those too thin to tell apart, the text on each
+    of the first two, and the legend's name."""
+
+    even: str
+    odd: str
+    thin: str
+    text_even: str
+    text_odd: str
+    name: str
+
+
+KIND_STYLES = {
+    "F": KindStyle("#1f6fb5", "#7ab5e6", "#4c92cd", "#ffffff", "#0b2033", "forward"),
+    "B": KindStyle("#d06a12", "#f2ae69", "#e18c3d", "#ffffff", "#3b1d02", "backward"),
+    "I": KindStyle("#d06a12", "#f2ae69", "#e18c3d", "#ffffff", "#3b1d02", "backward: input gradient"),
+    "W": KindStyle("#7d5233", "#b58d6d", "#996f50", "#ffffff", "#24150a", "backward: weight gradient"),
+}
+PREDICTED = "#8a919e"
+MEASURED = "#2f7fd0"
+SERIES = ("#2f7fd0", "#e07b1a", "#1b9e77", "#b55fa5", "#b59b00", "#4fb0d8", "#8a919e", "#d1495b")
+"""Runs in one picture; after these, dashes tell them apart."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+MEMORY_COLORS = {
+    "weights": "#3f6fa5",
+    "gradients": "#86bdea",
+    "optimizer_state": "#2a4a70",
+    "activations_replay": "#e07b1a",
+    "activations_recompute": "#f2ae69",
+    "activations_offload": "#c9a77c",
+    "keys_and_values": "#1b9e77",
+    "key_value_gradients": "#7fd6b8",
+    "gathered_keys_and_values": "#17795a",
+    "weight_gradient_inputs": "#8f5fc0",
+    "recompute_buffers": "#c8a3e0",
+    "offload_buffers": "#e0b7cf",
+    "layer_buffers": "#98a2b0",
+    "head_logits": "#c53347",
+}
+"""`MEMORY_KINDS`: what stays blue, activations orange, keys and values green, buffers violet, grey and red."""
+SIDE_STYLES = {
+    "recompute": ("#00000055", "recompute (front of a backward)"),
+    "offload": ("#17a398", "offload to the host"),
+    "reload": ("#c2438f", "reload from the host"),
+    "reduction": ("#9d7fc9", "gradient reduction"),
+    "optimizer": ("#6a4f96", "optimizer"),
+    "gather": ("#b9a4d8", "gather of updated weights"),
+}
+"""`SIDE_KINDS` that are drawn: colour, and the legend's name."""
+LENGTH_COLORS = {"documents": "#2f7fd0", "tokens": "#e07b1a", "attention_pairs": "#1b9e77"}
+"""What is counted over document lengths."""
+CAUSE_COLORS = {
+    "useful_s": "#2f7fd0",
+    "kernels_s": "#86bdea",
+    "padding_s": "#e3c53d",
+    "recompute_s": "#b59b00",
+    "offload_s": "#7d6d0a",
+    "tp_communication_s": "#2fb38a",
+    "cp_communication_s": "#17795a",
+    "cp_imbalance_s": "#7fd6b8",
+    "warmup_s": "#f2a0a8",
+    "cooldown_s": "#e0707c",
+    "imbalance_s": "#c53347",
+    "stage_imbalance_s": "#87192f",
+    "dependency_s": "#8f5fc0",
+    "p2p_s": "#5cc4c9",
+    "dp_imbalance_s": "#e8833a",
+    "reduction_s": "#7d5233",
+    "optimizer_s": "#b58d6d",
+    "switch_s": "#5d6673",
+}
+"""Causes of `TimeSplit`: useful work blue, overheads of computing light blue to yellow, transfers green, waiting red,
+violet and orange, the end of the step brown."""
+
+
+def series_style(index: int) -> tuple[str, str]:
+    return SERIES[index % len(SERIES)], DASHES[(index // len(SERIES)) % len(DASHES)]
+
+
+def text_on(color: str) -> str:
+    """Black or white, whichever is easier to read on a colour: the larger contrast of WCAG 2."""
+    luminance = _luminance(color)
+    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
+
+
+def _luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+_STEPS = (1, 2, 5, 10)
+_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values between two bounds as shares of an axis; `is_log` by their logarithms."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    def share(self, value: float) -> float:
+        low, high, at = self.low, self.high, value
+        if self.is_log:
+            low, high, at = math.log(low), math.log(high), math.log(value)
+        return (at - low) / (high - low) if high > low else 0.5
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A place on an axis and its label; on a narrow page only every so many are shown."""
+
+    at: float
+    label: str
+    is_minor: bool = False
+
+
+def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within the bounds, about `count`."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in _STEPS if power * factor >= rough * 0.8)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def tick_labels(values: Sequence[float], kind: str) -> list[str]:
+    """All labels of an axis in one unit: "s", "%", "×", "count" or "" for plain numbers."""
+    most = max((abs(value) for value in values), default=0.0)
+    step = abs(values[1] - values[0]) if len(values) > 1 else most
+    if kind == "s":
+        unit_s, name = next(((u, n) for u, n in _SECOND_UNITS if most >= u * 0.9999), _SECOND_UNITS[-1])
+        return [f"{_plain(value / unit_s, step / unit_s)} {name}" for value in values]
+    if kind == "%":
+        return [f"{_plain(100 * value, 100 * step)} %" for value in values]
+    if kind == "count":
+        return [format_count(value).replace(".00", "") for value in values]
+    return [f"{_plain(value, step)}{kind}" for value in values]
+
+
+def step_ticks(first: int, last: int) -> list[Tick]:
+    """Ticks of whole steps, every other one left out on a narrow page."""
+    found = [round(value) for value in round_ticks(first, last, 10)]
+    whole = list(dict.fromkeys(value for value in found if first <= value <= last)) or [first]
+    return [Tick(value, f"{value:,}", is_minor=bool(i % 2)) for i, value in enumerate(whole)]
+
+
+def length_ticks(shortest: int, longest: int) -> list[Tick]:
+    """Powers of two around lengths."""
+    powers = range(shortest.bit_length() - 1, longest.bit_length() + 1)
+    every = max(1, math.ceil(len(powers) / 7))
+    return [Tick(2**k, format_power_of_two(2**k), is_minor=bool(i % every)) for i, k in enumerate(powers)]
+
+
+def class_ticks(labels: Sequence[str]) -> list[Tick]:
+    """Labels of classes, one place each."""
+    every = max(1, math.ceil(len(labels) / 8))
+    return [Tick(i, label, is_minor=bool(i % every)) for i, label in enumerate(labels)]
+
+
+def _plain(value: float, step: float) -> str:
+    """As many decimals as tell two ticks apart."""
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+    return f"{value:,.{min(6, decimals)}f}" if value else "0"
+
+
+# `Figure`: a finished picture of a page, and the parts that pictures are made of: panels, rows, legends. A panel is
+# an SVG whose axes stand around it. It needs no script to be seen: it is there when the page opens, in print and for
+# who switched scripts off; `report.js` adds what pointing shows.
+
+
+@dataclass(frozen=True)
+class NumberTable:
+    """What a picture shows as numbers: headings, then a row of cells each, the first names the row."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture in HTML, one sentence that says what it shows, and its numbers where they are few."""
+
+    body: str
+    label: str
+    numbers: NumberTable | None = None
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Of a panel: ticks and a title on both sides, and the room for the labels on the left."""
+
+    x: Scale
+    y: Scale
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    x_title: str = ""
+    y_title: str = ""
+    left_px: int = 58
+    height_px: int = 250
+
+    def y_px(self, value: float) -> float:
+        """Pixels from the top."""
+        return self.height_px * (1 - self.y.share(value))
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What pointing at a panel shows: values of every series at the nearest x; `kind` as in `axes.tick_labels`."""
+
+    x_name: str
+    x: Sequence[float]
+    kind: str
+    series: Sequence[tuple[str, str, Sequence[float | None]]]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self, axes: Axes) -> str:
+        """For the script: the places of the values are those of the axes."""
+        series = [{"name": n, "color": c, "values": [_short(v) for v in values]} for n, c, values in self.series]
+        places = [round(axes.x.share(value), 5) for value in self.x]
+        data = {"xName": self.x_name, "x": [_short(v) for v in self.x], "at": places, "kind": self.kind}
+        return json.dumps(data | {"series": series} | dict(self.extra), separators=(",", ":"))
+
+
+def panel(axes: Axes, marks: Iterable[str], label: str, curves: Curves | None = None) -> str:
+    """Marks within axes; with `curves` it can be pointed at and walked through by arrow keys."""
+    height = axes.height_px
+    parts = [rule((0, 1), axes.y_px(tick.at), "grid") for tick in axes.y_ticks]
+    parts += [
+        text(0, axes.y_px(tick.at) + 4, tick.label, anchor="end", dx_px=-8, kind=_tick_kind(tick))
+        for tick in axes.y_ticks
+    ]
+    parts += [text(axes.x.share(tick.at), height + 17, tick.label, kind=_tick_kind(tick)) for tick in axes.x_ticks]
+    parts.append(rule((0, 1), height, "axis"))
+    parts += marks
+    title = f'<div class="y-title">{escape(axes.y_title)}</div>' if axes.y_title else ""
+    below = f'<div class="x-title">{escape(axes.x_title)}</div>' if axes.x_title else ""
+    points = f" data-curves='{_attribute(curves.as_json(axes))}' tabindex=\"0\"" if curves else ""
+    what = f'role="img" aria-label="{escape(label)}"'
+    if curves:
+        what = f'role="group" aria-roledescription="chart" aria-label="{escape(label)}; arrow keys read values"'
+    picture = (
+        f'<svg class="plot" width="100%" height="{height}" overflow="visible" {what}{points}>{"".join(parts)}</svg>'
+    )
+    return f'{title}<div class="panel" style="--left:{axes.left_px}px">{picture}</div>{below}'
+
+
+def rows_chart(
+    rows: Iterable[tuple[str, str, str]],
+    row_px: int,
+    label: str,
+    *,
+    x: Scale,
+    ticks: Sequence[Tick] = (),
+    title: str = "",
+    names_px: int = 120,
+    notes_px: int = 170,
+) -> str:
+    """Rows of (name, marks, note) on one axis: beside each other on a wide page, name and note over the marks on a
+    narrow one."""
+    lines = "".join(upright(x.share(tick.at), 0, row_px, "grid") for tick in ticks)
+    parts = []
+    for name, marks, note in rows:
+        picture = f'<svg class="plot" width="100%" height="{row_px}" overflow="visible" aria-hidden="true">'
+        parts.append(
+            f'<div class="row"><span class="name">{escape(name)}</span>{picture}{lines}{marks}</svg>'
+            f'<span class="value">{escape(note)}</span></div>'
+        )
+    if ticks:
+        words = "".join(text(x.share(tick.at), 14, tick.label, kind=_tick_kind(tick)) for tick in ticks)
+        axis = f'<svg class="plot" width="100%" height="20" overflow="visible" aria-hidden="true">{words}</svg>'
+        parts.append(f'<div class="row ticks"><span class="name"></span>{axis}<span class="value"></span></div>')
+    below = f'<div class="x-title">{escape(title)}</div>' if title else ""
+    style = f"--names:{names_px}px;--notes:{notes_px}px"
+    rows_html = f'<div class="rows" role="group" aria-label="{escape(label)}" style="{style}">{"".join(parts)}</div>'
+    return rows_html + below
+
+
+def legend(entries: Iterable[tuple[str, str, str]]) -> str:
+    """(name, colour, kind) with a swatch each; kinds: "fill", or a line's dash."""
+    parts = []
+    for name, color, kind in entries:
+        look = f"background:{color}" if kind == "fill" else f"border-top:2px {_BORDERS[kind]} {color}"
+        of_line = "" if kind == "fill" else ' class="line"'
+        parts.append(f'<span><i{of_line} style="{look}"></i>{escape(name)}</span>')
+    return f'<div class="legend">{"".join(parts)}</div>' if parts else ""
+
+
+_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dashed"}
+
+
+def names_width_px(names: Iterable[str], most_px: int = 220) -> int:
+    """Room that names want beside rows."""
+    return min(most_px, 20 + 7 * max((len(name) for name in names), default=0))
+
+
+def _tick_kind(tick: Tick) -> str:
+    return "minor" if tick.is_minor else ""
+
+
+def _short(value: float | None) -> float | None:
+    if value is None or value != value or abs(value) == float("inf"):
+        return None
+    return float(f"{value:.7g}")
+
+
+def _attribute(json_text: str) -> str:
+    """Within single quotes."""
+    return json_text.replace("&", "&amp;").replace("'", "&#39;").replace("<", "&lt;")

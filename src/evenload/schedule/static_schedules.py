@@ -1,0 +1,242 @@
+"""Schedules whose order follows from the number of packs and their dependencies alone: GPipe, 1F1B (also where stages
+have several ranks), interleaved 1F1B and ZB-H1."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import ConfigError
+from evenload.schedule.schedule_rule import ScheduleRule, static_order
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.timeline import KINDS
+
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = (KINDS.index(name) for name in "FBIW")
+
+
+# GPipe (Huang et al. 2019): all forwards, then all backwards; every pack is held at once.
+#
+#     stage 0:  0F0 0F1 0F2 0B0 0B1 0B2
+#     stage 1:  1F0 1F1 1F2 1B0 1B1 1B2
+#
+# Backwards run in pack order, as everywhere here, not reversed as in the paper's figure.
+
+
+def gpipe(tasks: PipelineTasks) -> ActionColumns:
+    counts = np.full(tasks.num_backward, tasks.num_forward, np.int64)
+    return static_order(tasks, counts, np.zeros(tasks.num_stages, dtype=np.int64))
+
+
+GPIPE = ScheduleRule(
+    name="gpipe",
+    description="all forwards, then all backwards; every pack is held at once",
+    order=lambda tasks, cap_bytes: gpipe(tasks),
+)
+
+
+# 1F1B where stages have several ranks, to which their packs are dealt in turn (FlexPipe's part-pipeline parallelism).
+#
+# Stage s has g[s] ranks and runs pack k on rank number k % g[s]. Every rank runs 1F1B over its own packs, so many
+# forwards ahead of its backwards that all later ranks have one each: w[s] = W[s] / g[s] of its own, where
+#
+#     W[last] = 0        W[s] = W[s+1] + g[s+1], rounded up to a multiple of g[s]
+#
+# Rounding from the end on matters: with 3 in place of 4 packs ahead on the first of 1 + 2 + 1 ranks, equal packs take
+# half as long again. With these:
+#
+#     stage 0:         0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0F6 0B2 ...      w = 4
+#     stage 1, rank 0: 1F0     1F2         1B0     1F4     1B2 ...      w = 1
+#     stage 1, rank 1:     1F1     1F3             1B1     1F5 ...
+#     stage 2:         2F0 2B0 2F1 2B1 2F2 2B2 ...                      w = 0
+#
+# Nothing deadlocks, whatever actions and transfers take. A rank of stage s runs B_j after F_(j + W[s]) and before
+# F_(j + W[s] + g[s]). Give F(k, s) the key (k, s) and B(j, s) the key (j + W[s] + 1/2, -s): every edge on a rank goes
+# to a larger key, F from stage to stage too, and so does B, because W falls from stage to stage. O(actions).
+#
+# Instead of a list schedule with ranks as the resource: the order then depends on predicted durations, and with packs
+# of equal seconds, which `balanced` makes, it is this one.
+
+
+def dealt_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
+    """The order of whole documents' packs.
+
+    Raises:
+        ConfigError: a backward pack needs another forward than its own.
+    """
+    count = tasks.num_forward
+    if tasks.num_backward != count or (tasks.forwards_needed != np.arange(1, count + 1)).any():
+        raise ConfigError(
+            f"1f1b: stages have {tasks.widths.tolist()} ranks, so every backward pack has to be a forward pack, in the "
+            "same order, of whole documents; use balanced or flexpipe, or one rank a stage"
+        )
+    warmup = dealt_warmup(tasks.widths).tolist()
+    rows = []
+    for stage, width in enumerate(tasks.widths.tolist()):
+        for turn in range(width):
+            own = np.arange(turn, count, width)
+            kind, pack = _one_rank(own, warmup[stage])
+            rows.append((kind, np.full(len(kind), stage), pack))
+    return ActionColumns.of_ranks(rows)
+
+
+def dealt_warmup(widths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Forwards that every rank of a stage runs before its first backward, on top of that one's; int64[P]."""
+    ahead = np.zeros(len(widths), np.int64)  # W
+    for stage in range(len(widths) - 2, -1, -1):
+        packs = ahead[stage + 1] + widths[stage + 1]
+        ahead[stage] = -(-packs // widths[stage]) * widths[stage]
+    return ahead // widths
+
+
+def _one_rank(own: NDArray[np.int64], warmup: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Kinds and packs of one rank in order: its i-th backward after i + 1 + warmup forwards, or all."""
+    index = np.arange(len(own))
+    kind = np.full(2 * len(own), _FORWARD)
+    kind[index + np.minimum(len(own), index + 1 + warmup)] = _BACKWARD
+    pack = np.empty(2 * len(own), np.int64)
+    pack[kind == _FORWARD] = pack[kind == _BACKWARD] = own
+    return kind, pack
+
+
+# 1F1B: the static order with `w[s] = P - 1 - s` and the least f, the running maximum of D.
+#
+# With whole documents and equal forward and backward packs (`D[j] = j + 1`) it is the plain 1F1B of PipeDream-Flush
+# (Narayanan et al. 2021): after `P - 1 - s` warm-up forwards every stage alternates
+#
+#     stage 0:  0F0 0F1 0B0 0F2 0B1 0B2
+#     stage 1:  1F0 1B0 1F1 1B1 1F2 1B2
+#
+# On sliced packs it is SlimPack's 1F1B without injected forwards. A stage holds at most P - s packs when `D[j] = j +
+# 1`.
+
+
+def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
+    if tasks.num_ranks > tasks.num_stages:
+        return dealt_one_f_one_b(tasks)
+    least_counts = np.maximum.accumulate(tasks.forwards_needed.astype(np.int64))
+    return static_order(tasks, least_counts, one_a_stage(tasks))
+
+
+def one_a_stage(tasks: PipelineTasks) -> NDArray[np.int64]:
+    """The w of 1F1B, a forward for every later stage; int64[P]."""
+    return np.arange(tasks.num_stages - 1, -1, -1, dtype=np.int64)
+
+
+ONE_F_ONE_B = ScheduleRule(
+    name="1f1b",
+    description="one forward, one backward, after as many forwards as there are later stages",
+    order=lambda tasks, cap_bytes: one_f_one_b(tasks),
+    deals_packs=True,
+)
+
+
+# Interleaved 1F1B (Narayanan et al. 2021, §2.2): v virtual stages on every rank, round robin.
+#
+#     rank 0 (stages 0, 2):  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+#     rank 1 (stages 1, 3):  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+#
+# Packs go in groups: the packs of the first through the rank's first stage, then through its second, and so on. As
+# published a group has R packs, and steps a multiple of R; here as many groups as R goes into the packs, as even as
+# can be, so any number of packs is scheduled. With G packs in the largest group, and at least R, rank r runs `2 (R -
+# 1 - r) + (v - 1) G` forwards, then alternates. On equal packs the makespan is `(v max(m, R) + min(m, R) - 1) (tF +
+# tB)` with tF and tB of one virtual stage: the bubble is v times smaller than 1F1B's.
+#
+# It never gets stuck. Number a rank's forwards by turn i, groups of fewer than R packs (there is one, where the step
+# has no more) as if they had R; backward i stands behind forward i + warmup. Give F of turn i on rank r the key i + r
+# and B the key i + 2 (R - 1) + (v - 1) G - r + 1/2: every edge on a rank and between ranks goes to a larger key, from
+# a rank's last to its next stage too, because that is at least R turns later. O(actions log actions).
+
+
+def interleaved_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
+    """The interleaved schedule of packs that are the same in both directions, at least one.
+
+    Raises:
+        ConfigError: stages that are not assigned round robin, or packs that differ between forward and backward;
+            `packflow_list` schedules those.
+    """
+    num_ranks, num_packs, num_stages = tasks.num_ranks, tasks.num_forward, tasks.num_stages
+    if tasks.stage_to_rank.tolist() != [stage % num_ranks for stage in range(num_stages)] or num_stages % num_ranks:
+        raise ConfigError(f"interleaved: stages are on ranks {tasks.stage_to_rank.tolist()}, expected round robin")
+    if tasks.forwards_needed.tolist() != list(range(1, num_packs + 1)):
+        raise ConfigError(
+            f"interleaved: needs backward packs equal to forward packs, got {num_packs} forward and "
+            f"{tasks.num_backward} backward packs; use the list schedule"
+        )
+    virtual = num_stages // num_ranks
+    packs, chunk = np.arange(num_packs), np.arange(virtual)
+    sizes = np.array([len(group) for group in np.array_split(packs, max(1, num_packs // num_ranks))])
+    strides = np.maximum(sizes, num_ranks)  # turns of a group in one of a rank's stages
+    first_turn = np.repeat(virtual * (np.cumsum(strides) - strides) - (np.cumsum(sizes) - sizes), sizes) + packs
+    turn = (first_turn + chunk[:, None] * np.repeat(strides, sizes)).ravel()
+    kind, pack = np.repeat([0, 1], len(turn)), np.tile(packs, 2 * virtual)
+    stage = np.repeat(np.concatenate([chunk, virtual - 1 - chunk]), num_packs) * num_ranks
+    rows = []
+    for rank in range(num_ranks):
+        warmup = 2 * (num_ranks - 1 - rank) + (virtual - 1) * int(strides.max())
+        # Backward i stands right behind forward warmup + i.
+        order = np.argsort(np.concatenate([2 * turn, 2 * (turn + warmup) + 1]), kind="stable")
+        rows.append((kind[order], stage[order] + rank, pack[order]))
+    return ActionColumns.of_ranks(rows)
+
+
+INTERLEAVED = ScheduleRule(
+    name="interleaved",
+    description="1F1B over the virtual stages of every rank, packs in groups of at least as many as there are ranks",
+    order=lambda tasks, cap_bytes: interleaved_one_f_one_b(tasks),
+    needs_equal_packs=True,
+)
+
+
+# ZB-H1: 1F1B with split backwards, whose weight gradients fill the drain (Qi et al. 2023, "Zero Bubble", §3).
+#
+# Every backward runs as I, which the stage before waits for, and later W. Stage s defers W by s packs: after I of
+# pack j comes W of pack j - s, and what is left at the end.
+#
+#     stage 0:  0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+#     stage 1:  1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+#     stage 2:  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+#
+# A stage that starts late has little to wait for and many W left over; a stage that starts early waits for gradients
+# and has W to run while it does. No stage holds more than P packs, which is what 1F1B's first stage holds. On equal
+# packs without p2p transfers, with tF, tI and tW seconds, the makespan is
+#
+#     m (tF + tI + tW) + (P - 1) (tF + max(0, tI - tW))
+#
+# against 1F1B's bubble of (P - 1) (tF + tI + tW). Any packs can be scheduled, sliced documents too: the forwards are
+# 1F1B's of `one_f_one_b`. O(actions log actions).
+
+
+def zero_bubble_h1(tasks: PipelineTasks) -> ActionColumns:
+    """The ZB-H1 schedule of packs whose backwards can be split.
+
+    Raises:
+        ConfigError: tasks without split columns, or several stages on a rank (`packflow_list` schedules those).
+    """
+    if tasks.split is None:
+        raise ConfigError("zero bubble: the tasks have no split columns; price backwards as I and W first")
+    if tasks.stage_to_rank.tolist() != list(range(tasks.num_ranks)):
+        raise ConfigError(
+            f"zero bubble: stages are on ranks {tasks.stage_to_rank.tolist()}, expected one stage a rank in order; "
+            "use packflow_list with split for virtual stages"
+        )
+    whole = one_f_one_b(tasks)
+    rows = []
+    for stage in range(tasks.num_stages):
+        own = whole.of_rank(stage)
+        kind, pack = whole.kind[own], whole.pack[own]
+        place = np.flatnonzero(kind == _BACKWARD)
+        # W of pack j stands right behind I of pack j + stage, or behind the last I; there in pack order.
+        behind = place[np.minimum(np.arange(len(place)) + stage, len(place) - 1)]
+        order = np.argsort(np.concatenate([2 * np.arange(len(kind)), 2 * behind + 1]), kind="stable")
+        split = np.where(kind == _BACKWARD, _INPUT, kind)
+        split = np.concatenate([split, np.full(len(place), _WEIGHT)])
+        rows.append((split[order], np.full(len(order), stage), np.concatenate([pack, pack[place]])[order]))
+    return ActionColumns.of_ranks(rows)
+
+
+ZB_H1 = ScheduleRule(
+    name="zb_h1",
+    description="1F1B with split backwards: weight gradients fill the drain, in the memory of 1F1B's first stage",
+    order=lambda tasks, cap_bytes: zero_bubble_h1(tasks),
+    splits_backward=True,
+    one_stage_per_rank=True,
+    tried_by_auto=True,
+)

@@ -1,0 +1,146 @@
+"""The ledger grows by rows of one format, and what they were predicted from lies beside it."""
+
+import csv
+from contextlib import nullcontext
+
+import msgspec
+import pytest
+
+from bench_samples import batch_run, ledger_row, result_of, runs
+from cost_samples import sample_coefficients
+from evenload.bench.runs import BenchInputs, BenchResult, MachineLoad, option_tables_of, recorded_batch
+from evenload.config.keys import plan_options
+from evenload.cost.host_memory import HostMemory
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.wlb import WlbOptions
+from evenload.types.cluster import LinkSpec
+from ledger import (
+    COLUMNS,
+    append_result,
+    current_rows,
+    plan_again,
+    read_inputs,
+    read_ledger,
+    require_ledger,
+)
+
+
+def result(*strategies: str, **changes) -> BenchResult:
+    found = [runs(name, batch_run((1.0, 1.1), 0.99), batch_run((2.0, 2.0), 2.5, batch=1)) for name in strategies]
+    return result_of(*found, **changes)
+
+
+def test_rows_are_appended_under_one_head(tmp_path):
+    path = tmp_path / "accuracy.csv"
+    assert append_result(path, result("best_fit", "slimpack"), "tiny") == 4
+    assert append_result(path, result("auto"), "tiny", commit="abc") == 2
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [row["strategy"] for row in rows] == [*["best_fit"] * 2, *["slimpack"] * 2, *["auto"] * 2]
+    assert rows[0]["device"] == "some device, with a comma"
+    assert (rows[0]["step_time_s"], rows[0]["step_time_error"]) == ("1.050000", "-0.0571")
+    assert (rows[1]["step_time_error"], rows[1]["memory_error"]) == ("+0.2500", "-0.1000")
+
+
+def test_rows_are_read_as_they_were_measured(tmp_path):
+    path = tmp_path / "accuracy.csv"
+    assert read_ledger(path) == ()
+    append_result(path, result("slimpack", load=MachineLoad(demand=2.0, waited_share=0.25)), "tiny", commit="abc")
+    one, other = read_ledger(path)
+    assert (one.case, one.commit, one.batch, other.batch) == ("tiny", "abc", 0, 1)
+    assert (one.demand, one.waited_share, one.is_quiet) == (2.0, 0.25, False)
+    assert (one.spread, other.spread) == (pytest.approx(0.1 / 1.05, abs=1e-4), 0.0)
+    assert one.inputs == other.inputs
+
+
+def test_a_damaged_row_is_named(tmp_path):
+    path = tmp_path / "accuracy.csv"
+    append_result(path, result("slimpack"), "tiny")
+    path.write_text(path.read_text().replace("1.050000", "fast"))
+    with pytest.raises(DataError, match="step_time_s"):
+        read_ledger(path)
+
+
+def test_newer_rows_supersede_older_ones_unless_the_machine_was_busy():
+    quiet, busy = ledger_row(date="1"), ledger_row(date="2", waited_share=0.5)
+    assert [one.date for one in current_rows((quiet, busy))] == ["1"]
+    assert [one.date for one in current_rows((quiet, busy, ledger_row(date="3")))] == ["3"]
+    assert [one.date for one in current_rows((busy, ledger_row(date="4", spread=0.3)))] == ["4"]
+    assert (
+        len(
+            current_rows(
+                (quiet, ledger_row(batch=1), ledger_row(strategy="y"), ledger_row(layout="z"), ledger_row(case="w"))
+            )
+        )
+        == 5
+    )
+
+
+def test_what_plans_were_made_from_lies_beside_and_makes_them_again(tmp_path):
+    """Same digest, same prediction; other costs are another file, and the old one stays."""
+    path = tmp_path / "accuracy.csv"
+    found = result("slimpack")
+    append_result(path, found, "tiny")
+    append_result(path, msgspec.structs.replace(found, loss_difference=1.0), "tiny")
+    slower = msgspec.structs.replace(found.coefficients, head_s_per_token=6.0)
+    append_result(path, result("slimpack", coefficients=slower), "tiny")
+    names = list(dict.fromkeys(one.inputs for one in read_ledger(path)))
+    assert len(names) == 2
+    assert {file.stem for file in (tmp_path / "costs").iterdir()} == set(names)
+    for name, coefficients in zip(names, (found.coefficients, slower), strict=True):
+        inputs, costs = read_inputs(path, name)
+        assert (inputs, costs) == (found.inputs, coefficients)
+        again = plan_again(inputs, costs, "slimpack", 0)
+        options = PlanOptions(max_pack_tokens=64)
+        planner = StepPlanner(
+            inputs.model, coefficients, inputs.layout, inputs.memory_cap_bytes, options, host=inputs.host
+        )
+        first = planner.plan(0, again.documents, "slimpack")
+        assert (again.digest, again.predicted) == (first.digest, first.predicted)
+        assert recorded_batch(again) == inputs.batches[0]
+
+
+def test_options_of_strategies_come_back(tmp_path):
+    options = PlanOptions(max_pack_tokens=64, strategies=(WlbOptions(release="queues"),))
+    inputs = msgspec.structs.replace(result().inputs, options=option_tables_of(options))
+    read = msgspec.json.decode(msgspec.json.encode(inputs), type=BenchInputs)
+    assert plan_options(read.options) == options
+
+
+def test_what_was_offloaded_within_host_memory_is_planned_within_it_again():
+    options = option_tables_of(PlanOptions(max_pack_tokens=64, policy="offload"))
+    costs = sample_coefficients(host_link=LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-3))
+    before = msgspec.structs.replace(result().inputs, options=options)
+    needed = plan_again(before, costs, "slimpack", 0).predicted.peak_host_bytes_per_node
+    assert needed > 0
+    for limit_bytes, fits in ((needed, True), (needed - 1, False)):
+        inputs = msgspec.structs.replace(before, host=HostMemory(costs.devices_per_node, limit_bytes))
+        inputs = msgspec.json.decode(msgspec.json.encode(inputs), type=BenchInputs)
+        with nullcontext() if fits else pytest.raises(InfeasiblePlanError, match="of host memory"):
+            plan_again(inputs, costs, "slimpack", 0)
+
+
+def test_missing_inputs_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"inputs/abc\.json cannot be read"):
+        read_inputs(tmp_path / "accuracy.csv", "abc")
+
+
+def test_another_file_is_refused_and_stays_as_it_is(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("tokens\n17\n")
+    with pytest.raises(ConfigError, match="is no ledger of this version"):
+        require_ledger(path)
+    with pytest.raises(ConfigError, match="is no ledger of this version"):
+        append_result(path, result("auto"), "tiny")
+    assert path.read_text() == "tokens\n17\n"
+    assert not (tmp_path / "costs").exists()
+
+
+def test_a_new_or_empty_file_is_a_ledger(tmp_path):
+    require_ledger(tmp_path / "new.csv")
+    (tmp_path / "empty.csv").touch()
+    require_ledger(tmp_path / "empty.csv")
+    assert read_ledger(tmp_path / "empty.csv") == ()

@@ -1,0 +1,168 @@
+"""`evenload.plan` gives what `evenload plan` writes."""
+
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import evenload
+from evenload.cli.plan_arguments import PlanArguments
+from evenload.cli.plan_call import PlanSettings
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.stepplan.validate import validate_plan
+from plan_calls import run_plan, write_lengths
+
+FILES = {"json_file", "html", "trace", "emit_plan"}
+"""Methods of the comparison."""
+WHERE = {"model": "llama-7b", "cluster": "h100x8", "layout": "dp=2,pp=4"}
+
+
+def without_clock(content: bytes) -> dict:
+    found = json.loads(content)
+    for row in filter(None, (*found["strategies"], found["baseline"])):
+        del row["plan_time_s"]
+    return found
+
+
+def test_the_figures_are_those_of_the_command(tmp_path, capsys):
+    table = write_lengths(tmp_path)
+    options = ["--model", "llama-7b", "--cluster", "h100x8", "--layout", "dp=2,pp=4", "--tokens", "64k", "--steps", "2"]
+    names = ("best_fit", "balanced", "slimpack")
+    strategies = ["--strategy", ",".join(names), "--set", "candidates=2", "--json", str(tmp_path / "out.json")]
+    assert run_plan(table, *options, *strategies) == 0
+    shown = capsys.readouterr().out
+    found = evenload.plan(table, **WHERE, tokens="64k", steps=2, strategy=names, set_options=["candidates=2"])
+    assert capsys.readouterr().out == "", "a function says nothing"
+    assert without_clock(found.to_json()) == without_clock((tmp_path / "out.json").read_bytes())
+    assert found.interval.describe() in shown
+    assert found.interval.describe() in str(found)
+
+    assert [row.name for row in found.strategies] == list(names)
+    assert found.best == min(found.strategies, key=lambda row: row.mean_step_time_s or np.inf).name
+    assert found.factor == found[found.best].speedup_over_baseline > 1
+    assert found.baseline.mean_step_time_s == pytest.approx(found.factor * found[found.best].mean_step_time_s)
+    assert found.headline in shown
+    assert found.headline in " ".join(str(found).split())
+    assert found["best_fit"].speedup_over_best_fit == 1
+    low_s, high_s = found[found.best].step_time_interval_s
+    assert low_s < found[found.best].mean_step_time_s < high_s
+    for name in names:
+        plans = found.plans(name)
+        assert [(plan.strategy, plan.step) for plan in plans] == [(name, 0), (name, 1)]
+        for plan in plans:
+            validate_plan(plan, max_pack_tokens=131_072)
+    assert found.plans() == found.plans(found.best)
+    with pytest.raises(ConfigError, match="'wlb' is not in this comparison, which has best_fit, balanced, slimpack"):
+        found.plans("wlb")
+
+    given = evenload.plan(np.load(table), **WHERE, tokens=65_536, steps=2, strategy=names, set_options=["candidates=2"])
+    assert [row.step_time_s for row in given.strategies] == [row.step_time_s for row in found.strategies]
+    assert given.inputs["lengths"] == "lengths of the caller"
+
+    for name, begin in (("page.html", b"<!doctype html>"), ("trace.json", b"{")):
+        write = found.write_html if name == "page.html" else found.write_trace
+        write(tmp_path / name)
+        assert (tmp_path / name).read_bytes().lower().startswith(begin)
+        with pytest.raises(ConfigError, match="cannot write"):
+            write(tmp_path / "nowhere" / name)
+
+
+def test_plans_of_a_part_are_not_given_as_those_of_the_cluster(tmp_path):
+    found = evenload.plan(
+        [512, 2000] * 100,
+        model="qwen2.5-0.5b",
+        cluster="h100x1024",
+        documents=2000,
+        strategy="balanced",
+        search_layout=True,
+        search_seconds=0.001,
+    )
+    assert found.layouts[0].stride > 1
+    for call in (found.plans, lambda: found.write_trace(tmp_path / "trace.json")):
+        with pytest.raises(ConfigError, match=r"the search judged balanced on one of \d+ replicas .*--layout dp="):
+            call()
+    assert not (tmp_path / "trace.json").exists()
+
+
+class Cells(HTMLParser):
+    """Text of all cells, and tags that were not closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.texts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_a_notebook_shows_a_table_and_says_what_does_not_fit():
+    """Nothing is raised where no strategy fits: the object says it, and raises on demand, as the command ends."""
+    found = evenload.plan(
+        [4096] * 64, model="llama-70b", cluster="h100x8", layout="pp=8", documents=8, strategy="balanced"
+    )
+    assert (found.best, found.factor) == (None, None)
+    page = Cells(found._repr_html_())
+    assert page.open == []
+    why = f"balanced: not feasible: {found['balanced'].why}"
+    assert why in page.texts
+    assert why in " ".join(str(found).split())
+    with pytest.raises(
+        InfeasiblePlanError, match=r"no strategy fits; the closest: .* in all 20 layouts of the cluster .* alone"
+    ):
+        found.require_feasible()
+    with pytest.raises(ConfigError, match="no strategy fits memory"):
+        found.plans()
+
+    found = evenload.plan([100, 2000] * 20, **WHERE, documents=16, strategy="balanced")
+    page = Cells(found._repr_html_())
+    assert page.open == []
+    assert "▶ balanced" in page.texts
+    assert repr(found) == "Comparison(1 strategy, best='balanced', factor=None)"
+
+
+def test_every_option_of_the_command_is_a_setting():
+    named = set(inspect.signature(evenload.plan).parameters) - {"further"}
+    assert named | set(PlanSettings.__annotations__) == {field.name for field in fields(PlanArguments)} - FILES
+    assert not named & set(PlanSettings.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"stratgy": "all"}, (ConfigError, "evenload.plan knows no setting stratgy; it takes overlong, ")),
+        ({"overlong": "cut"}, (ConfigError, "overlong is 'cut'; choices: error, split")),
+        ({"policy": "keep"}, (ConfigError, "policy is 'keep'")),
+        ({"worst": 0}, (ConfigError, "worst is 0, must be at least 1")),
+        ({"strategy": "slimpak"}, (ConfigError, "did you mean 'slimpack'")),
+        ({"lengths": [1.5, 2.0]}, (DataError, "lengths are float64 of shape")),
+        ({"lengths": [[1, 2]]}, (DataError, "give one whole number a document")),
+        ({"lengths": [3, 0]}, (DataError, "length 0 of document 1 is below 1")),
+        ({"lengths": []}, (DataError, "holds no lengths")),
+    ],
+)
+def test_mistakes_are_errors_in_words(given, expected):
+    kind, words = expected
+    with pytest.raises(kind, match=words):
+        evenload.plan(**{"lengths": [100, 200], **WHERE, "documents": 2, **given})
+
+
+def test_package_and_function_have_one_name_whichever_comes_first():
+    """And no torch is imported."""
+    call = "evenload.plan([100, 900] * 8, model='llama-7b', cluster='h100x8', documents=8, strategy='best_fit').best"
+    for first in ("import evenload.plan.planner", "from evenload import plan; evenload = __import__('evenload')"):
+        code = f"{first}\nprint({call})\nimport sys, evenload.plan.planner\nprint({call}, 'torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout.split() == ["best_fit", "best_fit", "False"]

@@ -1,0 +1,102 @@
+"""The settings with which fewer ranks go on."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenload.config.layouts import fitted_config, layouts_of
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import ModelConfig, ParallelConfig, PlanConfig, TrainConfig
+from evenload.data.config import DataConfig
+from evenload.errors import ConfigError
+
+NUM_LAYERS = 8
+
+
+def config_of(layouts: tuple[str, ...] = (), **parallel) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(sources=("corpus",), max_document_tokens=8, batch_documents=1),
+        parallel=ParallelConfig(**parallel),
+        plan=PlanConfig(strategy="auto", layouts=layouts),
+        train=RunConfig(output_dir="run", steps=1, cost_file="cost.json"),
+    )
+
+
+def described(config: TrainConfig) -> list[str]:
+    return [layout.describe() for layout in layouts_of(config, NUM_LAYERS)]
+
+
+def test_all_ranks_leave_the_settings_as_they_are():
+    config = config_of(("pp=4",), pp=2, dp=2)
+    assert fitted_config(config, NUM_LAYERS, 4) is config
+
+
+def test_without_named_layouts_the_rule_decides():
+    fitted = fitted_config(config_of(pp=2, dp=2), NUM_LAYERS, 3)
+    assert described(fitted) == ["pp=3 layers=3+3+2"] or described(fitted) == ["pp=3"]
+    assert fitted.train.cost_file is None, "measured in another layout"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "start", "others"),
+    [
+        (3, "pp=3 layers=2+3+3", ["pp=2"]),  # with most ranks; the others that fit stay, once each
+        (2, "pp=2", []),  # named before dp=2, which is as large
+        (1, "single", []),  # none of them: the rule
+    ],
+)
+def test_of_named_layouts_the_largest_that_fits_is_taken(ranks, start, others):
+    config = config_of(("pp=4", "pp=2", "pp=3,layers=2+3+3", "pp=2,dp=1"), pp=2, dp=2)
+    assert described(fitted_config(config, NUM_LAYERS, ranks)) == [start, *others]
+
+
+def test_replicas_that_are_not_named_are_as_many_as_are_left():
+    config = config_of(("pp=2", "dp=4"), pp=4)
+    assert described(fitted_config(config, NUM_LAYERS, 3)) == ["pp=2"], "dp=4 needs four"
+    config = config_of(("pp=1", "pp=2"), pp=4)
+    assert described(fitted_config(config, NUM_LAYERS, 3)) == ["dp=3", "pp=2"]
+
+
+def test_virtual_stages_and_uneven_layers_of_a_named_layout_are_kept():
+    config = config_of(("pp=2,virtual=2,layers=1+2+2+3",), pp=4)
+    fitted = fitted_config(config, NUM_LAYERS, 2)
+    assert fitted.parallel.virtual == 2
+    assert described(fitted) == ["pp=2 virtual=2 layers=1+2+2+3"]
+
+
+def test_stages_with_different_numbers_of_ranks():
+    """What is left of one cannot hold it: another that is named, or the rule's, whose stages have as many each."""
+    parallel = {"pp": 3, "stage_devices": (1, 2, 1)}
+    assert described(fitted_config(config_of(**parallel), NUM_LAYERS, 3)) == ["pp=3"]
+    assert described(fitted_config(config_of(**parallel), NUM_LAYERS, 2)) == ["pp=2"]
+    assert described(fitted_config(config_of(("pp=2",), **parallel), NUM_LAYERS, 2)) == ["pp=2"]
+    balanced = config_of(("pp=2,devices=2+1", "pp=2"), **parallel)
+    balanced = msgspec.structs.replace(balanced, plan=msgspec.structs.replace(balanced.plan, strategy="balanced"))
+    assert described(fitted_config(balanced, NUM_LAYERS, 3))[0].startswith("pp=2 devices=2+1")
+
+
+def test_what_shares_matrices_or_documents_is_not_divided():
+    with pytest.raises(ConfigError, match=r"1 rank left, but parallel\.cp x parallel\.tp is 2"):
+        fitted_config(config_of(tp=2, dp=2), NUM_LAYERS, 1)
+
+
+def test_layouts_in_which_no_run_starts_are_passed_over():
+    """skrull has no pipeline; a named one is no way for it, nor would the rule's be."""
+    config = config_of(("pp=3",), dp=4)
+    skrull = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, strategy="skrull"))
+    assert described(fitted_config(config, NUM_LAYERS, 3)) == ["pp=3"]
+    assert described(fitted_config(skrull, NUM_LAYERS, 3))[0] == "dp=3"
+
+
+@given(
+    texts=st.lists(st.sampled_from(["pp=1", "pp=2", "pp=3", "pp=4", "dp=2", "pp=2,dp=2", "pp=5,dp=1"]), unique=True),
+    ranks=st.integers(1, 7),
+)
+def test_it_always_fits_and_is_the_same_when_it_is_asked_again(texts, ranks):
+    config = config_of(tuple(texts), pp=4, dp=2)
+    fitted = fitted_config(config, NUM_LAYERS, ranks)
+    layouts = layouts_of(fitted, NUM_LAYERS)
+    assert max(layout.world_size for layout in layouts) == layouts[0].world_size <= ranks
+    assert fitted_config(fitted, NUM_LAYERS, layouts[0].world_size) is fitted

@@ -1,0 +1,56 @@
+"""What a fresh interpreter imports: the loader no layout search, and the planner no reader of data."""
+
+import subprocess
+import sys
+import textwrap
+
+from corpus_files import write_corpus
+
+CORE = ("types", "cost", "schedule", "simulate", "stepplan", "plan")
+NOT_OF_THE_LOADER = ("explore", "report", "cli", "api", "calibrate", "bench", "check", "plan.reconfiguration")
+MOST_OF_THE_LOADER = 215
+
+
+def run(program, *arguments):
+    """The printed lines of a Python program in a fresh interpreter."""
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
+def test_a_loader_imports_the_planner_and_the_data_room_only(tmp_path):
+    program = """
+        import sys
+        from evenload import PackedLoader
+        with PackedLoader(sys.argv[1], tokenizer="bytes", max_tokens=64, batch_documents=2, workers=0) as loader:
+            next(iter(loader))
+        print(*(name for name in sys.modules if name.startswith("evenload")))
+    """
+    found = run(program, write_corpus(tmp_path, "jsonl", ["a", "b"]))
+    rooms = tuple(f"evenload.{name}" for name in NOT_OF_THE_LOADER)
+    assert [name for name in found if f"{name}.".startswith(tuple(f"{room}." for room in rooms))] == []
+    assert len(found) < MOST_OF_THE_LOADER
+
+
+def test_feed_imports_no_planner():
+    program = """
+        import sys
+        import evenload.feed.step_maker, evenload.feed.collate, evenload.feed.read_ahead
+        print(*{name.split(".")[1] for name in sys.modules if name.startswith("evenload.")})
+    """
+    assert "plan" not in run(program)
+
+
+def test_the_planner_core_needs_none_of_the_loaders_packages():
+    program = """
+        import importlib, pkgutil, sys
+        for blocked in ("pyarrow", "jinja2", "tokenizers", "typer", "rich", "fsspec", "torch"):
+            sys.modules[blocked] = None  # which makes its import fail
+        for room in sys.argv[1:]:
+            package = importlib.import_module(f"evenload.{room}")
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                importlib.import_module(module.name)
+                print(module.name)
+    """
+    assert len(run(program, *CORE)) > 50
