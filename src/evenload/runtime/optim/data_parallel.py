@@ -42,7 +42,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.config.train_config import TrainConfig
+from evenload.config.sections import RunConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.collectives import Span, all_gather_single, collective_queue, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
@@ -56,7 +56,7 @@ class Overlaps(NamedTuple):
     gathers: bool
 
 
-def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_packs: bool, goes_on: bool) -> Overlaps:
+def overlaps_of(settings: RunConfig, coefficients: CostCoefficients, *, shares_packs: bool, goes_on: bool) -> Overlaps:
     """The same on all ranks.
 
     Args:
@@ -67,8 +67,8 @@ def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_p
     """
     sums, gathers = coefficients.reduction_overlap is not None, coefficients.gather_overlap is not None
     return Overlaps(
-        sums=config.train.overlap_reduction and sums and not shares_packs,
-        gathers=config.train.overlap_gather and gathers and goes_on,
+        sums=settings.overlap_reduction and sums and not shares_packs,
+        gathers=settings.overlap_gather and gathers and goes_on,
     )
 
 
