@@ -40,7 +40,7 @@ from evenload.types.validation import Validation
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepReport:
-    """What happened in a step; made on rank 0.
+    """Holds what happened in a step; made on rank 0.
 
     Args:
         row: the fixed keys of metrics.jsonl.
@@ -70,7 +70,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """What one rank reports at the end of a step.
+    """Holds what one rank reports at the end of a step.
 
     Whether to stop and to save travels with what ranks exchange anyway, so all decide alike.
 
@@ -108,15 +108,15 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """What matrix products reach on devices, and what their data sheet says; None = there is none for this device or
-    precision."""
+    """Holds what matrix products reach on devices, and what their data sheet promises; None = there is none for this
+    device or precision."""
 
     measured_flops_per_s: float
     data_sheet_flops_per_s: float | None
 
     @staticmethod
     def of(coefficients: CostCoefficients, model: ModelSpec, num_devices: int) -> "DevicePeaks":
-        """Of so many devices as coefficients are of, in the model's precision."""
+        """Return the peaks of so many devices as coefficients are of, in the model's precision."""
         sheet = data_sheet_flops_per_s(coefficients.device) if model.bytes_per_element == 2 else None
         return DevicePeaks(coefficients.peak_flops_per_s * num_devices, sheet and sheet * num_devices)
 
@@ -224,7 +224,7 @@ def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, n
 
 
 def no_label_warning(plan: StepPlan) -> str:
-    """What to say about a step of which no token has a loss."""
+    """Return the warning about a step of which no token has a loss."""
     return (
         f"step {plan.step}: none of its {len(plan.documents):,} documents has a token with a loss, so loss and "
         "gradient are 0, and only momentum and weight decay moved the weights; see data.record and data.loss_on"

@@ -68,7 +68,7 @@ class NonFiniteSteps:
         self.num_skipped = 0
         """Steps without an update since the run began."""
         self.mesh = mesh
-        """Of the layout that runs."""
+        """Mesh of the layout that runs."""
         self._may_skip = on_nonfinite == "skip"
         self._in_a_row = 0
         self._skipped, self._masked, self._untaught = Tally(), 0, 0  # since the loader's account was loaded
@@ -141,7 +141,7 @@ class _Suspect(NamedTuple):
 def _account(
     plan: StepPlan, run: RankRun, loss: float, grad_norm: float, origin: Callable[[int], str], mesh: Mesh
 ) -> str:
-    """What is not finite and where it comes from; the same on every rank. Collective over the control group."""
+    """Describe what is not finite and where it is from; the same on every rank. Collective over the control group."""
     mine = ([_Suspect(mesh.dp_rank, *found) for output in run.heads if (found := _suspect(output))], len(run.heads))
     everyone: list[tuple[list[_Suspect], int]] = [([], 0)] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -206,7 +206,7 @@ class ProcessMemory:
         forget_peak_process_bytes(self._device)
 
     def predicted_bytes(self, plan: StepPlan, fixed_bytes: int | None) -> int | None:
-        """What the fullest process holds by now, after this plan; None where that is not known.
+        """Return what the fullest process holds by now, after this plan; None where that is not known.
 
         Args:
             fixed_bytes: of the rank that has most.
@@ -218,7 +218,7 @@ class ProcessMemory:
 
 
 class TrainedStep(NamedTuple):
-    """What became of a step.
+    """Holds what became of a step.
 
     Args:
         report: on rank 0; None elsewhere.
@@ -232,7 +232,7 @@ class TrainedStep(NamedTuple):
 
 
 class StepTrainer:
-    """Of one rank of a run.
+    """Trains steps on one rank of a run.
 
     Args:
         saves: which follow the state into another layout; a run that gives up names the newest.
@@ -241,14 +241,14 @@ class StepTrainer:
     def __init__(self, config: TrainConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.config = config
         self.memory_cap_bytes = 0
-        """Of this process; a switch is prepared in what a step leaves of it."""
+        """Limit of this process; a switch is prepared in what a step leaves of it."""
         self.non_finite = NonFiniteSteps(config.train.on_nonfinite, state.mesh)
         self._model, self._state, self._saves = model, state, saves
         self._process = ProcessMemory(model, state.mesh.device)
 
     @property
     def _mesh(self) -> Mesh:
-        """Of the layout that runs now."""
+        """Mesh of the layout that runs now."""
         return self._state.mesh
 
     def run(
@@ -270,7 +270,7 @@ class StepTrainer:
             stop_signal: of this rank; all ranks learn of it.
             goes_on: another step follows, so updated weights may still be on their way on return; who reads them
                 otherwise takes them from `state`, which waits.
-            coming_layout: of the next step, once it is known; asked often.
+            coming_layout: of the next step, once it is known; called often.
 
         Raises:
             NonFiniteStepError, RankLostError: as `Trainer.train`.
@@ -324,7 +324,7 @@ class StepTrainer:
         return TrainedStep(report, end, not found.is_finite)
 
     def _headroom_bytes(self, plan: StepPlan) -> int:
-        """What a step leaves for a switch that is prepared while it runs."""
+        """Return what a step leaves for a switch that is prepared while it runs."""
         return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
 
     def settle(self) -> Switch | None:

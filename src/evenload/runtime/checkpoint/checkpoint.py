@@ -77,7 +77,7 @@ class Progress(Frozen):
         planner: documents that wait for a later step, and what the planner learnt about lengths.
         flex: the layout after the steps done and what the planner remembers of it, where it may change.
         totals: of tokens and seconds until then.
-        layouts_known: what trained steps said of layouts, after each of the last steps.
+        layouts_known: what trained steps showed of layouts, after each of the last steps.
         best: passes over the validation data with the smallest losses, best first; those count whose checkpoints are
             there.
         validated_steps: steps done when the validation data was last gone through; 0 = never.
