@@ -6,8 +6,8 @@
     W   add them; nothing is received or sent
 
 An action names its virtual stage: a rank with several runs the layers of one of them. What lies in host memory for a
-backward starts to come back before its gradient is waited for. The reduction is called for every unit as soon as
-no action will add to it. Updated weights may still be on their way when a step begins: a forward waits for those of every
+backward starts to come back before its gradient is waited for. The reduction is called for every unit as soon as no
+action will add to it. Updated weights may still be on their way when a step begins: a forward waits for those of every
 unit where it reads them, and the first backward for all.
 
 `forward_losses` walks a plan without backwards (`stepplan.forward_only`) through the channels, groups and packs of

@@ -192,8 +192,8 @@ class Channels:
 
 
 class _Receives:
-    """One rank's receives in a step, by the ends of its incoming channels; `before` are the receives to post before each
-    of its actions, None = channels are directed."""
+    """One rank's receives in a step, by the ends of its incoming channels; `before` are the receives to post before
+    each of its actions, None = channels are directed."""
 
     def __init__(self, lines: Mapping[Channel, Line], rows: Rows, before: Sequence[Sequence[Receive]] | None) -> None:
         self.channels = lines.keys()
