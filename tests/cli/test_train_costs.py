@@ -11,10 +11,17 @@ from dist_training import COSTS
 from evenload.cli import worker_setup
 from evenload.cli.main import main
 from evenload.cli.plan_inputs import cost_file_warnings, measured_line, other_device_line
-from evenload.cost.coefficients import OverlapCost, read_coefficients, write_coefficients
-from evenload.cost.copy_spec import CopySpec
-from evenload.cost.measured_on import Disturbance, MeasuredOn
-from evenload.cost.profile_record import FitError, Profile, digest_of
+from evenload.cost.coefficients import (
+    CopySpec,
+    Disturbance,
+    FitError,
+    MeasuredOn,
+    OverlapCost,
+    Profile,
+    digest_of,
+    read_coefficients,
+    write_coefficients,
+)
 from evenload.data.hub import model_from
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout

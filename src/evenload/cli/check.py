@@ -12,8 +12,7 @@ from evenload.cli.options import calibration_cache
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
-    from evenload.check.smaller_run import Scope
-    from evenload.check.verdict import Verdict
+    from evenload.check.runner import Scope, Verdict
     from evenload.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
@@ -37,7 +36,7 @@ def check_command(
     import msgspec
     from rich.console import Console
 
-    from evenload.check.verdict import Verdict, exit_code
+    from evenload.check.runner import Verdict, exit_code
     from evenload.cli.launch import call_in_child, require_own_launch, run_local, start_fork_server
     from evenload.config.train_config import load_train_config
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from evenload.check.run_checks import run_checks
-from evenload.check.smaller_run import Scope, checked_scope
+from evenload.check.checks import run_checks
+from evenload.check.runner import Scope, checked_scope
 from evenload.cli.worker_setup import memory_for_rank, require_runnable, run_coefficients, started_rank
 from evenload.config.tokenizer import tokenizer_fact, tokenizer_warnings
 from evenload.config.train_config import TrainConfig, layout_of

@@ -107,7 +107,7 @@ def _run_under_torchrun(given: dict, output: Path) -> None:
 
 
 def _finish(found: CostCoefficients, output: Path) -> None:
-    from evenload.calibrate.partial_file import partial_path
+    from evenload.calibrate.profile import partial_path
 
     new = output.with_name(f"{output.name}.new")
     write_output(new, encode_coefficients(found))

@@ -12,9 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
-from evenload.calibrate.memory_counts import resident_bytes
-from evenload.calibrate.partial_file import partial_path
-from evenload.calibrate.profile import ProfileTask, profile
+from evenload.calibrate.kernels import resident_bytes
+from evenload.calibrate.profile import ProfileTask, partial_path, profile
 from evenload.cli.options import parse_layout
 from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
 from evenload.config.sections import RunConfig

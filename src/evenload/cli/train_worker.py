@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from evenload.calibrate.deterministic_price import deterministic_price
-from evenload.calibrate.disturbance import CoreWaits
+from evenload.calibrate.fit import CoreWaits
+from evenload.calibrate.kernels import deterministic_price
 from evenload.cli.callback_calls import CallbackCalls
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.flops import training_flops
+from evenload.cost.layer_counts import training_flops
 from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
