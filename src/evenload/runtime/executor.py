@@ -110,7 +110,7 @@ class RankRun:
 
 
 class Weights(Protocol):
-    """Updated weights on their way to this rank (`optim.weight_gathers`)."""
+    """Updated weights on their way to this rank (`optim.data_parallel`)."""
 
     def await_unit(self, unit: int) -> None:
         """Wait until a unit's weights are there."""

@@ -3,7 +3,7 @@
 A checkpoint is a directory `step-<n>` with
 
     .metadata, *.distcp    tensors: parameters by Hugging Face name; AdamW state by parameter; both in boxes of the
-                           whole tensor (`checkpoint_pieces`), so any layout can load them; random states by rank
+                           whole tensor (`pieces`), so any layout can load them; random states by rank
     loader.json            where the loader stands, ledger included; global and small (positions, no text)
     cost.json              the cost coefficients that planned the run, so that coming plans stay the same
     progress.json          steps done, layout, state of the planner, digest of loader.json; written last: without it
@@ -15,7 +15,7 @@ was changed or mixed, and the checkpoint is refused.
 Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write
 so far; AdamW state by the replica that owns the elements; what a tensor-parallel group holds whole by its first rank.
 Resuming at the same layout is exact to the bit; at another, up to summation order, and random states start anew
-(nothing in a step draws random numbers). Saving is in `checkpoint_writer.py`.
+(nothing in a step draws random numbers). Saving is in `writer.py`.
 
 Price: reading takes what the disk gives; a rank reads only its own stage.
 """
