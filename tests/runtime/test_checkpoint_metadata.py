@@ -100,5 +100,5 @@ def test_nothing_else_reads_pickles():
     found = {file.relative_to(sources).as_posix() for file in sources.rglob("*.py") if pattern.search(file.read_text())}
     assert found == {
         *("data/workers.py", "runtime/checkpoint/pieces.py"),
-        "integrations/engines/deepspeed_loop.py",
+        "integrations/deepspeed_loop.py",
     }
