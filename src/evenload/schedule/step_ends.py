@@ -3,7 +3,7 @@
 What precedes a step's packs: updated weights gathered unit by unit, beside the update and the first forwards.
 
 The update runs from the start of the model to its end, and a unit's gather follows it and the gather before it
-(`runtime.optim.weight_gathers`). A forward waits for the gathers of its own units, layer by layer, and the first
+(`runtime.optim.data_parallel`). A forward waits for the gathers of its own units, layer by layer, and the first
 backward for all. Times follow two clocks, as at the end of a step (`schedule.step_ends`): while a gather runs beside
 compute it takes `communication_slowdown` times its seconds and compute goes on at the rate 1 - `compute_slowdown`;
 while nothing is computed, because a forward waits for weights or the rank for its first pack, the gather takes its
