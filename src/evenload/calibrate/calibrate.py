@@ -1,20 +1,16 @@
-"""Coefficients of a run from what its ranks measured: one cost file for all of them.
+"""Calibrate for some seconds at the start of training, so that predicted step times mean something.
 
-A cache of calibrated cost files, keyed by everything that changes the measured seconds.
+Every rank times its own stage's layers on a handful of packs (whole documents, many short ones, slices with a prefix),
+*all ranks at once*, because ranks of one machine share its memory bandwidth and their step will too. Rank 0 fits the
+cost model's coefficients by non-negative least squares on relative errors and broadcasts them: one cost file for all
+ranks, cached by everything that changes the measured seconds. `calibrate.profile` measures the same and more, longer.
 
-Quick calibration: seconds spent at the start of training, so that predicted step times mean something.
-
-Every rank times its own stage's layers on a handful of packs (whole documents, many short ones, slices
-with a prefix), *all ranks at once*, because ranks of one machine share its memory bandwidth and their step
-will too. Rank 0 fits the cost model's coefficients by non-negative least squares on relative errors and
-broadcasts them: one cost file for all ranks. `calibrate.profile` measures the same and more, longer.
-
-A machine that is busy with something else while it is timed is noticed (`disturbance.py`) and timed once more; the
-quieter of the two measurements is taken, and the caller is told.
+A machine that is busy with something else while it is timed is noticed (`calibrate.fit`) and timed once more; the
+quieter of the two measurements is taken.
 
 On a GPU packs of more tokens follow, up to the largest of the run: those of 4,096 tokens do not fill it. They go
-through one layer of every window, so that a fifth of the device's memory holds what layers keep of them; as far as it
-does, the caller is told. The host that queues packs is timed apart from the device that computes them (`pack_clock`).
+through one layer of every window, so that a fifth of the device's memory holds what layers keep of them. The host
+that queues packs is timed apart from the device that computes them.
 
 Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, repeated for some seconds
 to warm up and then while the time budget lasts; the longer ones are left out where the budget is gone before them.

@@ -1,24 +1,18 @@
-"""Coefficients from timed packs: non-negative least squares on relative errors, and how far they are off elsewhere.
+"""Fit coefficients to timed packs, and say how far timings are to be believed: repeats, noise, error of the fit.
 
     minimise  Σ (prediction / measured - 1)²   over coefficients >= 0
 
-so that a small pack counts like a large one. The error that is told is of packs that the fit has not seen: packs are
-dealt into k folds, each fold is predicted by a fit to the others (k-fold cross-validation). All repeats and all ranks'
-timings of a pack are in the same fold, else the fit would have seen it.
+so that a small pack counts like a large one. The error of the fit is of packs that it has not seen: packs are dealt
+into k folds, each fold is predicted by a fit to the others (k-fold cross-validation). All repeats and all ranks'
+timings of a pack are in the same fold, else the fit would have seen it. Price: k + 1 solutions of n equations in five
+unknowns.
 
-Price: k + 1 solutions of n equations in five unknowns; milliseconds.
+Of repeats the median counts, because a step in training has the average luck of a machine, not its best. Repeats that
+lie far off (another program, a clock that changed) hardly move it; they are counted.
 
-Repeats of one timing: their median, and which of them lie far from it.
-
-A median, because a step in training has the average luck of a machine, not its best: the fastest of thirty repeats is
-what no step takes. Repeats that lie far off (another program, a clock that changed) hardly move a median; they are
-counted and told.
-
-Whether something else kept the machine busy while it was timed: seconds without a core, and spread of repeats.
-
-A busy neighbour that is always there slows the fastest repeat as well, so that spread alone does not show it; the
-system's own count of how long threads stood ready without a core does (Linux; elsewhere only the spread is known).
-`cost.coefficients.Disturbance` is what a cost file keeps of it.
+Whether something else kept the machine busy meanwhile (`cost.coefficients.Disturbance`): a busy neighbour that is
+always there slows the fastest repeat as well, so that the spread of repeats alone does not show it; the system's own
+count of how long threads stood ready without a core does (Linux; elsewhere only the spread is known).
 """
 
 import statistics

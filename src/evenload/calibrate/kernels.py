@@ -1,23 +1,15 @@
-"""Seconds of a rank's own kernels besides packs through layers: head, embedding, optimizer, matrix products, attention
-by itself, copies of rows.
+"""Time a rank's own kernels apart from packs through layers, and count what layers leave in memory.
 
-Each function makes what it needs once and returns work to be timed again and again, by name, so that repeats of
-everything can be interleaved.
+Head, embedding, optimizer, matrix products, attention by itself, copies of rows: each function makes what it needs once
+and returns work to be timed again and again, by name, so that repeats of everything can be interleaved.
 
-What W of a split backward takes: the weight gradients of a pack's linears, put off and then added.
-
-By count of products W is half of the linears' backward. By the clock it is less: the elementwise work of a layer is in
-the same seconds a token, and stays in I. So a pack of short documents goes forward and backward with its weight
-gradients put off, as `PipelineStage` does it in a pipeline, and what adding them takes is timed.
-
-Price: four forwards and backwards of 1,024 tokens.
-
-What `train.deterministic` costs on this device: attention's backward in one order of summation against any order.
-
-The other kernels that change (sums of gradients of embeddings) take a small part of a step. Price: two dozen backwards
-of one document of 4,096 tokens.
-
-Bytes that layers really leave for their backward, by activation policy, and what an allocator takes on top.
+- Weight gradients (W of a split backward): by count of products W is half of the linears' backward. By the clock it is
+  less: the elementwise work of a layer is in the same seconds, and stays in I. So a pack of short documents goes
+  forward and backward with its weight gradients put off, as `PipelineStage` does it in a pipeline, and what adding them
+  takes is timed. Price: four forwards and backwards of 1,024 tokens.
+- `train.deterministic`: attention's backward in one order of summation against any order; the other kernels that change
+  (sums of gradients of embeddings) take a small part of a step. Price: two dozen backwards of 4,096 tokens.
+- Memory: bytes that layers leave for their backward, by activation policy, and what an allocator takes on top.
 """
 
 import functools

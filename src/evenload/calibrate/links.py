@@ -1,18 +1,14 @@
-"""Seconds of transfers between the ranks of a run, and to host memory: latency and bandwidth of every link it uses.
+"""Time transfers between the ranks of a run and to host memory, and how collectives and compute slow each other.
 
     seconds = latency + bytes / bandwidth     (Skrull Eq. 16: a constant, then proportional to the volume)
 
 read from several sizes by the same fit as packs. A `TransferWork` is one kind of transfer over one group of ranks; all
 ranks of the group make the call together, and others stand by. Calls are those of the runtime.
 
-Measure how much collective communication and compute slow each other on a CPU.
-
-gloo moves bytes with the cores that compute, so neither is free. Both slowdowns are read from one trial:
-reduce-scatters and all-gathers, as a step has them, in the thread that a step runs them in, and matrix products until
-they are done; each alone just before. All groups of the layout at once, as in a step. On a GPU transfers have copy
-engines and few processors; what they take from kernels is assumed (`OverlapCost`).
-
-Price: some 0.4 s.
+Overlap is tried on a CPU: gloo moves bytes with the cores that compute, so neither is free. Both slowdowns are read
+from one trial: reduce-scatters and all-gathers, as a step has them, in the thread that a step runs them in, and matrix
+products until they are done; each alone just before. All groups of the layout at once, as in a step. On a GPU transfers
+have copy engines and few processors; what they take from kernels is assumed (`OverlapCost`). Price: some 0.4 s.
 """
 
 import functools

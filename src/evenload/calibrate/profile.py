@@ -1,20 +1,6 @@
-"""What a profile has measured so far, in a file from which a second call goes on.
+"""Profile one model and layout for some minutes, so that predictions of this device come true.
 
-One JSON object beside the cost file. It is replaced as a whole after every pass, so that it is never half written, and
-belongs to one task: another model, layout, device or version begins anew.
-
-Everything that one pass of a profile times on one rank, made once; repeats of all of it are interleaved.
-
-Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
-`queue:<round>:<number>` of its host, `weights`,
-`head:<rows>`, `attention forward:<queries>:<prefix>`, `reduction:<ranks>:<bytes>` and so on. Ranks that meet time it
-together; a rank without a part in it gives no such name.
-
-What the passes of all ranks say together: medians by name, links, rates and curves.
-
-`profile`: minutes spent on one model and layout, so that predictions of this device come true.
-
-    grid     packs, kernels, transfers that one pass times (`grid_choice`, `pass_work`)
+    grid     packs, kernels, transfers that one pass times (`calibrate.rounds`, `PassWork`)
     passes   over all of it, interleaved, so that a busy minute disturbs every timing alike; each pass is kept in a file
     fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile is the one with
              which packs that were left out come out best
@@ -25,6 +11,13 @@ rotary embedding and elementwise work are inside `linear_s_per_token`, launches 
 packs of 16 to 32,768 tokens tell them apart.
 
 Price: at most the minutes that are given, and at least three passes over what coefficients need.
+
+Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
+`queue:<round>:<number>` of its host, `weights`, `head:<rows>`, `attention forward:<queries>:<prefix>`,
+`reduction:<ranks>:<bytes>` and so on. Ranks that meet time it together; a rank without a part in it gives no such name.
+Passes are kept in one JSON object beside the cost file, from which a second call goes on. It is replaced as a whole
+after every pass, so that it is never half written, and belongs to one task: another model, layout, device or version
+begins anew.
 """
 
 import statistics

@@ -1,34 +1,25 @@
-"""Seconds of a pack on its device, and apart from them the seconds of the host that queues it.
-
-On a CPU both are one: the call is the work, and the host's part is 0.
-
-On a GPU the host queues a pack's kernels one by one. Between two CUDA events the device's own seconds are only seen if
-it never waited for the next kernel, so it is kept busy until all of the pack is queued: by matrix products that take a
-little longer than the host took before. The host's seconds are of its own clock, from the first call to the return of
-the last; it does not wait for the device meanwhile, unless the pack has more kernels than the device's queue (1,024),
-which is why few layers are timed at a time (`rounds.part_of`).
-
-That the device had not come to the pack when the host was done is looked at every time. Where it had (a first time, a
-host that was held up), and in layers whose host asks the device (experts: how many tokens each has), the device's
-seconds hold its waits: still what the pack takes.
-
-Price: one matrix product at the start, then about twice the host's seconds a pack. Written from CUDA's and torch's
-documentation, run on stand-ins of the clock only (tests/calibrate/test_pack_clock.py): no GPU was at hand.
-
-Packs that are timed, and one round of them through the layers of a stage.
+"""Time packs: rounds of packs through the layers of a stage, and the clock that tells a device from its host.
 
 A round is a few documents, each cut alike: all packs forward, then backward in reverse order, as a step runs them.
 Between them rounds vary tokens, slices, pairs and prefix independently, which the fit needs. Two grids:
 
     QUICK_ROUNDS  at the start of a run, up to 4,096 tokens; on a GPU `rounds_up_to` its largest pack too
     GRID          of `evenload profile`: these and what real packs look like (documents of mixed lengths, short ones
-                  beside a slice of a long one), cuts at several prefixes, rows that do not fill a kernel's tiles, and
-                  documents of up to 32,768 tokens
+                  together with a slice of a long one), cuts at several prefixes, rows that do not fill a kernel's
+                  tiles, and documents of up to 32,768 tokens; as many as its minutes allow, the cheapest first
 
 Features are those of the cost model (`cost.coefficients`): tokens, slices, 1, pairs, prefix; pairs and prefix by the
 windows of the layers that are timed, and with a kernel's tiles, where it has any.
 
-Which packs of the grid a profile times: as many as its minutes allow, the cheapest first.
+On a CPU the call is the work, and the host's part is 0. On a GPU the host queues a pack's kernels one by one. Between
+two CUDA events the device's own seconds are only seen if it never waited for the next kernel, so it is kept busy until
+all of the pack is queued: by matrix products that take a little longer than the host took before. The host's seconds
+are of its own clock, from the first call to the return of the last; it does not wait for the device meanwhile, unless
+the pack has more kernels than the device's queue (1,024), which is why few layers are timed at a time (`part_of`).
+Whether the device had come to the pack when the host was done is checked every time. Where it had (a first time, a host
+that was held up), and in layers whose host asks the device (experts: how many tokens each has), the device's seconds
+hold its waits: still what the pack takes. Price: one matrix product at the start, then about twice the host's seconds a
+pack. Run on stand-ins of the clock only (tests/calibrate/test_pack_clock.py): no GPU was at hand.
 """
 
 import functools

@@ -1,4 +1,6 @@
-"""Isolation: what a document computes does not depend on its neighbours in a pack.
+"""Check isolation, invariance and resume on the smaller run, ledger and memory on the user's own batches.
+
+**Isolation**: what a document computes does not depend on its neighbours in a pack.
 
 Every other document, in the order in which they stand in the packs, gets other tokens; then the rest. All rows of the
 unchanged documents (outputs and gradients) must come out as before: to the bit on the CPU; on devices whose kernels are
@@ -7,31 +9,28 @@ out different, or the probe would see nothing.
 
 Price: four steps.
 
-Invariance: loss and gradients of one global batch do not depend on how it is packed, cut or scheduled.
+**Invariance**: loss and gradients of one global batch do not depend on how it is packed, cut or scheduled.
 
 The batch is planned by several strategies and with short slices, each plan runs on the configured layout, and each is
 compared with plain training of the same documents in float64: transformers' own model and attention, one document at a
 time, torch's autograd. Nothing of the runtime takes part in that, except that random weights come from it (they depend
 on the seed and the unit); documents are divided over the ranks, and their gradients summed. The error of plain training
-in the configured precision is the yardstick: ours may be twice that, of the loss and of the whole gradient (at least
+in the configured precision is the measure: ours may be twice that, of the loss and of the whole gradient (at least
 1e-6 in float32 and 1e-2 in bfloat16; 1e-10 in float64, which is float64 throughout: `exact_casts`); and no single
 parameter may be plainly wrong.
 
 Price: a step a plan, and plain training twice.
 
-Resume: a run that is stopped and started anew goes on as if it had not been.
+**Resume**: a run that is stopped and started anew goes on as if it had not been.
 
 One trainer trains to the end and saves on the way; another, made from nothing, resumes from that checkpoint. Its
 batches (the digests of its plans) and its losses and gradient norms must be the first one's, bit for bit.
 
 Price: seven small steps, one save, one load.
 
-The user's own batches, read and planned as training would but not computed; what they say of ledger and memory.
-
-Runs on one process, with the configured model, layout, strategy and data settings, until an epoch is over or the time
-or number of documents is used up.
-
-All checks in order, on every rank of the smaller run; ledger and memory on rank 0.
+**Ledger and memory**: the user's own batches, read and planned as training would but not computed, on rank 0, with the
+configured model, layout, strategy and data settings, until an epoch is over or the time or number of documents is used
+up.
 """
 
 import math

@@ -1,19 +1,10 @@
-"""What the coefficients of a cost file were measured on: the model, the layout, and how busy the machine was
-meanwhile.
-
-`Profile`: what stands beside the coefficients of a cost file that `evenload profile` measured.
-
-How, when and on what it was measured, how far the fit is off on packs that it had not seen, and the curves behind
-coefficients that are one number each. Planning reads none of it; people, reports and the intervals of predictions do.
-
-`CopySpec`: what a change of the layout takes between processes of a machine that read each other's memory.
-
-`CostCoefficients`: everything the cost model knows about a device, in seconds and bytes, by value.
+"""Hold what the cost model knows about a device, in seconds and bytes, by value: `CostCoefficients`, a cost file.
 
 The analytic model (`cost.analytic`) and the calibration on the user's device fill the same struct, so that
 planners and the simulator never know where a number came from. A file of it is plain JSON and is the only way
 in which measurements return to planning; it says what it was measured on (`cost.validity` compares that with what is
-planned), and what was not measured is absent rather than free.
+planned), and what was not measured is absent rather than free. `Profile` records how `evenload profile` measured;
+planning reads none of it, but people, reports and the intervals of predictions do.
 
 Time of a pack on one layer is linear in five features of the pack:
 

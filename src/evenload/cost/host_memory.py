@@ -1,9 +1,9 @@
-"""Host memory that offloaded activations take on a node.
+"""Count main memory: what offloaded activations take on a node, and a whole training process on a CPU.
 
-What a rank holds there follows its actions: a forward's offloaded rows from its start on (`cost.layer_counts`: all that
-`replay` would keep), until the backward that contains a chunk's first token ends, as on the device. The memory is
-page-locked and not given back within a run (`runtime/replay/host_arena.py`), so a rank's peak is what it holds, and a
-node's need is the sum of the peaks of its ranks, whenever each of them is.
+**Offloaded activations.** What a rank holds there follows its actions: a forward's offloaded rows from its start on
+(`cost.layer_counts`: all that `replay` would keep), until the backward that contains a chunk's first token ends, as on
+the device. The memory is page-locked and not given back within a run (`runtime/replay/host_arena.py`), so a rank's peak
+is what it holds, and a node's need is the sum of the peaks of its ranks, whenever each of them is.
 
 The order of ranks says who shares a node (`types.layout`): devices are numbered by pipeline rank, then replica, then
 context and tensor rank, and a node has `devices_per_node` neighbours.
@@ -14,7 +14,7 @@ pinned memory rounds up, about 100 GB of llama-150b on 32 nodes; 1 % of what is 
 beyond it (benchmarks/host_arena.py, tests/runtime/test_host_arena.py); 100 GB for the system and its page cache. A
 large model on few nodes has a larger copy: there `host_memory_bytes` is to be lowered by it.
 
-Main memory of a whole training process on a CPU: what a system's monitor shows, and a container limits.
+**A process on a CPU**: what a system's monitor shows, and a container limits.
 
     fixed       interpreter, libraries, process groups, loader: measured by the run itself before its first step
     static      weights, gradients and optimizer state (`cost.memory`), all touched before the first step

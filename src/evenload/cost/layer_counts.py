@@ -1,6 +1,6 @@
-"""Attention pairs and true FLOPs of documents.
+"""Count what a token costs on one layer, whatever the device: FLOPs, attention pairs, and bytes by activation policy.
 
-Conventions, used for MFU and nothing else:
+FLOPs, for MFU and nothing else:
 - a matrix product of a token with a weight costs 2 FLOPs a weight; attention costs 4·heads·head_dim FLOPs a
   (query, key) pair (QK and PV, 2 each), only pairs inside the causal mask and the sliding window count;
 - backward counts 2x forward for both, so a training step is 3x forward. Cost (seconds) charges attention's
@@ -9,7 +9,7 @@ Conventions, used for MFU and nothing else:
 - a frozen matrix (LoRA) has no dW, so its backward is 1x forward; adapters themselves count as any matrix;
 - the embedding look-up is 0, norms and activations are not counted.
 
-Bytes one token leaves on one layer of one device, by activation policy and tensor-parallel size.
+Bytes that stay between forward and backward, by activation policy and tensor-parallel size:
 
     replay     every linear layer's output (the runtime's default): nothing is computed twice but norms
     recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products,
@@ -19,16 +19,15 @@ Bytes one token leaves on one layer of one device, by activation policy and tens
 
 Where experts are, the router's logits are kept under `replay` and `recompute`: computed again in other company they
 may differ in the last bit, and a token that was near a tie would go back through other experts than it came. With
-norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too.
+norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V stay on the
+device under every policy: later slices of the document read them. Under tensor parallelism a device holds its heads
+and its columns of the feed-forward block; hidden states between blocks are split over tokens (sequence parallelism).
+Key/value heads fewer than devices are copied.
 
-K and V stay on the device under every policy: later slices of the document read them. Under tensor parallelism
-a device holds its heads and its columns of the feed-forward block; hidden states between blocks are split over
-tokens (sequence parallelism). Key/value heads fewer than devices are copied.
-
-Memory that attention's backward takes beside its results, as FlashAttention 2's kernels in torch make it.
-
-Of one layer of one backward pack with T rows in n slices that see K keys in all, prefixes included; H query heads, G
-key heads of dimension D (kernels: rounded up), e bytes an element:
+Workspace of attention's backward, as FlashAttention 2's kernels in torch make it (`mha_varlen_bwd` of torch 2.13,
+aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). Of one layer of one backward pack with T rows in n
+slices that see K keys in all, prefixes included; H query heads, G key heads of dimension D (kernels: rounded up), e
+bytes an element:
 
     sums of dQ and of dO·O      4·(T + 128·n)·H·(D + 1)    fp32; every document is rounded up to a block of rows
       added in one order        4·(T + 128·n)·D·S more     of every processor of S apart (`train.deterministic`): as
@@ -38,14 +37,9 @@ key heads of dimension D (kernels: rounded up), e bytes an element:
                                                            `KEY_GRADIENT_BYTES` they are made for some key heads at a
                                                            time, at least for one (`attention.varlen_cuda`)
 
-An estimate as all temporaries: windows are not counted, and a pack of a context-parallel group takes its documents one
-after the other, so it holds less. Charged where a run's attention is these kernels' (`ModelSpec.attention_workspace`).
-
-Source: `mha_varlen_bwd` of torch 2.13 (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
-
-Which parallel layouts a model allows; one place, so that every command says the same.
-
-What the runtime can train is narrower and refused there (`runtime.comm.mesh`).
+It is an estimate as all temporaries are: windows are not counted, and a pack of a context-parallel group takes its
+documents one after the other, so it holds less. Charged where attention is these kernels'
+(`ModelSpec.attention_workspace`).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Bytes a pipeline rank holds, mirroring the runtime's own accounting.
+"""Count the bytes that a pipeline rank holds, mirroring the runtime's own accounting.
 
 Kept between forward and backward (e = bytes per element, L = layers of the stage, T = tokens):
 
@@ -35,16 +35,14 @@ Context parallelism (static, or DP-Merge per pack) divides a pack's tokens over 
 rank keeps its share of documents that are never cut and gathers one layer at a time; of a cut document it keeps all,
 gathered, and all of dK and dV. Tensor parallelism: see `cost.layer_counts`; logits are split over the vocabulary.
 
-Bytes of packs of which some slices lie whole on one rank of a context-parallel group (DACP).
+Where some slices lie whole on one rank of a context-parallel group (DACP), ranks hold different documents, and
+`PackBytes` has one column for all: we take, pack by pack, what the fullest rank holds. Exact for packs that are freed
+before the next one starts (pp = 1), else an upper bound.
 
-Ranks then hold different documents, and `PackBytes` has one column for all: we take, pack by pack, what the
-fullest rank holds. Exact for packs that are freed before the next one starts (pp = 1), else an upper bound.
-
-`bytes_by_kind`: priced packs whose bytes are told apart by kind of memory; the kinds add up to them exactly.
-
-`cost.memory.bytes_at_rates` is a sum with a term a rate, so a kind's bytes are what it gives with all other rates at 0.
-Thus a kind can neither be forgotten nor counted differently from the totals that planners use. Kinds are
-`types.timeline.MEMORY_KINDS`; their columns have one more axis, K = len(MEMORY_KINDS).
+`bytes_by_kind` tells bytes apart by kind of memory; the kinds add up to them exactly. `bytes_at_rates` is a sum with a
+term a rate, so a kind's bytes are what it gives with all other rates at 0. Thus a kind can neither be forgotten nor
+counted differently from the totals that planners use. Kinds are `types.timeline.MEMORY_KINDS`; their columns have one
+more axis, K = len(MEMORY_KINDS).
 
 What an I leaves for its W (`cost.pipeline_tasks`) is the kind "weight_gradient_inputs". Where ranks of a group hold
 different documents (DACP), a pack's kinds are those of its fullest rank, as its total is.

@@ -1,6 +1,9 @@
-"""`SliceFeatures`: what the cost of a slice, or of a pack, is linear in.
+"""Price packs, documents and transfers of one model, one device and one layout: `PackCosts`.
 
-Columns: tokens, slices, 1, then pairs and prefix of each distinct window of the model.
+Every pack is reduced to a few features (`SliceFeatures`: tokens, slices, 1, then pairs and prefix of each distinct
+window of the model); a stage is a row of rates (`StageRates`: seconds a feature); seconds are one small matrix product.
+O(slices) numpy per direction, no Python loop. `native_table` evaluates the same formulas per stage for the core
+(`native/price.h`).
 
 - Sliding windows: layers with equal windows share one pair count.
 - Tiles: flash attention computes whole blocks of `tile` query rows. The rows a slice lacks to full blocks cost like its
@@ -8,29 +11,13 @@ Columns: tokens, slices, 1, then pairs and prefix of each distinct window of the
 - Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes one
   near the start and one near the end; a shorter one stays whole on some rank where the sharding leaves it whole
   (`mixed`). Features are those of one rank, on average over the ranks.
-
-`StageRates`: seconds that a feature of a pack (`cost.pack_cost`) costs on every virtual stage of one layout.
-
-The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head. Tensor parallelism
-divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.groups`). Who shares a pack, and
-policies, are `cost.pack_cost`'s.
-
-`CostTable`: one model, device and layout as the plain numbers that native prices are made of (`native/price.h`).
-
-Formulas stay in `cost.pack_cost`, `cost.memory`, `cost.groups` and `cost.pipeline_tasks`; here they are only
-evaluated per stage. Made once for a planner; pricing a pack then multiplies and adds in the core.
-
-`PackCosts`: seconds of packs, documents and transfers for one model, one device and one layout.
-
-Every pack is reduced to a few features (`cost.pack_cost`); a stage is a row of rates (`cost.pack_cost`); seconds
-are one small matrix product. O(slices) numpy per direction, no Python loop.
-
-Details that matter:
+- The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
+  divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.groups`).
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
 - A stage's host may take longer to queue a pack than its device to compute it: a pack takes the longer of the two.
 - Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
-  pack costs what its ranks take on average. K and V travel for slices that are cut (`cost.groups`). That is
-  what searches compare; what a plan promises is the slowest rank by its own rows (`cost.pack_split`).
+  pack costs what its ranks take on average. K and V travel for slices that are cut. That is what searches compare; what
+  a plan promises is the slowest rank by its own rows (`cost.pack_split`).
 - Recomputed layers of the layout (`ParallelLayout.stage_recomputed`): part of what a token and a pack cost in backward.
 - Policies (`cost.layer_counts`): a recomputed document pays the matrix products that are made again in backward, which
   is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as

@@ -1,4 +1,4 @@
-"""`RankedPacks`: shared packs as the rows that each of their ranks computes, priced rank by rank.
+"""Price shared packs rank by rank (`RankedPacks`), and split the seconds of packs by cause (`PackSplit`).
 
     seconds of a rank    those of its own rows as a pack of its own (`PackCosts.pack_seconds`), and what keys and values
                          of shared documents cost beyond the attention of its local ones
@@ -10,9 +10,8 @@ ranks, a pack would take longer than this says.
 
 Who computes which rows says `stepplan.ranked_packs`. O(ranges + packs · ranks · stages) numpy.
 
-Why packs take as long as they do: their seconds by cause, which add up to `PackCosts.pack_seconds`.
-
-One thing after the other is taken away, and each difference is that cause's share:
+Causes add up to `PackCosts.pack_seconds`. One thing after the other is taken away, and each difference is that cause's
+share:
 
     as planned ─ copies to the host ─ recompute ─ waiting for keys and values ─ tensor-parallel transfers
                ─ tiles, constants and waiting for the host ─ padding = useful work
@@ -20,7 +19,7 @@ One thing after the other is taken away, and each difference is that cause's sha
 So a cause is what would be saved if it went away after those before it in the chain; only copies and transfers
 of keys and values depend on the order (they hide behind the rest), and they come first.
 
-Causes of a pack that several ranks share are means over its ranks, each by its own rows (`cost.pack_split`); what the
+Causes of a pack that several ranks share are means over its ranks, each by its own rows; what the
 slowest takes beyond the mean is `cp_imbalance_s`.
 
 O(slices + packs · stages) numpy, seven times the price of `pack_seconds`; for chosen plans, not for candidates.

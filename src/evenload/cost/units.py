@@ -1,24 +1,21 @@
-"""Seconds in which one unit's gradients are summed over the ranks that hold it, and its updated weights gathered.
+"""Time the units of a step (embedding, layers, head), and bound a step's time from below.
 
-A unit's parameters lie in a few buffers, each a transfer of its own (`runtime.optim.parameter_units`): what takes
-weight decay apart from what does not, what a tensor-parallel rank holds a part of apart from what it holds whole, and a
-tied embedding apart from everything. So a unit pays its bytes once and the latency of a ring once a buffer.
+A unit's gradients are reduce-scattered over the ranks that hold it, and its updated weights all-gathered. Its
+parameters lie in a few buffers, each a transfer of its own (`runtime.optim.parameter_units`): what takes weight decay
+apart from what does not, what a tensor-parallel rank holds a part of apart from what it holds whole, and a tied
+embedding apart from everything. So a unit pays its bytes once and the latency of a ring once a buffer.
 
-When, inside the last backward of a stage, the gradients of each of its units are complete.
-
-A backward runs the head, then the layers downwards, then the embedding, and each takes what its coefficients say of the
-pack. Waiting for other ranks and what is computed again are not told apart: they are spread like the rest.
-
-When, inside the first forward of a stage, the weights of each of its units are read: embedding, then layers upwards.
-
-As `cost.units` for the other end of a step; waiting for other ranks is not told apart here either.
+The gradients of a unit are complete, inside the last backward of a stage, when it has run: a backward runs the head,
+then the layers downwards, then the embedding, and each takes what its coefficients say of the pack. A first forward
+reads their weights in the order embedding, layers upwards. Waiting for other ranks and what is computed again are
+spread like the rest.
 
 The least time of a step: of any machine with these devices, and of any plan in one layout.
 
     physical      model FLOPs of all tokens / (devices · peak FLOP/s): every product at the peak, nothing else, no
                   waiting. MFU is the share of it that a step reaches.
     of the layout the busiest pipeline rank computes its stages of all documents, its share of them, at the cost model's
-                  rates, with the tensor-parallel transfers that nothing hides; or sums its gradients, if that takes
+                  rates, with the tensor-parallel transfers that nothing hides; or reduces its gradients, if that takes
                   longer; then the update. No plan in the layout is faster under the cost model: it may cut, share and
                   order documents as it likes, but not move layers.
     of the sizes  the same for every split of the model's layers over the pipeline's ranks, with any number of stages a
