@@ -52,8 +52,8 @@ from evenload.calibrate.rounds import (
 )
 from evenload.cost.coefficients import (
     CostCoefficients,
-    Disturbance,
     MeasuredOn,
+    Noise,
     OverlapCost,
     PassCoefficients,
     read_coefficients,
@@ -85,7 +85,7 @@ class RankMeasurement:
         weight_s: of `weight_timings.TOKENS` tokens' weight gradients on one layer.
     """
 
-    disturbance: Disturbance
+    noise: Noise
     packs: tuple[Sample, ...]
     head: tuple[tuple[int, float], ...]
     peak_flops_per_s: float
@@ -96,10 +96,10 @@ class RankMeasurement:
     overlap: OverlapCost | None = None
 
 
-def most_disturbed(ranks: Sequence[RankMeasurement]) -> Disturbance:
+def highest_noise(ranks: Sequence[RankMeasurement]) -> Noise:
     """The most that any rank had of either."""
-    found = [rank.disturbance for rank in ranks]
-    return Disturbance(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
+    found = [rank.noise for rank in ranks]
+    return Noise(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
 
 
 def coefficients_of(
@@ -149,7 +149,7 @@ def coefficients_of(
             cp=layout.cp,
             pp=layout.pipeline_ranks,
             tp=layout.tp,
-            disturbance=most_disturbed(ranks),
+            noise=highest_noise(ranks),
         ),
     )
     return msgspec.structs.replace(fitted, weight_share=_weight_share(ranks, fitted, tp))
@@ -287,9 +287,9 @@ def calibrate(
     """
     rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
     attempts: list[list[RankMeasurement]] = []
-    while not attempts or (most_disturbed(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
+    while not attempts or (highest_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
         attempts.append(_measured(stages, model, mesh, rounds, demand))
-    everyone = min(attempts, key=lambda ranks: most_disturbed(ranks).size)
+    everyone = min(attempts, key=lambda ranks: highest_noise(ranks).size)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout)
     if mesh.device.type == "cpu":
         # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
@@ -312,7 +312,7 @@ def _measured(
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
     copy, copied_bytes = copy_work(model, mesh.layout.tp, mesh.device, first.dtype)
     mine = RankMeasurement(
-        disturbance=Disturbance(waited_share=waited_share, spread=spread),
+        noise=Noise(waited_share=waited_share, spread=spread),
         packs=packs,
         head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),

@@ -10,7 +10,7 @@ unknowns.
 Of repeats the median counts, because a step in training has the average luck of a machine, not its best. Repeats that
 lie far off (another program, a clock that changed) hardly move it; they are counted.
 
-Whether something else kept the machine busy meanwhile (`cost.coefficients.Disturbance`): a busy neighbour that is
+Whether something else kept the machine busy meanwhile (`cost.coefficients.Noise`): a busy neighbour that is
 always there slows the fastest repeat as well, so that the spread of repeats alone does not show it; the system's own
 count of how long threads stood ready without a core does (Linux; elsewhere only the spread is known).
 """

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.calibrate import kernels
-from evenload.calibrate.calibrate import RankMeasurement, coefficients_of, most_disturbed, pass_timings
+from evenload.calibrate.calibrate import RankMeasurement, coefficients_of, highest_noise, pass_timings
 from evenload.calibrate.fit import CoreWaits, LeftOut, left_out, median_seconds, num_outliers, spread_of_repeats, timed
 from evenload.calibrate.kernels import (
     activation_bytes,
@@ -47,8 +47,8 @@ from evenload.calibrate.links import GRID_BYTES, TRANSFER_KINDS, TransferWork, l
 from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
 from evenload.cost.coefficients import (
     CostCoefficients,
-    Disturbance,
     KernelRate,
+    Noise,
     Profile,
     TimedPack,
     TransferCurve,
@@ -278,7 +278,7 @@ class PassResults:
         packs = self.names(rank, "pack:")
         spread = spread_of_repeats([self.repeats(rank, name) for name in packs])
         return RankMeasurement(
-            disturbance=Disturbance(waited_share=waited_share, spread=spread),
+            noise=Noise(waited_share=waited_share, spread=spread),
             packs=tuple(
                 Sample(
                     direction,
@@ -456,7 +456,7 @@ def profile(
     mine = replace(mine, overlap=overlap_cost(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
-    disturbed = most_disturbed(ranks)
+    disturbed = highest_noise(ranks)
     if disturbed.is_noisy:
         say(
             f"the machine was disturbed: {disturbed.describe()}. Medians bear some of that; where predictions matter, "
@@ -544,7 +544,6 @@ def _recorded(
     """Coefficients with what only a profile measures, and its record."""
     curves, embedding = results.curves(), results.embedding_s_per_token()
     shares = [curve.hidden_share for curve in curves if curve.hidden_share is not None]
-    disturbed = most_disturbed(ranks)
     repeats = results.all_repeats()
     record = Profile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -556,8 +555,6 @@ def _recorded(
         seconds=found.seconds,
         outliers=sum(map(num_outliers, repeats)),
         timings=sum(map(len, repeats)),
-        waited_share=disturbed.waited_share,
-        spread=disturbed.spread,
         forward=errors["forward"].error,
         backward=errors["backward"].error,
         packs=tuple(pack for direction in DIRECTIONS for pack in _timed_packs(ranks, direction, errors[direction])),

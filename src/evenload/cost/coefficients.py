@@ -46,7 +46,7 @@ _MOST_WAITED_SHARE = 0.15
 _MOST_SPREAD = 0.5
 
 
-class Disturbance(Frozen):
+class Noise(Frozen):
     """How busy something else kept the machine while it was timed; of several ranks, the most that any had.
 
     Args:
@@ -81,7 +81,7 @@ class MeasuredOn(Frozen):
     Args:
         model: whose layers were timed, in the precision that they computed in.
         dp, cp, pp, tp: sizes of the layout that ran; links between more devices than those are not known.
-        disturbance: of the machine meanwhile; None = not known (cost files of older versions).
+        noise: of the machine meanwhile; None = not known.
     """
 
     model: ModelSpec
@@ -89,7 +89,7 @@ class MeasuredOn(Frozen):
     cp: int
     pp: int
     tp: int
-    disturbance: Disturbance | None = None
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         for field in ("dp", "cp", "pp", "tp"):
@@ -186,7 +186,6 @@ class Profile(Frozen):
         passes: over the whole grid, interleaved; measured seconds are medians over them.
         seconds: that measuring took, all calls together.
         outliers, timings: repeats that lay far from the median of their pack (more than 5 deviations), of so many.
-        waited_share, spread: how much the machine was disturbed, see `cost.coefficients.Disturbance`.
         forward, backward: the fit's error on packs that it had not seen.
         packs: the grid with its residuals.
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
@@ -205,8 +204,6 @@ class Profile(Frozen):
     seconds: float
     outliers: int
     timings: int
-    waited_share: float
-    spread: float
     forward: FitError
     backward: FitError
     packs: tuple[TimedPack, ...]
@@ -475,13 +472,9 @@ class CostCoefficients(Frozen):
         return self.forward if direction == "forward" else self.backward
 
     @property
-    def disturbance(self) -> Disturbance | None:
-        """Of the machine while these were measured; None where nothing was, or an older version did not keep it."""
-        if self.measured_on is not None and self.measured_on.disturbance is not None:
-            return self.measured_on.disturbance
-        if self.profile is None:
-            return None
-        return Disturbance(waited_share=self.profile.waited_share, spread=self.profile.spread)
+    def noise(self) -> Noise | None:
+        """Of the machine while these were measured; None where it is not known."""
+        return self.measured_on.noise if self.measured_on is not None else None
 
     @property
     def is_changed(self) -> bool:
