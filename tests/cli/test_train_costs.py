@@ -45,8 +45,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     write_small_run(tmp_path, ["a text " * 20] * 4, SETTINGS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.child_process.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.child_process.call_in_child", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
+    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
     return msgspec.structs.replace(model_from("model"), bytes_per_element=4)
 
 

@@ -293,7 +293,7 @@ def calibrate(
     fitted = coefficients_of(everyone, model, device_name, mesh.layout)
     if mesh.device.type == "cpu":
         # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
-        # compute, so that what hides varies with the load (benchmarks/overlap.py). None is counted.
+        # compute, so that what hides varies with the load. None is counted.
         fitted = msgspec.structs.replace(fitted, context_hidden_share=0.0)
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
     return Calibration(fitted, largest)

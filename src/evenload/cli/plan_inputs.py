@@ -29,12 +29,12 @@ from evenload.cost.validity import (
     require_measured_on,
 )
 from evenload.data.hub import model_from
-from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
 from evenload.explore.stage_layers import usable_bytes
+from evenload.integrations.catalog import engine_named
 from evenload.plan.problem.options import PlanOptions
 from evenload.report.units import format_percent
 from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec

@@ -11,7 +11,7 @@ context and tensor rank, and a node has `devices_per_node` neighbours.
 Of a node's memory `OFFLOAD_SHARE` is for this. Of 2 TB it leaves 300 GB: 80 GB for eight processes with CUDA and NCCL
 (10 GB each, assumed); the copy that a checkpoint is written from, 14 bytes a parameter over all nodes, which torch's
 pinned memory rounds up, about 100 GB of llama-150b on 32 nodes; 1 % of what is offloaded for what the arena holds
-beyond it (benchmarks/host_arena.py, tests/runtime/test_host_arena.py); 100 GB for the system and its page cache. A
+beyond it (tests/runtime/test_host_arena.py); 100 GB for the system and its page cache. A
 large model on few nodes has a larger copy: there `host_memory_bytes` is to be lowered by it.
 
 **A process on a CPU**: what a system's monitor shows, and a container limits.
