@@ -122,10 +122,6 @@ def profiled(model: ModelSpec):
     return msgspec.structs.replace(costs, profile=msgspec.structs.replace(record, digest=digest_of(costs)))
 
 
-def test_a_profile_of_an_older_version_knows_how_busy_the_machine_was():
-    """Its record had it before `measured_on` did."""
-
-
 def test_what_a_file_says_about_itself(tmp_path):
     """The line of `evenload plan`; a change by hand shows after any number of readings, a run's choice of exchange is
     none, and another device is named."""
