@@ -60,12 +60,12 @@ class Noise(Frozen):
 
     @property
     def is_noisy(self) -> bool:
-        """Too much for what was timed to be believed."""
+        """Say whether it is too much for what was timed to be believed."""
         return self.size > 1
 
     @property
     def size(self) -> float:
-        """To tell the quieter of two measurements."""
+        """Return a number that tells the quieter of two measurements; above 1 is too much."""
         return max(self.waited_share / _MOST_WAITED_SHARE, self.spread / _MOST_SPREAD)
 
     def describe(self) -> str:
@@ -171,7 +171,7 @@ class TransferCurve(Frozen):
 
     @property
     def threshold_bytes(self) -> float:
-        """Below this the constant part is the larger one."""
+        """Return the bytes below which the constant part is the larger one."""
         return self.latency_s * self.bandwidth_bytes_per_s
 
 
@@ -217,7 +217,7 @@ class Profile(Frozen):
 
 
 def digest_of(coefficients: msgspec.Struct) -> str:
-    """Of all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
+    """Hash all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
     default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and what it
     overlaps, which it chooses, and what copies take between its processes, which it measures."""
     tree = _said(coefficients)
@@ -279,12 +279,12 @@ class CopySpec(Frozen):
             raise ConfigError(f"copies of a cost file: num_ranks is {self.num_ranks}, must be >= 0; 0 = unknown")
 
     def arranging_seconds(self, num_layers: int, num_gained: int, num_left: int) -> float:
-        """What a switch takes whatever moves, on a rank that holds so many layers afterwards, and comes to hold and
-        leaves so many pieces."""
+        """Return what a switch takes whatever moves, on a rank that holds so many layers afterwards, and comes to hold
+        and leaves so many pieces."""
         return self.fixed_s + self.layer_s * num_layers + self.gained_s * num_gained + self.left_s * num_left
 
     def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int, tp: int) -> float:
-        """Until every rank has read what it lacks; without `arranging_seconds`.
+        """Return the seconds until every rank has read what it lacks; without `arranging_seconds`.
 
         Args:
             read_bytes: by rank, of one tensor-parallel place; each of the `tp` reads as much beside it.
@@ -297,7 +297,7 @@ class CopySpec(Frozen):
 
 
 def most_layers(layout: ParallelLayout) -> int:
-    """That one pipeline rank holds."""
+    """Count the layers that the fullest pipeline rank holds."""
     held: dict[int, int] = {}
     for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
         held[rank] = held.get(rank, 0) + last - first
@@ -468,17 +468,17 @@ class CostCoefficients(Frozen):
                 raise ConfigError(f"cost coefficients of {self.device}: {field} is {share}, must be in 0..1")
 
     def of_pass(self, direction: Literal["forward", "backward"]) -> PassCoefficients:
-        """Of one direction."""
+        """Return the coefficients of one direction."""
         return self.forward if direction == "forward" else self.backward
 
     @property
     def noise(self) -> Noise | None:
-        """Of the machine while these were measured; None where it is not known."""
+        """Return the noise of the machine while these were measured; None where it is not known."""
         return self.measured_on.noise if self.measured_on is not None else None
 
     @property
     def is_changed(self) -> bool:
-        """A profile was changed after it was measured, by hand or by another program."""
+        """Say whether a profile was changed after it was measured, by hand or by another program."""
         if self.profile is None:
             return False
         return self.profile.digest != digest_of(self)
@@ -505,13 +505,14 @@ class CostCoefficients(Frozen):
         return 0.5 if self.weight_share is None else self.weight_share
 
     def stage_link(self) -> LinkSpec:
-        """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""
+        """Return the link between neighbouring pipeline stages; raises `ConfigError` where it is not known."""
         return self._known_link("p2p", "between pipeline stages, so a layout with pp above 1", "pp=1")
 
     def ring_seconds(
         self, num_bytes: float, copies: int, calls: int = 1, way: Literal["sum", "gather"] = "sum"
     ) -> float:
-        """Reduce-scatters or all-gathers of `num_bytes` (whole buffers) over the ranks with copies of the weights.
+        """Return the seconds of reduce-scatters or all-gathers of `num_bytes` (whole buffers) over the ranks with
+        copies of the weights.
 
         A ring moves `(n-1)/n` of the bytes over every link in `n-1` steps. A `ConfigError` where there are several
         copies and no link between them is known.
@@ -538,9 +539,9 @@ class CostCoefficients(Frozen):
         return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
 
     def group_link(self, members: int, stride: int) -> LinkSpec:
-        """The link that bounds a collective over `members` ranks that lie `stride` devices apart (1 in a
-        tensor-parallel group, tp in a context-parallel one and among replicas that share documents); a `ConfigError`
-        where it is not known."""
+        """Return the link that bounds a collective over `members` ranks that lie `stride` devices apart (1 in a
+        tensor-parallel group, tp in a context-parallel one and among replicas that share documents); raises
+        `ConfigError` where it is not known."""
         link = self.group_link_or_none(members, stride)
         if link is None:
             raise ConfigError(
@@ -550,7 +551,7 @@ class CostCoefficients(Frozen):
         return link
 
     def group_link_or_none(self, members: int, stride: int) -> LinkSpec | None:
-        """`group_link`, with None where the link is not known."""
+        """Return `group_link`, or None where the link is not known."""
         if members * stride <= self.devices_per_node:
             return self.intra_node
         if self.nics_per_node is None or self.inter_node is None:
@@ -559,7 +560,8 @@ class CostCoefficients(Frozen):
         return group_link(members, stride, self.devices_per_node, self.nics_per_node, inside, self.inter_node)
 
     def device_link(self, *, leaves_node: bool) -> LinkSpec:
-        """The link from one device to one other, in its node or in another; a `ConfigError` where it is not known."""
+        """Return the link from one device to one other, in its node or in another; raises `ConfigError` where it is not
+        known."""
         link = self.inter_node if leaves_node else self.intra_node
         if link is None:
             place = "another node" if leaves_node else "its node"
@@ -587,7 +589,7 @@ def read_coefficients(path: str | Path) -> CostCoefficients:
 
 
 def encode_coefficients(coefficients: CostCoefficients) -> bytes:
-    """A cost file: indented JSON."""
+    """Encode a cost file as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(coefficients), indent=2) + b"\n"
 
 

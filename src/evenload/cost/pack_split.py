@@ -60,15 +60,15 @@ class RankedPacks:
     cut_tokens: NDArray[np.float64]
 
     def num_ranks(self) -> NDArray[np.int64]:
-        """Of every pack."""
+        """Count the ranks of every pack."""
         return np.diff(self.first_rank)
 
     def slowest(self, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of [rows packs, P] the largest of every pack's ranks; float64[num_packs, P]."""
+        """Return, of [rows packs, P], the largest of every pack's ranks; float64[num_packs, P]."""
         return self._over_ranks(np.maximum, rank_values)
 
     def mean(self, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of [rows packs, P] the mean over every pack's ranks; float64[num_packs, P]."""
+        """Return, of [rows packs, P], the mean over every pack's ranks; float64[num_packs, P]."""
         return self._over_ranks(np.add, rank_values) / self.num_ranks()[:, None]
 
     def _over_ranks(self, operation: np.ufunc, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -80,7 +80,7 @@ class RankedPacks:
 def rank_seconds(
     costs: PackCosts, ranked: RankedPacks, direction: Direction, policy: NDArray[np.int8] | None = None
 ) -> NDArray[np.float64]:
-    """Seconds of every rank of every pack on every virtual stage; float64[packs of `ranked.rows`, P].
+    """Price every rank of every pack on every virtual stage; float64[packs of `ranked.rows`, P].
 
     Args:
         policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
@@ -93,7 +93,7 @@ def rank_seconds(
 
 
 def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> NDArray[np.float64]:
-    """Of `rank_seconds` what keys and values of shared documents cost; float64[packs of `ranked.rows`, P]."""
+    """Return, of `rank_seconds`, what keys and values of shared documents cost; float64[packs of `ranked.rows`, P]."""
     ranks = ranked.num_ranks()
     whole_tokens, cut_tokens = np.repeat(ranked.whole_tokens, ranks), np.repeat(ranked.cut_tokens, ranks)
     return costs.waiting_seconds(
@@ -119,7 +119,7 @@ class PackSplit:
     cp_imbalance_s: NDArray[np.float64]
 
     def total_s(self) -> NDArray[np.float64]:
-        """All causes; float64[num_packs, P]."""
+        """Add all causes up; float64[num_packs, P]."""
         return np.sum([getattr(self, field.name) for field in dataclasses.fields(self)], axis=0)
 
 
@@ -130,7 +130,7 @@ def split_pack_seconds(
     policy: NDArray[np.int8] | None = None,
     ranked: RankedPacks | None = None,
 ) -> PackSplit:
-    """Seconds of every pack on every virtual stage by cause.
+    """Split the seconds of every pack on every virtual stage by cause.
 
     Args:
         policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.

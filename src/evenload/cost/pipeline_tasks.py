@@ -42,8 +42,8 @@ from evenload.types.pipeline import PackBytes, PipelineTasks, SplitBackward
 def gather_seconds(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, backward: SliceColumns
 ) -> NDArray[np.float64]:
-    """What I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again in W;
-    float64[m_b, P]."""
+    """Return what I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again
+    in W; float64[m_b, P]."""
     token_s, pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     return np.outer(backward.rank_tokens() * token_s + pack_s, np.array(layout.stage_counts, np.float64))
 
@@ -56,7 +56,7 @@ def weight_seconds(
     backward_s: NDArray[np.float64],
     copy_s: NDArray[np.float64] | None,
 ) -> NDArray[np.float64]:
-    """What W defers of every backward; float64[m_b, P].
+    """Return what W defers of every backward; float64[m_b, P].
 
     Args:
         tokens: int64[m_b], of the rank.
@@ -80,7 +80,7 @@ def divide_backward(
     input_s: NDArray[np.float64],
     weight_s: NDArray[np.float64],
 ) -> SplitBackward:
-    """The bytes of I and W beside known seconds.
+    """Divide the bytes of backwards between I and W, whose seconds are known.
 
     Args:
         input_s, weight_s: float64[m_b, P].

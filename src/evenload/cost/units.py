@@ -60,7 +60,8 @@ class UnitTransfers(NamedTuple):
 def unit_transfers(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, rank: int
 ) -> UnitTransfers:
-    """Raises `ConfigError` where several ranks hold the units and no link between them is known."""
+    """Time the reduce-scatter and the all-gather of every unit of a pipeline rank; raises `ConfigError` where several
+    ranks hold the units and no link between them is known."""
     parameters, buffers = trained_unit_parameters(model, layout, rank), unit_buffers(model, layout, rank)
     units, copies, element = sorted(parameters), layout.data_sizes[rank], model.bytes_per_element
     sums, gathers = (
@@ -72,7 +73,7 @@ def unit_transfers(
 
 
 def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[int, int]:
-    """Buffers of a pipeline rank's units. Biases of models whose biases are not counted are not either."""
+    """Count the buffers of a pipeline rank's units. Biases of models whose biases are not counted are not either."""
     is_cut, stages, last = layout.tp > 1, layout.stages_of_rank(rank), layout.num_stages - 1
     layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
     if model.adapter_parameters_per_layer:
@@ -87,22 +88,22 @@ def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[in
 
 
 def pack_features(costs: PackCosts, packs: Sequence[tuple[SliceColumns, int]]) -> NDArray[np.float64]:
-    """Of packs by their columns and number, as `cost.pack_cost` has them; float64[n, features]."""
+    """Return the features of packs by their columns and number, as `cost.pack_cost` has them; float64[n, features]."""
     parts = [columns.pack_range(pack, pack + 1) for columns, pack in packs]
     return costs.features.of_packs(SliceColumns.concat(parts, [0] * len(parts)))
 
 
 def stage_units(costs: PackCosts, stage: int) -> list[int]:
-    """Numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a backward completes
-    them."""
+    """List the numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a backward
+    completes them."""
     first, last = costs.layout.stage_layers[stage]
     head = [1 + costs.model.num_layers] if stage == costs.layout.num_stages - 1 else []
     return [*head, *(1 + layer for layer in reversed(range(first, last))), *([0] if stage == 0 else [])]
 
 
 def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-    """Of every pack and unit (`stage_units`) the share of the backward's seconds that is left when the unit's gradients
-    are complete; float64[n, units].
+    """Return, of every pack and unit (`stage_units`), the share of the backward's seconds that is left when the unit's
+    gradients are complete; float64[n, units].
 
     Args:
         features: of the packs.
@@ -116,7 +117,7 @@ def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> 
 def unit_seconds(
     costs: PackCosts, features: NDArray[np.float64], units: Sequence[int], direction: Direction
 ) -> NDArray[np.float64]:
-    """Of every pack on every unit, without transfers; float64[n, units]. The head counts as backward."""
+    """Price every pack on every unit, without transfers; float64[n, units]. The head counts as backward."""
     coefficients, tp = costs.coefficients, costs.layout.tp
     layer: PassCoefficients = getattr(coefficients, direction)
     rates = np.zeros((features.shape[1], len(units)))
@@ -134,15 +135,15 @@ def unit_seconds(
 
 
 def forward_units(costs: PackCosts, stage: int) -> list[int]:
-    """Numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a forward reads them;
-    the head is read by the backward."""
+    """List the numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a forward
+    reads them; the head is read by the backward."""
     first, last = costs.layout.stage_layers[stage]
     return [*([0] if stage == 0 else []), *(1 + layer for layer in range(first, last))]
 
 
 def shares_before(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-    """Of every pack and unit (`forward_units`) the share of the forward's seconds that is over when the unit's weights
-    are read; float64[n, units].
+    """Return, of every pack and unit (`forward_units`), the share of the forward's seconds that is over when the unit's
+    weights are read; float64[n, units].
 
     Args:
         features: of the packs (`cost.units.pack_features`).
@@ -154,13 +155,13 @@ def shares_before(costs: PackCosts, features: NDArray[np.float64], stage: int) -
 
 
 def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
-    """Of a step with documents of these lengths (int64[n])."""
+    """Bound the time of a step with documents of these lengths (int64[n]) on any machine with these devices."""
     flops = float(training_flops(costs.model, np.asarray(num_tokens, np.int64)).sum())
     return flops / (costs.layout.world_size * costs.coefficients.peak_flops_per_s)
 
 
 def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
-    """Of a step with documents of these lengths (int64[n]) in the layout of `costs`."""
+    """Bound the time of a step with documents of these lengths (int64[n]) in the layout of `costs`."""
     layout = costs.layout
     stage_s = costs.useful_stage_seconds(num_tokens)
     rank_s = np.zeros(layout.pipeline_ranks)
@@ -179,7 +180,7 @@ def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
 def sizes_bound_seconds(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, num_tokens: ArrayLike
 ) -> float:
-    """Of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp.
+    """Bound the time of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp.
 
     Args:
         coefficients: of layouts of these sizes.

@@ -40,7 +40,7 @@ _LINK_OF: Mapping[Missing, str] = {
 
 
 def shape_differences(measured: ModelSpec, planned: ModelSpec) -> dict[str, tuple[object, object]]:
-    """Fields in which the layers of two models differ, with both values."""
+    """Return the fields in which the layers of two models differ, with both values."""
     one, other = msgspec.structs.asdict(measured), msgspec.structs.asdict(planned)
     return {name: (one[name], other[name]) for name in one if name not in _NOT_SHAPE and one[name] != other[name]}
 
@@ -72,7 +72,7 @@ def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin
 
 
 def in_measured_precision(model: ModelSpec, coefficients: CostCoefficients) -> ModelSpec:
-    """The model in the precision that was measured, where nobody says in which it will be trained."""
+    """Return the model in the precision that was measured, where nobody says in which it will be trained."""
     measured = coefficients.measured_on
     if measured is None:
         return model
@@ -80,7 +80,7 @@ def in_measured_precision(model: ModelSpec, coefficients: CostCoefficients) -> M
 
 
 def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tuple[Missing, ...]:
-    """What a layout needs and the costs do not have; () = they cover it."""
+    """List what a layout needs and the costs do not have; () = they hold for it."""
     measured = coefficients.measured_on
     missing: list[Missing] = ["layers"] if measured is not None and measured.tp not in (1, layout.tp) else []
     for part, prefix, span in _used_links(layout):
@@ -167,7 +167,8 @@ def completed_from_cluster(
 def completed_between_layouts(
     coefficients: CostCoefficients, layout: ParallelLayout
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
-    """Costs of another layout of the processes that were measured, and what was taken for what, one sentence each.
+    """Return costs of another layout of the processes that were measured, and what was taken for what, one sentence
+    each.
 
     A message from a process to another takes what it takes, whatever it is for: the transfer between stages, or where
     there are none a step of the ring of gradients, or one inside a group, stands for those that were not measured.
