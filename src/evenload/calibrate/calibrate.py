@@ -97,7 +97,7 @@ class RankMeasurement:
 
 
 def highest_noise(ranks: Sequence[RankMeasurement]) -> Noise:
-    """The most that any rank had of either."""
+    """Return the most that any rank had of either kind of noise."""
     found = [rank.noise for rank in ranks]
     return Noise(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
 
@@ -177,7 +177,7 @@ def _median_overlap(known: Sequence[OverlapCost]) -> OverlapCost | None:
 def pass_timings(
     ranks: Sequence[RankMeasurement], direction: Direction, tile: int
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
-    """Features, the device's seconds and samples of all ranks' packs in one direction."""
+    """Return features, the device's seconds and samples of all ranks' packs in one direction."""
     chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]
     features: list[tuple[float, ...]] = [pack_features(one.ranges, one.windows, tile) for one in chosen]
     return features, [sample.seconds for sample in chosen], chosen
@@ -215,7 +215,7 @@ _VERSION = 19
 def cached_path(
     directory: Path, model: ModelSpec, layout: ParallelLayout, device_name: str, threads: int, backend: str
 ) -> Path:
-    """Where the cost file of this model, layout and device lies, or would lie."""
+    """Return where the cost file of this model, layout and device lies, or would lie."""
     key = (_VERSION, model, layout, device_name, threads, backend)
     return directory / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:24]}.json"
 

@@ -46,7 +46,7 @@ class LeftOut(NamedTuple):
 def fit_relative(
     features: Sequence[Sequence[float]] | NDArray[np.float64], seconds: Sequence[float]
 ) -> tuple[float, ...]:
-    """Non-negative coefficients that minimise squared *relative* errors.
+    """Return the non-negative coefficients that minimise squared *relative* errors.
 
     Args:
         features: n rows of one length.
@@ -64,7 +64,7 @@ def fit_relative(
 def left_out(
     features: Sequence[Sequence[float]], seconds: Sequence[float], packs: Sequence[object], folds: int = FOLDS
 ) -> LeftOut:
-    """Every timing predicted by a fit to the other folds.
+    """Predict every timing by a fit to the other folds.
 
     Args:
         packs: n, hashable: which pack was timed; packs are dealt to folds in turn, by their first timing.
@@ -96,7 +96,8 @@ _LEAST_FAR_SHARE = 0.05
 
 
 def num_outliers(seconds: Sequence[float]) -> int:
-    """Repeats more than five robust standard deviations (median absolute deviation) from the median."""
+    """Count the repeats that lie more than five robust standard deviations (median absolute deviation) from the
+    median."""
     middle = statistics.median(seconds)
     deviation = statistics.median(abs(one - middle) for one in seconds) / _NORMAL
     far_s = max(_FAR_DEVIATIONS * deviation, _LEAST_FAR_SHARE * middle)
@@ -104,13 +105,13 @@ def num_outliers(seconds: Sequence[float]) -> int:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median of some runs, after one that does not count."""
+    """Time some runs, after one that does not count, and return their median."""
     work()
     return statistics.median(timed(work, device) for _ in range(repeats))
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, with everything that it queues."""
+    """Time one run, with everything that it queues, in seconds."""
     start_s = seconds_now(device)
     work()
     return seconds_now(device) - start_s
@@ -130,7 +131,8 @@ class CoreWaits:
         self._before_s = _ready_without_core_s()
 
     def share(self) -> float:
-        """Of the time since then, in which the thread that waited longest had no core; 0 where it is not known."""
+        """Return the share of the time since then in which the thread that waited longest had no core; 0 where it is
+        not known."""
         passed_s = max(time.perf_counter() - self._from_s, 1e-9)
         now_s = _ready_without_core_s()
         longest_s = max((waited - self._before_s.get(task, 0.0) for task, waited in now_s.items()), default=0.0)
@@ -138,7 +140,7 @@ class CoreWaits:
 
 
 def spread_of_repeats(timings: list[list[float]]) -> float:
-    """By how much the sum of means is above the sum of minima.
+    """Return by how much the sum of means is above the sum of minima.
 
     Args:
         timings: seconds of the repeats of each pack.

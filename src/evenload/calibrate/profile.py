@@ -90,8 +90,8 @@ def partial_path(output: Path) -> Path:
 
 
 def read_partial(path: Path, task: str) -> tuple[PartialProfile, str]:
-    """What was measured of this task, and a sentence about it where there is a file; nothing measured where it is of
-    another task or cannot be read."""
+    """Return what was measured of this task, and a sentence about it where there is a file; nothing measured where it
+    is of another task or cannot be read."""
     if not path.is_file():
         return PartialProfile(task=task), ""
     try:
@@ -166,8 +166,8 @@ class PassWork:
         self._beside: _Beside | None = None
 
     def choose_beside_rows(self) -> int:
-        """Queries of local attention that take at most as long as a gather; 0 where nothing is ever gathered.
-        Collective over the group."""
+        """Choose the queries of local attention that take at most as long as a gather; 0 where nothing is ever
+        gathered. Collective over the group."""
         if self._largest is None:
             return 0
         gather = _gather(self._largest, self._stage)
@@ -268,13 +268,13 @@ class PassResults:
         return [name for name in self.passes[0][rank] if name.startswith(start)]
 
     def all_repeats(self) -> list[list[float]]:
-        """Of everything on every rank."""
+        """Return the repeats of everything on every rank."""
         return [self.repeats(rank, name) for rank in range(self.num_ranks) for name in self.names(rank)]
 
     def measurement(
         self, rank: int, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
     ) -> RankMeasurement:
-        """What coefficients are made of, of the rank that did the `work`."""
+        """Return what coefficients are made of, of the rank that did the `work`."""
         packs = self.names(rank, "pack:")
         spread = spread_of_repeats([self.repeats(rank, name) for name in packs])
         return RankMeasurement(
@@ -308,13 +308,13 @@ class PassResults:
         return self.median(rank, name) if name in self.passes[0][rank] else 0.0
 
     def embedding_s_per_token(self) -> float | None:
-        """Of a forward or a backward; None where no rank timed it."""
+        """Return the seconds a token of a forward or a backward; None where no rank timed it."""
         found = [self.median(rank, "embedding") for rank in range(self.num_ranks) if self.names(rank, "embedding")]
         # What was timed is both.
         return statistics.median(found) / EMBEDDED_ROWS / 2 if found else None
 
     def rates(self, model: ModelSpec, tp: int) -> tuple[KernelRate, ...]:
-        """FLOP/s that matrix products and attention reach by themselves, on rank 0."""
+        """Return the FLOP/s that matrix products and attention reach by themselves, on rank 0."""
         rates = []
         for name in self.names(0, "matmul:"):
             tokens = int(name.partition(":")[2])
@@ -328,7 +328,7 @@ class PassResults:
         return tuple(rates)
 
     def curves(self) -> tuple[TransferCurve, ...]:
-        """Of every kind of transfer and size of group, medians over ranks."""
+        """Return the curve of every kind of transfer and size of group, medians over ranks."""
         members: dict[tuple[str, int], list[int]] = {}
         for rank in range(self.num_ranks):
             for name in self.names(rank):
@@ -410,7 +410,7 @@ class ProfileTask:
     versions: Mapping[str, str]
 
     def describe(self, mesh: Mesh, stage: PipelineStage) -> str:
-        """Everything that passes of one measurement share, as text."""
+        """Describe everything that passes of one measurement share, as text."""
         return (
             f"{self.model.name} {self.dtype}, {self.layers} layers, {mesh.layout.describe()}, up to "
             f"{self.longest:,} tokens, {self.device_name}, {stage.backend_name}, timings {TIMINGS}, "

@@ -254,7 +254,7 @@ def _errors(
 def plain_step(
     config: TrainConfig, tokens: TokenTable | Mapping[int, NDArray[np.int32]], dtype: torch.dtype, mesh: Mesh
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and the gradient of every parameter, on every rank. Collective.
+    """Return the loss and the gradient of every parameter, on every rank. Collective.
 
     Args:
         tokens: of all documents, with labels where they have some.
@@ -430,7 +430,7 @@ def survey_batches(
 
 
 def check_ledger(survey: Survey) -> Verdict:
-    """Every token that is read is trained, dropped for a reason, deferred, or still waiting."""
+    """Check that every token that is read is trained, dropped for a reason, deferred, or still waiting."""
     extent = "a whole epoch" if survey.whole_epoch else "the first batches"
     # Without what stayed at zero.
     told = (" ".join(line.split()) for line in survey.ledger_lines)
@@ -445,7 +445,7 @@ def check_ledger(survey: Survey) -> Verdict:
 
 
 def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdict:
-    """The worst of the surveyed steps, as predicted, against what a process may hold."""
+    """Check the worst of the surveyed steps, as predicted, against what a process may hold."""
     limit = format_bytes(memory_cap_bytes)
     if not survey.peaks:
         if survey.memory_error:
@@ -474,7 +474,7 @@ def run_checks(
     users_cap_bytes: int,
     on_start: Callable[[str], None],
 ) -> list[Verdict]:
-    """The verdicts, the same on every rank. Collective.
+    """Run all checks in order and return their verdicts, the same on every rank. Collective.
 
     Args:
         config: the user's.

@@ -89,7 +89,8 @@ def skipped(name: str, found: str, why: str) -> Verdict:
 
 
 def exit_code(verdicts: list[Verdict]) -> int:
-    """0 nothing failed; 3 only memory failed, as where no plan fits; 1 anything else failed."""
+    """Return 0 where nothing failed; 3 where only memory failed, as where no plan fits; 1 where anything else
+    failed."""
     failed = {verdict.name for verdict in verdicts if verdict.outcome == "fail"}
     if not failed:
         return 0
@@ -158,7 +159,8 @@ class Scope(NamedTuple):
 
 
 def checked_scope(config: TrainConfig, directory: Path) -> Scope:
-    """The smaller run; `directory`, for a shortened model and its checkpoint, is visible to all ranks."""
+    """Return the settings of the smaller run; `directory`, for a shortened model and its checkpoint, is visible to all
+    ranks."""
     model = model_spec(config)
     notes = []
     settings, parallel = config.model, config.parallel
