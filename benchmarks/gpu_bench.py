@@ -15,8 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import torch
 
+from evenload.bench.runs import BenchResult
 from gpu_training import (
     QUICK_STEP_TOKENS,
     STEP_TOKENS,
@@ -26,6 +28,10 @@ from gpu_training import (
     small_config,
     write_run,
 )
+from results import commit_name
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from ledger import append_result
 
 STRATEGIES = "padded,best_fit,balanced,wlb,slimpack,auto"
 LEDGER = Path(__file__).parent / "accuracy" / "gpu.csv"
@@ -36,9 +42,13 @@ def bench(case: Case, device: str = "cuda", ledger: Path = LEDGER) -> int:
     """The exit code of `evenload bench` on a case."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_run(case, Path(folder), BATCHES, device)
-        sizes = ("--steps", str(BATCHES), "--rounds", str(ROUNDS), "--ledger", str(ledger), "--case", case.name)
+        answer = Path(folder) / "result.json"
+        sizes = ("--steps", str(BATCHES), "--rounds", str(ROUNDS), "--json", str(answer))
         command = [sys.executable, "-m", "evenload.cli.main", "bench", str(config), "--strategy", STRATEGIES, *sizes]
-        return subprocess.run(command, check=False).returncode
+        if code := subprocess.run(command, check=False).returncode:
+            return code
+        append_result(ledger, msgspec.json.decode(answer.read_bytes(), type=BenchResult), case.name, commit_name())
+        return 0
 
 
 def main() -> None:
