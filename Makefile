@@ -38,7 +38,7 @@ test: .venv/dev  ## everything CI checks of code and pages: lint, types, import 
 # Of what holds float64 results to 1e-9 or tighter, so much that every mechanism is in it.
 ROUNDING_TESTS := $(addprefix tests/,attention/test_range_attention.py check/test_exact_casts.py \
   runtime/test_architectures.py runtime/test_replay.py runtime/test_lora.py integrations/test_packed_training.py \
-  integrations/test_trainer.py integrations/test_trl.py dist/test_context_attention.py \
+  integrations/test_trainer.py dist/test_context_attention.py \
   dist/test_flexpipe_training.py::test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike)
 
 test-rounding: .venv/dev  ## the exactness tests as a processor without vector units rounds; 2 minutes on 2 cores
@@ -70,7 +70,7 @@ test-torch:  ## what differs among versions of PyTorch, under another one: make 
 TITAN := .venv/torchtitan
 
 test-engines: $(TITAN)/installed  ## training on engines that cannot stand beside `dev`: torchtitan; 0.15 GB more
-	$(TITAN)/bin/python -m pytest -n 0 --durations=5 tests/engines/test_torchtitan_trainer.py
+	$(TITAN)/bin/python -m pytest -n 0 --durations=5 tests/integrations/test_torchtitan_trainer.py
 
 # Half a minute on 2 cores, PyTorch being there.
 $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
@@ -116,22 +116,11 @@ wheels: .venv/bin/python  ## for `make gpu` on a machine without a network: whee
 docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
 	$(BIN)/python tools/make_pictures.py
 	$(BIN)/python tools/make_configuration.py
-	$(BIN)/python tools/make_matrix.py
 	$(BIN)/python tools/make_glance.py
-	$(BIN)/python tools/make_plan_pages.py
-	$(BIN)/python tools/make_measured.py
-	$(BIN)/python tools/make_planning_times.py
-	$(BIN)/python tools/make_installs.py
-	$(BIN)/python tools/make_engines.py
-	$(BIN)/python tools/make_bound_shares.py
-	$(BIN)/python tools/make_flexpipe_gains.py
-	$(BIN)/python tools/make_planner_tables.py
-	$(BIN)/python tools/make_benchmarks.py
+	$(BIN)/python tools/make_guide.py
+	$(BIN)/python tools/make_tables.py
 	$(BIN)/python tools/make_accuracy.py
-	$(BIN)/python tools/make_loader_performance.py
-	$(BIN)/python tools/make_notebook.py
 	$(BIN)/python tools/make_file_tree.py
-	$(BIN)/python tools/make_house.py
 	$(MAKE) --no-print-directory site
 
 site: .venv/dev  ## the documentation as a site, build/site; a link or heading that is not there is an error
