@@ -116,22 +116,11 @@ wheels: .venv/bin/python  ## for `make gpu` on a machine without a network: whee
 docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
 	$(BIN)/python tools/make_pictures.py
 	$(BIN)/python tools/make_configuration.py
-	$(BIN)/python tools/make_matrix.py
 	$(BIN)/python tools/make_glance.py
-	$(BIN)/python tools/make_plan_pages.py
-	$(BIN)/python tools/make_measured.py
-	$(BIN)/python tools/make_planning_times.py
-	$(BIN)/python tools/make_installs.py
-	$(BIN)/python tools/make_engines.py
-	$(BIN)/python tools/make_bound_shares.py
-	$(BIN)/python tools/make_flexpipe_gains.py
-	$(BIN)/python tools/make_planner_tables.py
-	$(BIN)/python tools/make_benchmarks.py
+	$(BIN)/python tools/make_guide.py
+	$(BIN)/python tools/make_tables.py
 	$(BIN)/python tools/make_accuracy.py
-	$(BIN)/python tools/make_loader_performance.py
-	$(BIN)/python tools/make_notebook.py
 	$(BIN)/python tools/make_file_tree.py
-	$(BIN)/python tools/make_house.py
 	$(MAKE) --no-print-directory site
 
 site: .venv/dev  ## the documentation as a site, build/site; a link or heading that is not there is an error

@@ -7,42 +7,36 @@ the median of the rounds, the figures are sums over batches.
 """
 
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import msgspec
 
 from evenload.bench.runs import BenchResult
-from results import Row, run_benchmark
+from harness import Row, run
+from setups import ROOT
 
-ANSWER = Path(__file__).parent.parent / "runs" / "demo" / "bench.json"
-
-
-def is_there() -> bool:
-    """The demo has come to the end of its comparison."""
-    return ANSWER.is_file()
+ANSWER = ROOT / "runs" / "demo" / "bench.json"
 
 
-def measure(quick: bool) -> list[Row]:
+def measure(quick: bool) -> Iterator[Row]:
     """Speed-up over the baseline, measured and predicted, and how far the predictions are off."""
     del quick  # nothing is run here
-    if not is_there():
+    if not ANSWER.is_file():
         sys.exit("benchmarks/demo.py: runs/demo does not hold a finished demo; run `make demo` first")
     result = msgspec.json.decode(ANSWER.read_bytes(), type=BenchResult)
     theirs, ours = result.runs
     batches = ours.batches
     case = f"make demo, {dict(result.facts)['layout']}, {len(batches)} batches, {len(batches[0].measured_s)} rounds"
-    pairs = (("measured", "measured_s"), ("predicted", "predicted_s"))
-    rows = [
-        Row("demo", f"{ours.strategy}, {case}", f"speed-up, {how}", getattr(theirs, key) / getattr(ours, key), "x",
-            theirs.strategy)
-        for how, key in pairs
-    ]  # fmt: skip
+    for how, key in (("measured", "measured_s"), ("predicted", "predicted_s")):
+        ratio = getattr(theirs, key) / getattr(ours, key)
+        yield Row("demo", f"{ours.strategy}, {case}", f"speed-up, {how}", ratio, "x", theirs.strategy)
     for one in result.runs:
         off = one.measured_s / one.predicted_s
-        rows.append(Row("demo", f"{one.strategy}, {case}", "step time", off, "x", "its prediction"))
-        rows.append(Row("demo", f"{one.strategy}, {case}", "spread of rounds", one.spread, "share", "step time"))
-    return rows
+        yield Row("demo", f"{one.strategy}, {case}", "step time", off, "x", "its prediction")
+        yield Row("demo", f"{one.strategy}, {case}", "spread of rounds", one.spread, "share", "step time")
 
+
+PARTS = {"demo": measure}
 
 if __name__ == "__main__":
-    run_benchmark(measure, "what the demo measured")
+    run(PARTS)

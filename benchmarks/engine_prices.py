@@ -20,8 +20,7 @@ import numpy as np
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
-from evenload.explore.batches import BatchRule, SampledBatch
-from evenload.explore.evaluate import planned_steps
+from evenload.explore.batches import BatchRule, SampledBatch, planned_steps
 from evenload.integrations.catalog import ENGINES
 from evenload.integrations.engine_profile import require_heads
 from evenload.integrations.evaluate import evaluate_engine
@@ -31,7 +30,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
-from results import Row, run_benchmark
+from harness import Row, run
 
 LENGTHS = Path(__file__).parent.parent / "examples" / "lengths"
 TABLES = ("github_dirs", "stdlib", "docs")
@@ -95,4 +94,4 @@ def measure(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    run_benchmark(measure, __doc__ or "")
+    run({"engine_prices": measure})

@@ -15,14 +15,13 @@ long as that of its slowest rank, update included; reading and planning are done
 The prediction is `engines.price` with what `evenload profile` measures on this machine just before. That is Evenload's
 own runtime, not the engine's modules: compare ratios.
 
-    python benchmarks/engine_steps.py [--quick] [--append] [--engine fsdp2 ...]
+    python benchmarks/engine_steps.py [--quick] [--append] [--part fsdp2|deepspeed|...]
 
 An engine takes two to four minutes. Those that are not installed are left out, and a line says so; torchtitan's
 environment is that of `make test-engines`. Megatron-Core runs on CPUs with the shim of its tests: one stage, two
 replicas.
 """
 
-import argparse
 import functools
 import importlib.util
 import os
@@ -30,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,11 +41,11 @@ from transformers import LlamaConfig
 
 import engine_loops
 import engine_trainers
+from cpu_ranks import spawn_ranks
 from engine_turns import OURS, RANKS, STEP_TOKENS, Race, Train, Trained
-from interleaved_steps import spawn_ranks
+from harness import Row, median_ratio, run
 from loader_sources import write_tokens
 from loader_training import CONTEXT, read_scaled_lengths, tiny_config
-from results import Row, median_ratio, run_benchmark
 
 ROUNDS, QUICK_ROUNDS = 14, 1
 PROFILE_MINUTES, QUICK_PROFILE_MINUTES = 1.0, 0.2
@@ -142,23 +141,18 @@ def profile(config: LlamaConfig, directory: Path, quick: bool) -> None:
     subprocess.run([*command, "--model", str(directory), "-o", str(directory / "cost.json")], check=True)
 
 
-def measure(quick: bool, names: Sequence[str] = tuple(ENGINES)) -> list[Row]:
-    """Rows of all engines that are installed; each model is profiled once."""
-    installed = [name for name in names if importlib.util.find_spec(ENGINES[name].package) is not None]
-    for name in names:
-        if name not in installed:
-            print(f"engine_steps: left out: {name}, because {ENGINES[name].package} is not installed")
-    rows: list[Row] = []
-    for config in dict.fromkeys(ENGINES[name].config for name in installed):
-        with tempfile.TemporaryDirectory() as directory:
-            profile(config(), Path(directory), quick)
-            for name in (one for one in installed if ENGINES[one].config is config):
-                rows += measure_engine(name, Path(directory), quick)
-    return rows
+def measure(name: str, quick: bool) -> list[Row]:
+    """Rows of an engine that is installed; its model is profiled just before."""
+    engine = ENGINES[name]
+    if importlib.util.find_spec(engine.package) is None:
+        print(f"engine_steps: left out: {name}, because {engine.package} is not installed")
+        return []
+    with tempfile.TemporaryDirectory() as directory:
+        profile(engine.config(), Path(directory), quick)
+        return measure_engine(name, Path(directory), quick)
 
+
+PARTS = {name: functools.partial(measure, name) for name in ENGINES}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--engine", nargs="+", choices=list(ENGINES), default=list(ENGINES))
-    options, rest = parser.parse_known_args()
-    run_benchmark(functools.partial(measure, names=options.engine), __doc__ or "", rest)
+    run(PARTS)

@@ -4,7 +4,7 @@ Documents are sampled, seeded, from `examples/lengths/*.npy.gz`, cut off at 131,
 H100 (analytic costs). A gap is `heuristic / optimum - 1` of the largest group. Instances that the solver does not prove
 within its time limit are counted, not averaged; how many depends on the machine and its load, a gap does not.
 
-    python benchmarks/exact_gaps.py [--quick] [--append] [--only PART]    --append writes results/exact_gaps.csv
+    python benchmarks/exact_gaps.py [--quick] [--append] [--part groups|skrull]
 
 Problems of part `groups`, each with 4 groups:
 
@@ -26,11 +26,8 @@ There the solver has ten seconds, the optimum counts as proved within 0.1 % (mem
 tell apart in that time), and the gap is `heuristic / bound - 1`: the true gap is at most that.
 """
 
-import argparse
-import csv
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +35,6 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.hub import model_from
-from evenload.data.lengths import read_lengths
 from evenload.plan.packing.bin_packing import assign_replicas, longest_first
 from evenload.plan.packing.exact import exact_groups
 from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedily
@@ -50,15 +46,12 @@ from evenload.plan.strategies.skrull import step_documents
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.work import causal_pairs
-from results import commit_name, cpu_name
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from harness import Row, run
 from reference.exact_dacp import Exact, exact_micro_batches, exact_owners
 from reference.partition import partition_by_work
 from reference.slice_bound import exact_slice_bound
+from setups import TABLES, table_lengths  # puts tests/ on the path
 
-LENGTHS = Path(__file__).parent.parent / "examples" / "lengths"
-RESULTS = Path(__file__).parent / "results" / "exact_gaps.csv"
 WINDOW = 131_072
 GROUPS, PACKS = 4, 8
 INSTANCES, QUICK_INSTANCES = 20, 3
@@ -152,71 +145,30 @@ def _gap(
     return problem, heuristic, largest / best.objective - 1 if best.is_optimal else None
 
 
-PARTS: dict[str, Callable[[NDArray[np.int64], PackCosts], list[Gap]]] = {
-    "groups": measure_instance,
-    "skrull": measure_skrull,
-}
-
-
-def measure(quick: bool, parts: list[str], instances: int) -> Iterator[dict[str, str]]:
-    """One row per table, number of documents, problem and heuristic, as they are done."""
+def measure(problems: Callable[[NDArray[np.int64], PackCosts], list[Gap]], quick: bool) -> Iterator[Row]:
+    """Gaps of every table, number of documents, problem and heuristic."""
     cost = costs()
-    tables = sorted(LENGTHS.glob("*.npy.gz"))
-    for table in tables[:1] if quick else tables:
-        lengths = np.minimum(read_lengths(str(table)), WINDOW)
-        for count in DOCUMENTS[:1] if quick else DOCUMENTS:
+    for table in TABLES[: 1 if quick else None]:
+        lengths = np.minimum(table_lengths(table), WINDOW)
+        for count in DOCUMENTS[: 1 if quick else None]:
             generator = np.random.default_rng(count)
             found: dict[tuple[str, str], list[float | None]] = {}
-            for _ in range(instances):
-                tokens = generator.choice(lengths, count)
-                for part in parts:
-                    for problem, heuristic, gap in PARTS[part](tokens, cost):
-                        found.setdefault((problem, heuristic), []).append(gap)
-            for key, gaps in found.items():
-                yield _row(table, count, *key, gaps)
+            for _ in range(QUICK_INSTANCES if quick else INSTANCES):
+                for problem, heuristic, gap in problems(generator.choice(lengths, count), cost):
+                    found.setdefault((problem, heuristic), []).append(gap)
+            for (problem, heuristic), gaps in found.items():
+                case = f"{problem}; {heuristic}; {count} documents of {table}"
+                proved = [gap for gap in gaps if gap is not None]
+                yield Row("exact gaps", case, "instances", len(gaps), "")
+                yield Row("exact gaps", case, "proved", len(proved), "")
+                if proved:
+                    yield Row("exact gaps", case, "mean gap", float(np.mean(proved)), "", "optimum")
+                    yield Row("exact gaps", case, "largest gap", max(proved), "", "optimum")
+                    optimal = float(np.mean([gap <= 1e-6 for gap in proved]))
+                    yield Row("exact gaps", case, "share optimal", optimal, "")
 
 
-def _row(table: Path, count: int, problem: str, heuristic: str, gaps: list[float | None]) -> dict[str, str]:
-    proved = [gap for gap in gaps if gap is not None]
-    shown: Callable[[float], str] = "{:.6f}".format
-    return {
-        "table": table.name.removesuffix(".npy.gz"),
-        "documents": str(count),
-        "problem": problem,
-        "heuristic": heuristic,
-        "instances": str(len(gaps)),
-        "proved": str(len(proved)),
-        "mean_gap": shown(float(np.mean(proved))) if proved else "",
-        "p90_gap": shown(float(np.quantile(proved, 0.9))) if proved else "",
-        "max_gap": shown(max(proved)) if proved else "",
-        "optimal_share": shown(float(np.mean([gap <= 1e-6 for gap in proved]))) if proved else "",
-    }
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="gaps of the heuristics to exact solutions")
-    parser.add_argument("--quick", action="store_true", help="one table, a few instances: does it work at all?")
-    parser.add_argument("--append", action="store_true", help=f"append the rows to benchmarks/results/{RESULTS.name}")
-    parser.add_argument("--only", choices=PARTS, help="one part of the problems")
-    parser.add_argument("--instances", type=int, help="of every table and size")
-    options = parser.parse_args()
-    if options.quick and options.append:
-        sys.exit("--quick results are few; measure without --quick to append")
-    rows: list[dict[str, str]] = []
-    instances = options.instances or (QUICK_INSTANCES if options.quick else INSTANCES)
-    for row in measure(options.quick, [options.only] if options.only else list(PARTS), instances):
-        rows.append(row)
-        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-    if options.append:
-        facts = {"commit": commit_name(), "cpu": cpu_name()}
-        is_new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*facts, *rows[0]], lineterminator="\n")
-            if is_new:
-                writer.writeheader()
-            writer.writerows({**facts, **row} for row in rows)
-
+PARTS = {"groups": partial(measure, measure_instance), "skrull": partial(measure, measure_skrull)}
 
 if __name__ == "__main__":
-    main()
+    run(PARTS)

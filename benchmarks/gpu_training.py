@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from results import Row, run_benchmark
-from token_runs import write_token_run
+from cpu_ranks import write_token_run
+from harness import Row, run
 
 STEPS, QUICK_STEPS = 8, 3
 MAX_TOKENS = 16_384
@@ -124,19 +124,19 @@ def compare_strategies(case: Case, steps: int) -> list[Row]:
     runs = {name: train(case, steps, f"plan.strategy={strategy}") for name, strategy in STRATEGIES.items()}
     rows = []
     padded = runs["padded"]
-    for name, run in runs.items():
-        if run is None:
+    for name, found in runs.items():
+        if found is None:
             rows.append(Row("gpu", case.name, f"{name} does not fit", 1.0, "", ""))
             continue
         if padded is not None:
-            ratio = _median(run, "tokens_per_s") / _median(padded, "tokens_per_s")
+            ratio = _median(found, "tokens_per_s") / _median(padded, "tokens_per_s")
             rows.append(Row("gpu", case.name, f"{name} tokens/s", ratio, "x", "padded"))
-        rows.append(Row("gpu", case.name, f"{name} MFU", _median(run, "mfu"), "", ""))
-        if run[0]["mfu_of_data_sheet"] is not None:
+        rows.append(Row("gpu", case.name, f"{name} MFU", _median(found, "mfu"), "", ""))
+        if found[0]["mfu_of_data_sheet"] is not None:
             rows.append(
-                Row("gpu", case.name, f"{name} MFU of the data sheet", _median(run, "mfu_of_data_sheet"), "", "")
+                Row("gpu", case.name, f"{name} MFU of the data sheet", _median(found, "mfu_of_data_sheet"), "", "")
             )
-        rows.append(_memory_row(case.name, name, run))
+        rows.append(_memory_row(case.name, name, found))
     return rows
 
 
@@ -194,5 +194,7 @@ def measure(quick: bool) -> list[Row]:
     return rows + long_document(QUICK_STEPS, LONG_TOKENS // 16 if quick else LONG_TOKENS)
 
 
+PARTS = {"gpu": measure}
+
 if __name__ == "__main__":
-    run_benchmark(measure, "Training on one GPU")
+    run(PARTS)

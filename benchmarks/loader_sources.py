@@ -76,30 +76,6 @@ def write_jsonl(path: Path, pieces: list[str], size_bytes: int) -> int:
     return count
 
 
-def write_files(directory: Path, pieces: list[str], count: int) -> None:
-    """As many small text files, a thousand a directory."""
-    for index in range(count):
-        folder = directory / f"{index // 1000:03d}"
-        if not index % 1000:
-            folder.mkdir(parents=True)
-        (folder / f"{index:06d}.txt").write_text(pieces[index % len(pieces)][:4000], encoding="utf-8")
-
-
-def write_parquet(path: Path, pieces: list[str], size_bytes: int) -> int:
-    """The pieces over and over in row groups of 1,000 until so much text is in it; how many rows it has."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    schema = pa.schema([("text", pa.string())])
-    count, written, at = 0, 0, 0
-    with parquet.ParquetWriter(path, schema) as writer:
-        while written < size_bytes:
-            rows = [pieces[(at + index) % len(pieces)] for index in range(1000)]
-            writer.write_table(pa.table({"text": rows}, schema=schema))
-            at, count, written = at + 1000, count + 1000, written + sum(map(len, rows))
-    return count
-
-
 def write_tokenizer(directory: Path) -> Path:
     """A byte-pair tokeniser trained on a part of the standard library."""
     path = directory / "tokenizer.json"

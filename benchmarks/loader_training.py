@@ -32,29 +32,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 
-from evenload.attention.backends import select_backend
+from cpu_ranks import llama
 from evenload.data.config import DataConfig
-from evenload.data.lengths import read_lengths
 from evenload.data.loader import GlobalBatchLoader
-from evenload.feed.collate import collate_pack
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.planner import make_planner
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.pack_tokens import PackTokens
-from evenload.runtime.replay.rank_packs import pack_ranges
-from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.replay.store import ActivationStore
-from evenload.types.micropack import MicroPack
+from harness import Row, median_and_spread, ratio_row, run
 from loader_peers import TokenFile
-from loader_rows import LoaderRow, median_and_spread, ratio_row, run_benchmark
 from loader_sources import work_directory, write_tokens
-from replay import main_config
+from replay import StageSteps
+from setups import table_lengths
 
-LENGTHS = Path(__file__).parent.parent / "examples" / "lengths" / "github_dirs.npy.gz"
 SCALE, CONTEXT, LEAST = 32, 2_048, 8
 DOCUMENTS, QUICK_DOCUMENTS = 64, 8
 ROW_DOCUMENTS = 8
@@ -103,14 +94,12 @@ AttentionInterface.register(PER_DOCUMENT, per_document_attention)
 
 def tiny_config() -> LlamaConfig:
     """The model of benchmarks/replay.py with two of its layers."""
-    config = main_config()
-    config.num_hidden_layers = 2
-    return config
+    return llama(256, 2, heads=4, key_heads=2)
 
 
 def read_scaled_lengths(count: int) -> NDArray[np.int64]:
-    """The first lengths of the table (it is shuffled), scaled and cut."""
-    return np.clip(read_lengths(str(LENGTHS))[:count] // SCALE, LEAST, CONTEXT).astype(np.int64)
+    """The first lengths of github_dirs (it is shuffled), scaled and cut."""
+    return np.clip(table_lengths("github_dirs")[:count] // SCALE, LEAST, CONTEXT).astype(np.int64)
 
 
 class TransformersModel:
@@ -143,45 +132,20 @@ class StageRuntime:
     """Evenload's own stage with all layers, one rank."""
 
     def __init__(self, weights: Path) -> None:
-        self._model = build_stage_model(
-            tiny_config(),
-            layers=(0, tiny_config().num_hidden_layers),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            weights=str(weights),
-            seed=0,
-        )
-        self._buffers = flatten_units(self._model, dp=1)
-        self._stage = PipelineStage(self._model, select_backend("auto", "cpu"))
+        self._steps = StageSteps(tiny_config(), str(weights))
 
     def train(self, config: DataConfig, planner: StepPlanner, strategy: str) -> Outcome:
-        """Every step: read, plan, exchange, run the packs in their order."""
-        for buffer in self._buffers:
-            buffer.grads.zero_()
+        """The only step: read, plan, exchange, run the packs in their order."""
+        self._steps.zero_gradients()
         loader = GlobalBatchLoader(config)
-        loss, labels = 0.0, 0
-        while (batch := loader.next_batch()) is not None:
-            plan = planner.plan(batch.step, batch.documents, strategy)
-            lengths = {document.doc_id: document.num_tokens for document in batch.documents}
-            tokens = exchange_tokens(batch, documents_by_replica(plan), loader.peers)
-            (packs,) = plan.pack_plans
-            store = ActivationStore(lengths, [pack_ranges(pack) for pack in packs.backward])
-
-            def load(pack: MicroPack, table: Any = tokens) -> PackTokens:
-                one = collate_pack(pack, table)
-                columns = (torch.from_numpy(column) for column in (one.token_ids, one.targets, one.positions))
-                return PackTokens(pack_ranges(pack), *columns)
-
-            done = 0
-            for pack, needed in zip(packs.backward, packs.forwards_needed(), strict=True):
-                while done < needed:
-                    self._stage.forward(load(packs.forward[done]), None, store)
-                    done += 1
-                loss += self._stage.backward(load(pack), None, store, plan.num_label_tokens)[1].item()
-            store.check_empty()
-            labels += plan.num_label_tokens
-        norms = [buffer.grads.norm() for buffer in self._buffers]
-        return Outcome(loss, torch.stack(norms).norm().item(), labels)
+        batch = loader.next_batch()
+        assert batch is not None
+        plan = planner.plan(batch.step, batch.documents, strategy)
+        tokens = exchange_tokens(batch, documents_by_replica(plan), loader.peers)
+        loss = self._steps.add_gradients(plan.pack_plans[0], tokens)
+        assert loader.next_batch() is None, "all documents are one batch"
+        norms = [buffer.grads.norm() for buffer in self._steps.buffers]
+        return Outcome(loss, torch.stack(norms).norm().item(), plan.num_label_tokens)
 
 
 def padded_batches(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -262,7 +226,7 @@ def check_equal(name: str, outcome: Outcome, expected: Outcome) -> None:
             raise ValueError(f"{name}: {what} is {ours}, of the first variant {theirs}")
 
 
-def measure(quick: bool) -> list[LoaderRow]:
+def measure(quick: bool) -> Iterator[Row]:
     """Every variant in turn in every round, after one that does not count."""
     lengths = read_scaled_lengths(QUICK_DOCUMENTS if quick else DOCUMENTS)
     real = int(lengths.sum())
@@ -279,20 +243,18 @@ def measure(quick: bool) -> list[LoaderRow]:
                 check_equal(name, outcome, expected)
                 if repeat:
                     seconds[name].append(taken_s)
-    rows = []
     about = f"{len(lengths)} documents of {real:,} tokens"
     for name, taken_s in seconds.items():
         case = f"{name}, {about}"
         value, spread = median_and_spread([real / one for one in taken_s])
-        rows.append(LoaderRow("training", case, "effective tokens per second", value, "1/s", spread))
-        rows.append(LoaderRow("training", case, "real tokens", real / variants[name].tokens, "share", 1.0, "computed"))
+        yield Row("training", case, "effective tokens per second", value, "1/s", "", spread)
+        yield Row("training", case, "real tokens", real / variants[name].tokens, "share", "computed")
         for base in ("padded", "trl bfd", "trl bfd, per document"):
             if base in seconds and base != name:
-                rows.append(ratio_row("training", case, "effective tokens per second", seconds[base], taken_s, base))
-    return rows
+                yield ratio_row("training", case, "effective tokens per second", seconds[base], taken_s, base)
 
 
 PARTS = {"training": measure}
 
 if __name__ == "__main__":
-    run_benchmark(PARTS, "packed against padded training")
+    run(PARTS)

@@ -3,7 +3,7 @@
 Every case is `evenload bench` on a small Llama with random weights: the same two global batches under every strategy,
 by real processes, interleaved step by step. Layouts PP2, DP2, CP2 and PP2 x DP2, two tables of lengths
 (examples/lengths, scaled down to what two cores train in half a second), two sizes of model. Every case calibrates its
-own costs. Prints measured beside predicted step and
+own costs. Prints measured and predicted step and
 pack times, and appends rows to benchmarks/accuracy/cpu.csv, with the cost file and batches beside it.
 
     python benchmarks/measured.py [--case NAME ...] [--list] [--resume] [--dry-run]
@@ -31,12 +31,12 @@ from evenload.errors import ConfigError
 from evenload.plan.strategies.registry import strategy_named
 from evenload.report.units import format_change, format_seconds
 from evenload.types.layout import even_layout
-from results import commit_name
-from token_runs import save_tokens
+from harness import commit_name
+from setups import ROOT  # puts tests/support on the path
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from ledger import append_result, current_rows, read_ledger  # noqa: E402
+from ledger import append_result, current_rows, read_ledger  # isort: skip
+from token_run import save_tokens  # isort: skip
 
 LEDGER = Path(__file__).parent / "accuracy" / "cpu.csv"
 STRATEGIES = ("padded", "best_fit", "balanced", "wlb", "skrull", "slimpack", "auto")

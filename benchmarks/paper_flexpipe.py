@@ -18,30 +18,24 @@ to what it says of FLANv2 (means of 52 and 978 tokens for two of its tasks, 95 %
                of the gain when the fixed layout is chosen well (`evenload plan --search-layout`)
 
 Also the time of HBSA, the mappings it prices and the size of the space it searches, with an exhaustive search beside it
-where that ends. These times want a quiet machine; the rest is deterministic (`--cells-only`).
+where that ends.
 
-    python benchmarks/paper_flexpipe.py [--quick] [--append] [--cells-only]
+    python benchmarks/paper_flexpipe.py [--quick] [--append] [--part cells|search]
 """
 
-import argparse
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
@@ -51,17 +45,19 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from results import Row, append_rows
+from harness import Row, alternate, run
+from setups import documents_of, planner_in
 
-RESULTS = Path(__file__).parent / "results" / "paper_flexpipe.csv"
 NODES = {"bert-340m": 1, "bert-1.36b": 2, "gpt-3.35b": 4, "gpt-13b": 8}
 LONGEST = (2_048, 8_192, 60_000)
 BATCHES = (4, 64)
 """Documents of a global batch; the paper's 4 (§7.2.1), and one that fills the devices."""
 STEPS = 24
-PAPER = "1.40 over Zero-Bubble (padded), 1.23 over FlashAttention (packed), 1.14 over DynaPipe; 1.25 on average"
-ONE_STEP, DOCUMENTS_ONLY = FlexOptions(known_steps=1), FlexOptions(memory_plans=("documents",))
-PUBLISHED = FlexOptions(known_steps=1, margin=0.0, patience_steps=1, least_depth_only=True)
+OTHER_OPTIONS = {
+    "published": FlexOptions(known_steps=1, margin=0.0, patience_steps=1, least_depth_only=True),
+    "known 1": FlexOptions(known_steps=1),
+    "documents only": FlexOptions(memory_plans=("documents",)),
+}
 # Share, mean and sigma of ln(tokens); and the share of a Pareto tail (alpha 2) from 4,096 to 60,060 tokens.
 MIXTURE = ((0.247, 3.84, 0.45), (0.543, 4.89, 0.9), (0.197, 6.71, 0.6))
 TAIL_SHARE, TAIL_FROM, TAIL_TO = 0.013, 4_096, 60_060
@@ -91,16 +87,9 @@ def paper_cluster(nodes: int) -> ClusterSpec:
     )
 
 
-def documents(lengths: NDArray[np.int64]) -> tuple[Document, ...]:
-    """Ids by position."""
-    return tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths.tolist()))
-
-
 def planner_of(model: ModelSpec, cluster: ClusterSpec, layout: ParallelLayout, longest: int) -> StepPlanner:
     """Within the device's memory, by any policy."""
-    options = PlanOptions(max_pack_tokens=longest, policy="choose")
-    coefficients = analytic_coefficients(model, cluster, layout)
-    return StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host=host_memory(cluster))
+    return planner_in(model.name, cluster, layout, PlanOptions(max_pack_tokens=longest, policy="choose"))
 
 
 def static_layout(model: ModelSpec, cluster: ClusterSpec, longest: int, batch: int) -> ParallelLayout:
@@ -113,7 +102,7 @@ def static_layout(model: ModelSpec, cluster: ClusterSpec, longest: int, batch: i
         layout = even_layout(model.num_layers, dp=cluster.num_devices // depth, pp=depth)
         planner = planner_of(model, cluster, layout, longest)
         planner.options = msgspec.structs.replace(planner.options, policy="replay")
-        if planner.propose(0, documents(np.full(min(batch, layout.dp), longest)), "flexpipe").feasible:
+        if planner.propose(0, documents_of(np.full(min(batch, layout.dp), longest)), "flexpipe").feasible:
             return layout
     raise EvenloadError(f"{model.name}: no depth holds a document of {longest} tokens on {cluster.name}")
 
@@ -134,133 +123,96 @@ def fixed_seconds(planner: StepPlanner, steps: Sequence[tuple[Document, ...]], s
 
 def flexible_seconds(
     planner: StepPlanner, cluster: ClusterSpec, steps: Sequence[tuple[Document, ...]], options: FlexOptions
-) -> tuple[float, int, int]:
-    """Of all steps with their switches; switches; steps that save memory instead."""
+) -> tuple[float, int]:
+    """Of all steps with their switches; switches."""
     flex = FlexPlanner(planner, lambda one: analytic_coefficients(planner.costs.model, cluster, one), options)
-    state, total_s, switches, saving = flex.initial_state(), 0.0, 0, 0
+    state, total_s, switches = flex.initial_state(), 0.0, 0
     for step, batch in enumerate(steps):
         found = flex.propose(step, batch, state=state, coming=steps[step + 1 :])
         found.proposal.require_feasible()
         state = found.state
         total_s += found.proposal.plan.predicted.step_time_s
         switches += found.decision.action == "switch"
-        saving += found.decision.action == "save memory"
-    return total_s, switches, saving
+    return total_s, switches
 
 
-def measure_search(name: str, cluster_name: str, *, exhaustively: bool) -> list[Row]:
-    """Time of HBSA and mappings it prices, on one batch of 256 documents cut off at 16K."""
-    model, cluster = model_from(name), cluster_from(cluster_name)
-    layout = even_layout(model.num_layers, dp=cluster.num_devices // 4, pp=4)
-    planner = planner_of(model, cluster, layout, 16_384)
-    flex = FlexPlanner(planner, lambda one: analytic_coefficients(model, cluster, one))
-    lengths = np.minimum(flan_lengths(256, 0), 16_384)
-    seconds, found = [], flex.search(lengths, layout)
-    for _ in range(9):
-        started_s = time.perf_counter()
-        found = flex.search(lengths, layout)
-        seconds.append(time.perf_counter() - started_s)
-    depths = range(1, min(model.num_layers, cluster.num_devices) + 1)
-    splits = sum(math.comb(model.num_layers - 1, depth - 1) for depth in depths)
-    case = f"{name} on {cluster_name}"
-    rows = [
-        Row("flexpipe", case, "HBSA", statistics.median(seconds) * 1e3, "ms", ""),
-        Row("flexpipe", case, "mappings priced", found.num_priced, "", ""),
-        Row("flexpipe", case, "splits of layers in all", splits, "", ""),
-    ]
-    if exhaustively:
-        best = found.mappings[0]
-        started_s, least_s = time.perf_counter(), math.inf
-        for depth in depths:
-            receive = flex.candidates.receive_seconds(depth, layout)
-            for price in flex.candidates.prices(flex.candidates.batch_costs(lengths), depth):
-                for cuts in itertools.combinations(range(1, model.num_layers), depth - 1):
-                    edges = (0, *cuts, model.num_layers)
-                    if not price.excess_bytes(edges):
-                        moved_s = max(receive.of_stage(s, *pair) for s, pair in enumerate(itertools.pairwise(edges)))
-                        least_s = min(least_s, price.step_seconds(edges) + moved_s)
-        took_ms = (time.perf_counter() - started_s) * 1e3
-        rows.append(Row("flexpipe", case, "exhaustive", took_ms, "ms", ""))
-        rows.append(Row("flexpipe", case, "gap", (best.step_s + best.switch_s) / least_s - 1, "", "exhaustive"))
-    return rows
-
-
-def main() -> None:
-    """Every cell: print, and append when asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one cell: does it work at all?")
-    parser.add_argument("--append", action="store_true", help=f"append the rows to benchmarks/results/{RESULTS.name}")
-    parser.add_argument("--cells-only", action="store_true", help="leave out the time of the search")
-    arguments = parser.parse_args()
-    table = Table(title=f"FlexPipe's settings, SIMULATED, {STEPS} steps", caption=f"paper: {PAPER}")
-    for head in (
-        "model", "longest", "docs", "static", "flexpipe s/step", "x padded", "x best_fit", "x static", "x published",
-        "x known 1", "x documents", "best fixed", "x best fixed", "switches", "saving",
-    ):  # fmt: skip
-        table.add_column(head, justify="left" if head in ("model", "static", "best fixed") else "right")
-    rows: list[Row] = []
-    cells = list(itertools.product(NODES, LONGEST, BATCHES))
-    for name, longest, batch in cells[:1] if arguments.quick else cells:
+def cells(quick: bool) -> Iterator[Row]:
+    """Every model, longest document and batch size."""
+    for name, longest, batch in itertools.islice(itertools.product(NODES, LONGEST, BATCHES), 1 if quick else None):
         model, cluster = model_from(name), paper_cluster(NODES[name])
         lengths = np.minimum(flan_lengths(STEPS * batch, 0), longest).reshape(STEPS, batch)
-        steps = [documents(one) for one in lengths]
+        steps = [documents_of(one) for one in lengths]
+        case = f"{name}, {NODES[name]} nodes, longest {longest}, {batch} documents, simulated"
+        devices = cluster.num_devices
         try:
             layout = static_layout(model, cluster, longest, batch)
             static = planner_of(model, cluster, layout, longest)
-            start = planner_of(model, cluster, with_all_devices(layout, cluster.num_devices), longest)
-            took_s, switches, saving = flexible_seconds(start, cluster, steps, FlexOptions())
-            published_s, _, _ = flexible_seconds(start, cluster, steps, PUBLISHED)
-            one_step_s, one_step_switches, _ = flexible_seconds(start, cluster, steps, ONE_STEP)
-            documents_s, _, _ = flexible_seconds(start, cluster, steps, DOCUMENTS_ONLY)
+            start = planner_of(model, cluster, with_all_devices(layout, devices), longest)
+            took_s, switches = flexible_seconds(start, cluster, steps, FlexOptions())
+            others = {
+                base: flexible_seconds(start, cluster, steps, options)[0] for base, options in OTHER_OPTIONS.items()
+            }
         except EvenloadError as error:
-            table.add_row(name, f"{longest:,}", str(batch), str(error)[:80])
+            print(f"{case}: {error}")
             continue
-        others = {f"static {one}": fixed_seconds(static, steps, one) for one in ("padded", "best_fit", "flexpipe")}
-        devices = cluster.num_devices
+        others |= {f"static {one}": fixed_seconds(static, steps, one) for one in ("padded", "best_fit", "flexpipe")}
         depths = [depth for depth in range(1, min(model.num_layers, devices) + 1) if devices % depth == 0]
-        fixed = {
-            depth: fixed_seconds(
-                planner_of(model, cluster, even_layout(model.num_layers, dp=devices // depth, pp=depth), longest),
-                steps,
-                "flexpipe",
-            )
-            for depth in depths
-        }
-        depth = min(fixed, key=fixed.__getitem__)
-        others |= {"published": published_s, "known 1": one_step_s, "documents only": documents_s}
-        others["best fixed"] = fixed[depth]
-        table.add_row(
-            name, f"{longest:,}", str(batch), layout.describe(), f"{took_s / STEPS:.3f}",
-            *[f"{others[one] / took_s:.2f}" for one in list(others)[:6]],
-            f"dp={devices // depth} pp={depth}", f"{others['best fixed'] / took_s:.2f}",
-            f"{switches}, {one_step_switches}", str(saving),
-        )  # fmt: skip
-        case = f"{name}, {NODES[name]} nodes, longest {longest}, {batch} documents, simulated"
-        rows += [
-            Row("flexpipe", case, "speed-up", seconds / took_s, "x", base)
-            for base, seconds in others.items()
-            if math.isfinite(seconds)
-        ]
-        rows.append(Row("flexpipe", case, "switches", switches, "", ""))
-    console = Console(width=190)
-    console.print(table)
-    for base in (
-        *("static padded", "static best_fit", "static flexpipe"),
-        *("published", "known 1", "documents only", "best fixed"),
-    ):
-        found = [row.value for row in rows if row.metric == "speed-up" and row.baseline == base]
-        if found:
-            console.print(f"flexpipe over {base}: geometric mean {statistics.geometric_mean(found):.2f} (simulated)")
-    # The second is the issue's: 40 layers on 16 devices.
-    searches = [("gpt-3.35b", "a100x16", True), ("gpt-13b", "a100x16", False), ("gpt-13b", "a100x32", False)]
-    searches = [] if arguments.cells_only else searches[:1] if arguments.quick else searches
-    for name, cluster_name, exhaustively in searches:
-        for row in measure_search(name, cluster_name, exhaustively=exhaustively and not arguments.quick):
-            console.print(f"{row.case:<24} {row.metric:<26} {row.value:>16,.4g} {row.unit}")
-            rows.append(row)
-    if arguments.append:
-        append_rows(rows, RESULTS)
+        layouts = [even_layout(model.num_layers, dp=devices // depth, pp=depth) for depth in depths]
+        planners = [planner_of(model, cluster, one, longest) for one in layouts]
+        others["best fixed"] = min(fixed_seconds(planner, steps, "flexpipe") for planner in planners)
+        for base, seconds in others.items():
+            if math.isfinite(seconds):
+                yield Row("flexpipe", case, "speed-up", seconds / took_s, "x", base)
+        yield Row("flexpipe", case, "switches", switches, "")
 
+
+def search(quick: bool) -> Iterator[Row]:
+    """Time of HBSA and mappings it prices, on one batch of 256 documents cut off at 16K.
+
+    The exhaustive search, where it ends, is the baseline.
+    """
+    settings = (("gpt-3.35b", "a100x16", True), ("gpt-13b", "a100x16", False), ("gpt-13b", "a100x32", False))
+    for name, cluster_name, exhaustively in settings[: 1 if quick else None]:
+        model, cluster = model_from(name), cluster_from(cluster_name)
+        layout = even_layout(model.num_layers, dp=cluster.num_devices // 4, pp=4)
+        flex = FlexPlanner(
+            planner_of(model, cluster, layout, 16_384), lambda one, m=model, c=cluster: analytic_coefficients(m, c, one)
+        )
+        lengths = np.minimum(flan_lengths(256, 0), 16_384)
+        seconds = alternate({"HBSA": lambda f=flex, n=lengths, at=layout: f.search(n, at)}, 9)["HBSA"]
+        found = flex.search(lengths, layout)
+        depths = range(1, min(model.num_layers, cluster.num_devices) + 1)
+        splits = sum(math.comb(model.num_layers - 1, depth - 1) for depth in depths)
+        case = f"{name} on {cluster_name}"
+        yield Row("flexpipe search", case, "HBSA", statistics.median(seconds) * 1e3, "ms")
+        yield Row("flexpipe search", case, "mappings priced", found.num_priced, "")
+        yield Row("flexpipe search", case, "splits of layers in all", splits, "")
+        if exhaustively and not quick:
+            started_s = time.perf_counter()
+            least_s = exhaustive_seconds(flex, lengths, layout, depths)
+            took_ms = (time.perf_counter() - started_s) * 1e3
+            yield Row("flexpipe search", case, "exhaustive", took_ms, "ms")
+            best = found.mappings[0]
+            yield Row("flexpipe search", case, "gap", (best.step_s + best.switch_s) / least_s - 1, "", "exhaustive")
+
+
+def exhaustive_seconds(
+    flex: FlexPlanner, lengths: NDArray[np.int64], layout: ParallelLayout, depths: Sequence[int]
+) -> float:
+    """The least estimate of all splits of layers within memory."""
+    num_layers, least_s = layout.num_layers, math.inf
+    for depth in depths:
+        receive = flex.candidates.receive_seconds(depth, layout)
+        for price in flex.candidates.prices(flex.candidates.batch_costs(lengths), depth):
+            for cuts in itertools.combinations(range(1, num_layers), depth - 1):
+                edges = (0, *cuts, num_layers)
+                if not price.excess_bytes(edges):
+                    moved_s = max(receive.of_stage(s, *pair) for s, pair in enumerate(itertools.pairwise(edges)))
+                    least_s = min(least_s, price.step_seconds(edges) + moved_s)
+    return least_s
+
+
+PARTS = {"cells": cells, "search": search}
 
 if __name__ == "__main__":
-    main()
+    run(PARTS)

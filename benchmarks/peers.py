@@ -1,4 +1,5 @@
-"""Public packers and planners from PyPI, each behind the same three calls: prepare, pack (timed), read.
+"""Public packers and planners from PyPI, each behind the same three calls: prepare, pack (timed), read; and their packs
+judged as ours are.
 
 Nothing of theirs is copied; what is not installed is left out with the reason. Install them beside Evenload with
 `pip install 'evenload[bench]'` and, for those whose other requirements conflict (they need one file of each),
@@ -6,7 +7,12 @@ Nothing of theirs is copied; what is not installed is left out with the reason. 
 
 Two packages cannot be imported whole without trainers that a planner does not need (ray, peft, ...), so their one
 planning module is loaded alone: the package is entered in `sys.modules` without running its `__init__`, and for
-verl the three modules that move tensors are stubs. `Peer.how` says so in the table.
+verl the three modules that move tensors are stubs.
+
+`propose_given` is the judge: packs of whole documents become a plan of a `StepPlanner`, by a strategy that is
+registered here only. So a peer's packs run in 1F1B, as the frameworks they come from run them, with everything that
+Evenload's runtime does with any pack: the sharding of packs that context ranks share, and within memory the same
+ladder of activation policies.
 """
 
 # pyright: reportMissingImports=false
@@ -22,13 +28,54 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.plan.packing.whole_packs import price_packs, run_packs
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.plan.strategies.strategy import Strategy
+from evenload.schedule.registry import register
+from setups import documents_of
+
 Replicas = list[list[list[int]]]
 """Per data-parallel replica its packs, each a list of document indices."""
 
 GRAIN_BINS = 64
 WINDOWS = "a window of the token limit each, accumulated over what the replica was dealt"
 WINDOW = 1000
-"""Documents that TRL and ms-swift pack at a time (`datasets.map`'s batch)."""
+"""Documents that TRL packs at a time (`datasets.map`'s batch)."""
+
+
+_given: list[Replicas] = []
+
+
+def _plan_given(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    return run_packs(problem, price_packs(problem, _given[-1]))
+
+
+GIVEN = Strategy(
+    name="given",
+    description="packs that somebody else made: peers of benchmarks",
+    plan=_plan_given,
+    ignores_memory=True,
+    # No solver, but what has a limit runs where it is named only: `auto` must not choose among more than users have.
+    solver_limit_s=lambda options: 0.0,
+)
+
+
+def propose_given(planner: StepPlanner, lengths: NDArray[np.int64], replicas: Replicas) -> Proposal:
+    """The plan whose replicas run these packs of whole documents, in this order.
+
+    Raises:
+        AssertionError: a document stands twice, or in no pack.
+    """
+    if GIVEN.name not in STRATEGIES:
+        register(GIVEN)
+    assert sorted(index for packs in replicas for pack in packs for index in pack) == list(range(len(lengths)))
+    _given.append([[pack for pack in packs if pack] for packs in replicas])
+    try:
+        return planner.propose(0, documents_of(lengths), GIVEN.name)
+    finally:
+        _given.pop()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +113,12 @@ class Peer(NamedTuple):
     Args:
         package: its name on PyPI.
         load: imports it; raises ImportError where it is not installed.
-        how: what to know about its row.
         micro_batches: by which rule its users get their number of micro-batches a replica; `pack` follows it.
     """
 
     name: str
     package: str
     load: Callable[[], Calls]
-    how: str
     micro_batches: str = WINDOWS
 
 
@@ -199,18 +244,12 @@ def _grain() -> Calls:
     return Calls(prepare, pack, lambda raw, batch: deal([list(one) for one in raw], batch.dp))
 
 
-def _axolotl(*, sequential: bool) -> Calls:
+def _axolotl() -> Calls:
     from axolotl.utils.samplers import multipack
-
-    def pack(given: tuple[NDArray[np.int32], int]) -> list[list[int]]:
-        lengths, capacity = given
-        if sequential:
-            return multipack.allocate_sequentially(lengths, 0, capacity, 1)[0]
-        return multipack.pack_parallel(lengths, capacity, 100_000, 200, num_processes=1)
 
     return Calls(
         lambda batch: (batch.lengths.astype(np.int32), batch.capacity),
-        pack,
+        lambda given: multipack.pack_parallel(*given, 100_000, 200, num_processes=1),
         lambda raw, batch: deal([list(one) for one in raw], batch.dp),
     )
 
@@ -224,50 +263,15 @@ def _llamafactory() -> Calls:
     )
 
 
-def _binpacking() -> Calls:
-    import binpacking
-
-    def pack(given: tuple[list[tuple[int, int]], int]) -> list[Any]:
-        items, capacity = given
-        windows = [items[lo : lo + WINDOW] for lo in range(0, len(items), WINDOW)]
-        return [one for window in windows for one in binpacking.to_constant_volume(window, capacity, weight_pos=1)]
-
-    return Calls(
-        lambda batch: (list(enumerate(batch.lengths.tolist())), batch.capacity),
-        pack,
-        lambda raw, batch: deal([[index for index, _ in one] for one in raw], batch.dp),
-    )
-
-
-def _prtpy() -> Calls:
-    import prtpy
-
-    def pack(given: tuple[dict[int, int], int]) -> Any:
-        items, capacity = given
-        return prtpy.pack(algorithm=prtpy.packing.first_fit_decreasing, binsize=capacity, items=items)
-
-    return Calls(
-        lambda batch: (dict(enumerate(batch.lengths.tolist())), batch.capacity),
-        pack,
-        lambda raw, batch: deal([list(one) for one in raw], batch.dp),
-    )
-
-
 PEERS = (
-    Peer(
-        "verl", "verl", _verl, "Karmarkar-Karp over DP and micro-batches; its module loaded alone",
-        "as few as hold the fullest replica's tokens, on every replica the same, at least the pipeline's stages",
-    ),
-    Peer(
-        "megatron-core balanced CP", "megatron-core", _megatron, "one document per pack; barriers not charged",
-        "a document each",
-    ),
-    Peer("trl bfd", "trl", _trl, "1000 documents at a time, as datasets.map; copies tokens"),
-    Peer("grain first-fit 64", "grain", _grain, "copies tokens"),
-    Peer("axolotl multipack", "axolotl", lambda: _axolotl(sequential=False), "numba, compiled in the warm-up"),
-    Peer("axolotl sequential", "axolotl", lambda: _axolotl(sequential=True), "numba, compiled in the warm-up"),
-    Peer("LLaMA-Factory knapsack", "llamafactory", _llamafactory, "its module loaded alone; whole batch"),
-    Peer("binpacking (ms-swift)", "binpacking", _binpacking, "1000 documents at a time"),
-    Peer("prtpy first-fit decreasing", "prtpy", _prtpy, ""),
+    # Karmarkar-Karp over replicas and micro-batches.
+    Peer("verl", "verl", _verl,
+         "as few as hold the fullest replica's tokens, on every replica the same, at least the pipeline's stages"),
+    # Its barriers between groups are not charged.
+    Peer("megatron-core balanced CP", "megatron-core", _megatron, "a document each"),
+    Peer("trl bfd", "trl", _trl),
+    Peer("grain first-fit 64", "grain", _grain),
+    Peer("axolotl multipack", "axolotl", _axolotl),
+    Peer("LLaMA-Factory knapsack", "llamafactory", _llamafactory),
 )  # fmt: skip
 """In the order of the table."""

@@ -1,282 +1,157 @@
 """Evenload's strategies beside public packers: the same lengths, one cost model, one simulator, one process.
 
 Every planner gets one global batch and a token limit of a pack, for llama-7b on 32 H100: DP 8 x PP 4, and DP 8 x TP 4,
-where nothing but the micro-batches themselves is to be planned. There is one table for each. How many micro-batches a
-peer makes is what its users get: `Peer.micro_batches` says by which rule. Cases: the
-lognormal lengths of our peer study (median 1,200, sigma 1.4, clipped to 32..32,768, seed 0), and the tables of
-`examples/lengths` cut to contexts of 32K and 128K. Step times are SIMULATED; planning times are measured here,
-median of 3 after a warm-up. A peer's time is that of its packing call alone; Evenload's covers assignment, packing,
-pricing, schedules, simulation, choice and the sealed plan.
+where nothing but the micro-batches themselves is to be planned. How many micro-batches a peer makes is what its users
+get: `Peer.micro_batches` says by which rule. Cases: the lognormal lengths of our peer study (median 1,200, sigma 1.4,
+clipped to 32..32,768, seed 0), and the tables of `examples/lengths` cut to contexts of 32K and 128K. Step times are
+SIMULATED (`peers.propose_given`). Planning times are measured here, alternating with best-fit decreasing alone; a
+peer's is that of its packing call, Evenload's covers assignment, packing, pricing, schedules, simulation, choice and
+the sealed plan. Every plan is checked.
+
+    plan            milliseconds to plan, beside those of best-fit decreasing
+    packs           forward packs of all replicas
+    left, over      documents in no pack; packs above the token limit
+    DP              max/mean forward + backward time of replicas
+    of bound        lower bound / simulated step time, memory ignored
+    in 80 GB        the same within memory: activations stored, recomputed or offloaded, the fastest way that fits
 
     pip install 'evenload[bench]' && pip install --no-deps -r benchmarks/peers.txt
-    python benchmarks/planners.py [--quick] [--append] [--picture] [--layout pp4|pp1]
+    python benchmarks/planners.py [--quick] [--append] [--part pp4|pp1]
 """
 
-import argparse
-import csv
-import gc
 import logging
-import os
 import statistics
-import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
-from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
-from evenload.data.hub import model_from
-from evenload.data.lengths import read_lengths
 from evenload.errors import EvenloadError
-from evenload.explore.batches import BatchRule
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.packing.bin_packing import best_fit_decreasing
-from evenload.plan.planner import StepPlanner
+from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
-from evenload.types.cluster_catalog import cluster_from
-from evenload.types.document import Document
-from evenload.types.layout import ParallelLayout, even_layout
-from peers import PEERS, Batch, Calls, Replicas, deal
-from planner_score import Score, score_choices, whole_documents, whole_documents_within
-from results import commit_name, cpu_name
+from harness import Row, alternate, run
+from peers import PEERS, Batch, Calls, deal, propose_given
+from setups import TABLES, batch_of, documents_of, lognormal_lengths, planner_for, tokens_of
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-TABLES = ("github_dirs", "docs", "stdlib", "books")
-CONTEXTS = (32_768, 131_072)
-MODEL = "llama-7b"
-DOCUMENTS = 512
+SETTINGS = {"pp4": ("DP 8 x PP 4", {"dp": 8, "pp": 4}), "pp1": ("DP 8 x TP 4", {"dp": 8, "tp": 4})}
+BASE = "best_fit_decreasing, the packing call"
 REPEATS = 3
-SLOW_S = 5.0
-"""A planner whose warm-up took longer is timed once."""
-NEED_SOLVER = ("fixed_exact",)
-"""Strategies that solve integer programs: reference solutions, not planners of a training step."""
-FACTS = ("date", "commit", "cpu", "cores", "load")
-"""Load: of the machine's last minute at the end of the run; far above 1, times are those of a busy machine."""
-FIGURES = ("plan_ms", *Score.__dataclass_fields__)
-COLUMNS = (*FACTS, "case", "documents", "capacity", "planner", "version", *FIGURES, "note")
-
-RowDict = dict[str, Any]
 
 
-class Setting(NamedTuple):
-    """A layout of 32 devices.
-
-    Args:
-        name: in words, for titles.
-        file: in benchmarks/results, of its rows and of its picture.
-        sizes: of the layout.
-    """
-
-    name: str
-    file: str
-    sizes: dict[str, int]
-
-    @property
-    def csv(self) -> Path:
-        return (RESULTS / self.file).with_suffix(".csv")
-
-    def layout(self, num_layers: int) -> ParallelLayout:
-        return even_layout(num_layers, **self.sizes)
-
-
-SETTINGS = {
-    "pp4": Setting("DP 8 x PP 4", "planners", {"dp": 8, "pp": 4}),
-    "pp1": Setting("DP 8 x TP 4, no pipeline", "planners_pp1", {"dp": 8, "tp": 4}),
-}
-
-
-def lognormal_lengths(count: int) -> NDArray[np.int64]:
-    """Median 1,200 tokens, sigma 1.4, clipped to 32..32,768, seed 0."""
-    generator = np.random.default_rng(0)
-    return np.clip(generator.lognormal(np.log(1200), 1.4, count), 32, 32_768).astype(np.int64)
-
-
-def cases(quick: bool) -> list[tuple[str, NDArray[np.int64], int]]:
+def cases(quick: bool) -> Iterator[tuple[str, NDArray[np.int64], int]]:
     """(name, lengths, token limit of a pack)."""
-    found = [("lognormal 32K", lognormal_lengths(512), 32_768)]
+    yield "lognormal 32K, 512 documents", lognormal_lengths(512), 32_768
     if quick:
-        return found
-    found.append(("lognormal 32K", lognormal_lengths(2048), 32_768))
-    for context in CONTEXTS:
+        return
+    yield "lognormal 32K, 2048 documents", lognormal_lengths(2048), 32_768
+    for context in (32_768, 131_072):
         for table in TABLES:
-            lengths = read_lengths(str(HERE.parent / "examples" / "lengths" / f"{table}.npy.gz"))
-            (batch,) = BatchRule(num_documents=DOCUMENTS, context=context, overlong="truncate").sample(
-                lengths, steps=1, seed=0
-            )
-            tokens = np.array([document.num_tokens for document in batch.documents], dtype=np.int64)
-            found.append((f"{table} {context // 1024}K", tokens, context))
+            lengths = tokens_of(batch_of(table, 512, context))
+            yield f"{table} {context // 1024}K, 512 documents", lengths, context
+
+
+def load_peers() -> list[tuple[str, Calls]]:
+    """Name and version, and calls, of those that are installed; a line for each of the others."""
+    found = []
+    for peer in PEERS:
+        try:
+            found.append((f"{peer.name} {version(peer.package)}", peer.load()))
+        except (ImportError, PackageNotFoundError) as error:
+            print(f"left out: {peer.name}: {peer.package} cannot be imported ({error})")
     return found
 
 
-def median_ms(work: Callable[[], object]) -> float:
-    """Median of `REPEATS` calls after one that does not count."""
-    start_s = time.perf_counter()
-    work()
-    warm_up_s = time.perf_counter() - start_s
-    seconds = []
-    gc.collect()
-    for _ in range(REPEATS if warm_up_s < SLOW_S else 1):
-        start_s = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start_s)
-    return statistics.median(seconds) * 1e3
+class Judge:
+    """One case in one setting: what planners made of it, with and without a limit of memory."""
 
+    def __init__(self, sizes: dict[str, int], lengths: NDArray[np.int64], capacity: int) -> None:
+        options = PlanOptions(max_pack_tokens=capacity, policy="choose", dp_merge=True)
+        self.lengths, self.capacity = lengths, capacity
+        self.free, self.limited = (
+            planner_for("llama-7b", "h100x32", sizes, options, limited=limited) for limited in (False, True)
+        )
 
-def load_peers() -> tuple[list[tuple[str, str, str, Calls]], list[str]]:
-    """(name, version, note, calls) of the installed ones, and why the others are left out."""
-    found, missing = [], []
-    for peer in PEERS:
-        try:
-            found.append((peer.name, version(peer.package), peer.how, peer.load()))
-        except (ImportError, PackageNotFoundError) as error:
-            missing.append(f"{peer.name}: {peer.package} cannot be imported ({error})")
-    return found, missing
+    def strategy(self, planner: StepPlanner, name: str) -> Proposal:
+        """A plan of ours."""
+        return planner.propose(0, documents_of(self.lengths), name)
 
+    def figures(self, make: Callable[[StepPlanner], Proposal], left: int = 0) -> Iterator[tuple[str, float, str]]:
+        """(metric, value, unit) of a planner.
 
-def measure_case(
-    setting: Setting,
-    name: str,
-    lengths: NDArray[np.int64],
-    capacity: int,
-    peers: list[tuple[str, str, str, Calls]],
-) -> list[RowDict]:
-    """One row a planner; a planner that refuses the case has a note and no figures."""
-    model = model_from(MODEL)
-    layout = setting.layout(model.num_layers)
-    cluster = cluster_from(f"h100x{layout.world_size}")
-    room_bytes = usable_bytes(cluster)
-    coefficients = analytic_coefficients(model, cluster, layout)
-    options = PlanOptions(max_pack_tokens=capacity, policy="choose", dp_merge=True)
-    planner = StepPlanner(model, coefficients, layout, None, options, host="unlimited")
-    limited = StepPlanner(model, coefficients, layout, room_bytes, options, host=host_memory(cluster))
-    costs = planner.costs
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths.tolist()))
-    batch = Batch(lengths, capacity, layout.dp, layout.pp)
-    rows: list[RowDict] = []
-
-    def add(planner_name: str, package: str, note: str, plan_ms: float | None, score: Score | None) -> None:
-        row: RowDict = {"case": name, "documents": len(lengths), "capacity": capacity, "planner": planner_name}
-        row |= {"version": package, "note": note, "plan_ms": plan_ms}
-        if score:
-            row |= asdict(score)
-        rows.append(row)
-
-    ours = version("evenload")
-    for strategy in STRATEGIES:
-        if strategy in NEED_SOLVER or STRATEGIES[strategy].changes_layout:
-            continue
-        label = f"evenload {strategy}"
-        try:
-            proposal, within = (one.propose(0, documents, strategy) for one in (planner, limited))
+        Args:
+            make: its plan by a planner of ours.
+            left: documents that it leaves out.
+        """
+        free, within = make(self.free), make(self.limited)
+        for proposal in (free, within):
             validate_plan(proposal.plan)
-            validate_plan(within.plan)
-            plan_ms = median_ms(lambda chosen=strategy: planner.propose(0, documents, chosen))
-        except EvenloadError as error:
-            add(label, ours, str(error), None, None)
-            continue
-        fitting = within.choices if within.feasible else None
-        add(label, ours, "", plan_ms, score_choices(proposal.choices, fitting, lengths, costs, capacity))
-
-    def judge(replicas: Replicas) -> Score:
-        choices = whole_documents(replicas, lengths, costs)
-        fitting = whole_documents_within(replicas, lengths, costs, room_bytes, host_memory(cluster))
-        return score_choices(choices, fitting, lengths, costs, capacity)
-
-    packing_ms = median_ms(lambda: best_fit_decreasing(lengths, capacity))
-    score = judge(deal(best_fit_decreasing(lengths, capacity), layout.dp))
-    add("evenload best_fit_decreasing", ours, "packing call alone, as the peers'", packing_ms, score)
-
-    for peer_name, package, how, calls in peers:
-        prepared = calls.prepare(batch)
-        try:
-            replicas = calls.read(calls.pack(prepared), batch)
-            plan_ms = median_ms(lambda given=prepared, used=calls: used.pack(given))
-        except Exception as error:  # whatever a peer raises belongs in its row, not in our traceback
-            add(peer_name, package, f"raised {type(error).__name__}: {error}", None, None)
-            continue
-        add(peer_name, package, how, plan_ms, judge(replicas))
-    return rows
+        found = [choice.candidate for choice in free.choices]
+        busy_s = [one.tasks.forward_s.sum() + one.tasks.backward_s.sum() for one in found]
+        over = sum(
+            int((columns.rank_tokens() > self.capacity).sum())
+            for one in found
+            for columns in (one.forward, one.backward)
+        )
+        yield "packs", sum(one.forward.num_packs for one in found), ""
+        yield "left", left, ""
+        yield "over", over, ""
+        yield "DP", max(busy_s) / statistics.mean(busy_s), "x"
+        bound_s = self.free.costs.lower_bound_seconds(tokens_of(free.plan.documents))
+        yield "of bound", bound_s / free.plan.predicted.step_time_s, ""
+        yield "in 80 GB", bound_s / within.plan.predicted.step_time_s if within.feasible else 0.0, ""
 
 
-def print_rows(setting: Setting, rows: list[RowDict], console: Console) -> None:
-    """One table a case."""
-    for case in dict.fromkeys((row["case"], row["documents"], row["capacity"]) for row in rows):
-        table = Table(title=f"{case[0]}, {case[1]} documents, packs of {case[2]:,} tokens, {setting.name}, simulated")
-        table.add_column("planner")
-        heads = ("plan ms", "packs", "fill", "dropped", "over cap", "pack fwd", "pack bwd", "DP", "step s", "of bound")
-        for head in (*heads, "GiB", "in 80 GB"):
-            table.add_column(head, justify="right")
-        table.add_column("by")
-        for row in rows:
-            if (row["case"], row["documents"], row["capacity"]) != case:
-                continue
-            if row.get("step_s") is None:
-                table.add_row(row["planner"], *[""] * (len(heads) + 2), row["note"][:40])
-                continue
-            table.add_row(
-                row["planner"], f"{row['plan_ms']:.3g}", str(row["packs"]), f"{row['fill']:.1%}",
-                str(row["dropped"]), str(row["over_cap"]), f"{row['pack_forward']:.3f}",
-                f"{row['pack_backward']:.3f}", f"{row['dp']:.4f}", f"{row['step_s']:.3f}", f"{row['fraction']:.1%}",
-                f"{row['peak_gib']:.0f}",
-                "does not fit" if row["within_fraction"] is None else f"{row['within_fraction']:.1%}",
-                row["within_policy"],
-            )  # fmt: skip
-        console.print(table)
-
-
-def append_csv(path: Path, rows: list[RowDict]) -> None:
-    """Append rows with date, commit and machine; writes the header of a new file."""
-    load = f"{os.getloadavg()[0]:.1f}"
-    values = (time.strftime("%Y-%m-%d"), commit_name(), cpu_name(), os.cpu_count(), load)
-    facts = dict(zip(FACTS, values, strict=True))
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows:
-            rounded = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-            writer.writerow(facts | rounded)
-
-
-def main() -> None:
-    """Measure, print, and append and draw when asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smallest case only: does it work at all?")
-    parser.add_argument("--append", action="store_true", help="append the rows to benchmarks/results")
-    parser.add_argument("--picture", action="store_true", help="draw them, into the same folder")
-    parser.add_argument("--layout", choices=SETTINGS, help="only this one")
-    options = parser.parse_args()
+def measure(setting: str, quick: bool) -> Iterator[Row]:
+    """A row a case, planner and figure; a planner that refuses a case has none."""
     warnings.simplefilter("ignore")  # of the peers' imports
     logging.disable(logging.WARNING)
-    peers, missing = load_peers()
-    console = Console(width=190)
-    for setting in [SETTINGS[options.layout]] if options.layout else SETTINGS.values():
-        rows: list[RowDict] = []
-        for name, lengths, capacity in cases(options.quick):
-            found = measure_case(setting, name, lengths, capacity, peers)
-            print_rows(setting, found, console)
-            rows += found
-        if options.append:
-            append_csv(setting.csv, rows)
-        if options.picture:
-            from planner_pictures import draw_planners
+    title, sizes = SETTINGS[setting]
+    peers = load_peers()
+    for name, lengths, capacity in cases(quick):
+        judge = Judge(sizes, lengths, capacity)
+        batch = Batch(lengths, capacity, judge.free.layout.dp, judge.free.layout.pp)
+        own = [one for one, about in STRATEGIES.items() if not (about.needs_solver or about.changes_layout)]
+        makers = {f"evenload {one}": (partial(judge.strategy, judge.free, one), partial(judge.strategy, name=one), 0)
+                  for one in own}  # fmt: skip
+        base = partial(best_fit_decreasing, lengths, capacity)
+        makers["evenload best_fit_decreasing"] = base, given(judge, deal(base(), batch.dp)), 0
+        for peer, calls in peers:
+            prepared = calls.prepare(batch)
+            try:
+                replicas = calls.read(calls.pack(prepared), batch)
+            except Exception as error:  # whatever a peer raises is said, and ends none of the others
+                print(f"{title}, {name}, {peer} raised {type(error).__name__}: {error}")
+                continue
+            left = len(lengths) - sum(len(pack) for packs in replicas for pack in packs)
+            makers[peer] = partial(calls.pack, prepared), given(judge, replicas), left
+        for planner, (work, make, left) in makers.items():
+            case = f"{title}, {name}, packs of {capacity:,} tokens, {planner}"
+            try:
+                rows = [Row("planners", case, metric, value, unit) for metric, value, unit in judge.figures(make, left)]
+                seconds = alternate({"own": work, "base": base}, 1 if quick else REPEATS)
+            except EvenloadError as error:
+                print(f"{case}: {error}")
+                continue
+            own_ms, base_ms = (statistics.median(seconds[one]) * 1e3 for one in ("own", "base"))
+            yield Row("planners", case, "plan", own_ms, "ms", f"{BASE} {base_ms:.3g} ms")
+            yield from rows
 
-            draw_planners(rows, f"{MODEL} on 32 H100, {setting.name}", setting.csv.with_suffix(".png"))
-    for reason in missing:
-        console.print(f"left out: {reason}")
 
+def given(judge: Judge, replicas: list[list[list[int]]]) -> Callable[[StepPlanner], Proposal]:
+    """The plan of these packs, of the documents that they hold."""
+    placed = sorted(index for packs in replicas for pack in packs for index in pack)
+    place = {index: at for at, index in enumerate(placed)}
+    packs = [[[place[index] for index in pack] for pack in packs] for packs in replicas]
+    return lambda planner: propose_given(planner, judge.lengths[placed], packs)
+
+
+PARTS = {setting: partial(measure, setting) for setting in SETTINGS}
 
 if __name__ == "__main__":
-    main()
+    run(PARTS)

@@ -1,70 +1,135 @@
-"""Time to plan a step and choose among its candidates, for slimpack, and how it grows with documents.
+"""Time to plan a step and choose among its candidates: over documents, where memory binds, and the search of layouts.
 
-Lengths are `examples/lengths/github_dirs.npy.gz`, truncated to 16K tokens; model llama-7b on 32 H100, DP 8 x PP 4.
-The time is that of `StepPlanner.propose`: assignment, cuts, prices, schedules, simulations, choice, and the sealed
-plan as objects. The baseline of every row is best_fit planning the same documents in the same round.
+The time is that of `StepPlanner.propose`: assignment, cuts, prices, schedules, simulations, choice, and the sealed plan
+as objects. Every row names what `best_fit` took for the same documents in the same round. llama-7b on 32 H100, DP 8 x
+PP 4, activation policies chosen, documents shared among replicas.
 
-    python benchmarks/planning.py [--quick] [--append]
+    documents  every strategy, lognormal lengths of at most 32K tokens, 80 GB; a strategy stops where a step takes
+               seconds (a layout without a pipeline for those that need one)
+    memory     slimpack and auto on the tables of `examples/lengths`, cut off at 32K and at 128K tokens; without a limit
+               all activations are stored, within 80 GB they are recomputed or offloaded where they must be
+    cluster    the same at 128K for llama-13b on 128 H100, DP 8 x PP 4 x TP 4, within 80 GB
+    layouts    `evenload plan --search-layout` for 4,096 and 16,384 GPUs: llama-13b, github_dirs up to 128K, as many
+               documents as GPUs, four strategies, 300 s of processor time at most. Shares of the bound that it finds
+
+    python benchmarks/planning.py [--quick] [--append] [--part documents|memory|cluster|layouts]
 """
 
 import statistics
-from pathlib import Path
+import time
+from collections.abc import Iterator
+from functools import partial
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
-from evenload.data.lengths import read_lengths
+from evenload.errors import EvenloadError
 from evenload.explore.batches import BatchRule
-from evenload.explore.stage_layers import usable_bytes
+from evenload.explore.strategy_layouts import search_strategies
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
+from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.cluster_catalog import cluster_from
-from evenload.types.layout import even_layout
-from results import Row, interleaved_seconds, median_ratio, run_benchmark
+from harness import Row, alternate, median_ratio, run
+from setups import TABLES, batch_of, documents_of, lognormal_lengths, planner_for, table_lengths
 
-LENGTHS = Path(__file__).parent.parent / "examples" / "lengths" / "github_dirs.npy.gz"
-CONTEXT = 16_384
 DP, PP = 8, 4
 DOCUMENTS = (512, 2_048, 8_192, 32_768, 100_000)
-REPEATS = 7
-QUICK_REPEATS = 2
+GIVE_UP_S = 2.5
+LAYOUT_GPUS, LAYOUT_LIMIT_S = (4_096, 16_384), 300.0
 
 
-def measure(quick: bool) -> list[Row]:
-    """Every batch size."""
-    model, cluster = model_from("llama-7b"), cluster_from(f"h100x{DP * PP}")
-    layout = even_layout(model.num_layers, dp=DP, pp=PP)
-    costs = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(
-        model,
-        costs,
-        layout,
-        usable_bytes(cluster),
-        PlanOptions(max_pack_tokens=CONTEXT, dp_merge=True),
-        host=host_memory(cluster),
-    )
-    lengths = read_lengths(str(LENGTHS))
-    rows: list[Row] = []
-    smallest_s = 0.0
-    for count in DOCUMENTS[:2] if quick else DOCUMENTS:
-        (batch,) = BatchRule(num_documents=count, context=CONTEXT, overlong="truncate").sample(lengths, steps=1, seed=0)
+def plan_rows(case: str, seconds: dict[str, list[float]], name: str) -> Iterator[Row]:
+    """The time of a planner, beside `best_fit`'s, and over it."""
+    took_ms, best_fit_ms = (statistics.median(seconds[one]) * 1e3 for one in (name, "best_fit"))
+    yield Row("planning", case, "plan and choose", took_ms, "ms", f"best_fit {best_fit_ms:.3g} ms")
+    yield Row("planning", case, "time", median_ratio(seconds[name], seconds["best_fit"]), "x", "best_fit")
+
+
+def over_documents(quick: bool) -> Iterator[Row]:
+    """Every strategy that plans without a solver, as long as it takes little."""
+    options = PlanOptions(max_pack_tokens=32_768, dp_merge=True)
+    flat = planner_for("llama-7b", f"h100x{DP * PP}", {"dp": DP, "cp": PP}, options)
+    deep = planner_for("llama-7b", f"h100x{DP * PP}", {"dp": DP, "pp": PP}, options)
+    names = [name for name, one in STRATEGIES.items() if name != "fixed_exact" and not one.changes_layout]
+    for count in DOCUMENTS[:1] if quick else DOCUMENTS:
+        documents = documents_of(lognormal_lengths(count))
+        for name in list(names):
+            planner = flat if STRATEGIES[name].needs_one_stage else deep
+            variants = {one: partial(planner.propose, 0, documents, one) for one in (name, "best_fit")}
+            try:
+                seconds = alternate(variants, 1 if quick else 3)
+            except EvenloadError:
+                names.remove(name)
+                continue
+            yield from plan_rows(f"{name}, {count:,} documents, lognormal 32K, 80 GB", seconds, name)
+            if statistics.median(seconds[name]) > GIVE_UP_S:
+                names.remove(name)
+
+
+def table_rows(table: str, context: int, planners: dict[str, StepPlanner], quick: bool) -> Iterator[Row]:
+    """slimpack and auto under every planner, on batches of a table."""
+    for count in (512, 2_048)[: 1 if quick else None]:
+        documents = batch_of(table, count, context)
         variants = {
-            "slimpack": lambda b=batch: planner.propose(0, b.documents, "slimpack"),
-            "best_fit": lambda b=batch: planner.propose(0, b.documents, "best_fit"),
+            f"{name}, {count:,} documents, {table} {context // 1024}K, {limit}": (
+                partial(planner.propose, 0, documents, name)
+            )
+            for limit, planner in planners.items()
+            for name in ("slimpack", "auto")
         }
-        seconds = interleaved_seconds(variants, QUICK_REPEATS if quick or count > 10_000 else REPEATS)
-        slimpack_s, best_fit_s = (statistics.median(seconds[name]) for name in ("slimpack", "best_fit"))
-        smallest_s = smallest_s or slimpack_s / count
-        case = f"slimpack, {count:,} documents, dp={DP} pp={PP}"
-        baseline = f"best_fit {best_fit_s * 1e3:.3g} ms"
-        rows.append(Row("planning", case, "plan and choose", slimpack_s * 1e3, "ms", baseline))
-        rows.append(
-            Row("planning", case, "time", median_ratio(seconds["slimpack"], seconds["best_fit"]), "x", "best_fit")
-        )
-        growth = slimpack_s / count / smallest_s
-        rows.append(Row("planning", case, "time per document", growth, "x", f"{DOCUMENTS[0]} documents"))
-    return rows
+        variants["best_fit"] = partial(next(iter(planners.values())).propose, 0, documents, "best_fit")
+        seconds = alternate(variants, 1 if quick else 5)
+        for case in list(variants)[:-1]:
+            yield from plan_rows(case, seconds, case)
 
+
+def where_memory_binds(quick: bool) -> Iterator[Row]:
+    """Every table and context, with and without a limit."""
+    for table in TABLES[: 1 if quick else None]:
+        for context in (32_768, 131_072)[: 1 if quick else None]:
+            options = PlanOptions(max_pack_tokens=context, dp_merge=True)
+            planners = {
+                limit: planner_for("llama-7b", "h100x32", {"dp": DP, "pp": PP}, options, limited=limit == "80 GB")
+                for limit in ("no limit", "80 GB")
+            }
+            yield from table_rows(table, context, planners, quick)
+
+
+def on_a_cluster(quick: bool) -> Iterator[Row]:
+    """Every table on 128 devices."""
+    options = PlanOptions(max_pack_tokens=131_072, dp_merge=True)
+    planner = planner_for("llama-13b", "h100x128", {"dp": DP, "pp": PP, "tp": 4}, options)
+    for table in TABLES[: 1 if quick else None]:
+        yield from table_rows(table, 131_072, {"llama-13b on 128 H100": planner}, quick)
+
+
+def layout_search(quick: bool) -> Iterator[Row]:
+    """Processor seconds of all threads, and of every strategy its best layout's share of the bound."""
+    limit_s = 3.0 if quick else LAYOUT_LIMIT_S
+    for gpus in LAYOUT_GPUS[: 1 if quick else None]:
+        model, cluster = model_from("llama-13b"), cluster_from(f"h100x{gpus}")
+        rule = BatchRule(num_documents=gpus, context=131_072, overlong="truncate")
+        started_s = time.process_time()
+        found = search_strategies(
+            model,
+            cluster,
+            rule.sample(table_lengths("github_dirs"), steps=1, seed=0),
+            partial(analytic_coefficients, model, cluster),
+            ("best_fit", "balanced", "slimpack", "auto"),
+            PlanOptions(max_pack_tokens=131_072, dp_merge=True),
+            limit_s=limit_s,
+            clock=time.process_time,
+        )
+        case = f"llama-13b on {gpus:,} H100, {gpus:,} documents, at most {limit_s:g} s"
+        yield Row("layouts", case, "processor time", time.process_time() - started_s, "s")
+        for one in found:
+            where = " ".join(f"{axis}={size}" for axis, size in one.best.layout.items() if size > 1)
+            looked = f"{one.planned} planned, {one.ruled_out} ruled out, {one.not_looked_at} not looked at"
+            share = one.best.fraction_of_bound if one.best.feasible else None
+            yield Row("layouts", case, f"{one.strategy}: of bound", share or 0.0, "", f"{where}; {looked}")
+
+
+PARTS = {"documents": over_documents, "memory": where_memory_binds, "cluster": on_a_cluster, "layouts": layout_search}
 
 if __name__ == "__main__":
-    run_benchmark(measure, "planning time of slimpack")
+    run(PARTS)

@@ -19,22 +19,21 @@ two cores.
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from transformers import LlamaConfig
 
-from context_parallel import COSTS
+from cpu_ranks import COSTS, llama, spawn_ranks, write_run
 from evenload.config.layouts import layouts_of
 from evenload.config.planner import run_planner
 from evenload.config.train_config import load_train_config
-from evenload.cost.coverage import completed_between_layouts
+from evenload.cost.validity import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import RunPlanner
@@ -46,8 +45,7 @@ from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.layout_decision import switch_kind
 from evenload.types.plan import seal
-from results import Row, median_ratio, run_benchmark
-from token_runs import save_tokens
+from harness import Row, median_ratio, run
 
 WORLD = 4
 HIDDEN, QUICK_HIDDEN = 1024, 64
@@ -63,51 +61,14 @@ MEMORY_BYTES = 2**34
 
 
 class Found(Frozen):
-    """Seconds by change ("from -> to") and round; bytes of all ranks."""
+    """Seconds by change ("from -> to") and round."""
 
     live_s: dict[str, list[float]]
     waited_s: dict[str, list[float]]
     predicted_s: dict[str, list[float]]
     corrected_s: dict[str, list[float]]
     stopped_s: dict[str, list[float]]
-    weight_bytes: dict[str, int]
-    state_bytes: dict[str, int]
     save_s: float
-
-
-def write_run(directory: Path, hidden: int) -> None:
-    """A model, documents and a configuration."""
-    LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=8, num_attention_heads=16,
-        num_key_value_heads=8, vocab_size=1024, max_position_embeddings=256, tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(directory / "model")  # fmt: skip
-    save_tokens(directory, [32] * 64, 1024, np.random.default_rng(0))
-    layouts = [name.replace(" ", ",") for name in list(LAYOUTS)[1:]]
-    (directory / "config.toml").write_text(
-        f"""
-        [model]
-        path = "{directory / "model"}"
-        random_init = true
-        [data]
-        sources = ["{directory / "tokens.npy"}"]
-        record = "tokens"
-        max_document_tokens = 32
-        batch_documents = 4
-        shuffle_window = 1
-        workers = 0
-        [parallel]
-        pp = {WORLD}
-        [plan]
-        strategy = "balanced"
-        layouts = {layouts}
-        options = {{ max_pack_tokens = 64 }}
-        [train]
-        output_dir = "{directory / "run"}"
-        steps = 100
-        threads_per_process = 1
-        """
-    )
 
 
 class Rank:
@@ -178,12 +139,10 @@ class Rank:
 def run_rank(rank: int, directory: str, rounds: int) -> None:
     """One process; rank 0 leaves what was measured in the directory."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo")
     here = Rank(directory)
     names = ("live_s", "waited_s", "predicted_s", "corrected_s", "stopped_s")
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    weight_bytes: dict[str, int] = {}
-    state_bytes: dict[str, int] = {}
     known = MeasuredLayouts()
     here.train(0, ROUND[0])
     for turn in range(rounds + 1):
@@ -203,7 +162,6 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
             if not turn:
                 continue
             change = f"{switch.before} -> {switch.after}"
-            weight_bytes[change], state_bytes[change] = switch.weight_bytes, switch.state_bytes
             row = (switch.stall_s, switch.wait_s, switch.predicted_stall_s, corrected_s, stopped_s)
             for name, seconds in zip(names, row, strict=True):
                 found[name].setdefault(change, []).append(seconds)
@@ -211,7 +169,7 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     here.trainer.save()
     save_s = time.perf_counter() - start_s
     if rank == 0:
-        result = Found(**found, weight_bytes=weight_bytes, state_bytes=state_bytes, save_s=save_s)
+        result = Found(**found, save_s=save_s)
         Path(f"{directory}/found.json").write_bytes(msgspec.json.encode(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -220,7 +178,7 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
 def restart(rank: int, directory: str, overrides: list[str], meeting: str) -> None:
     """A new process in another layout, which loads the checkpoint; rank 0 leaves when all were ready."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/{meeting}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo")
     config = load_train_config(Path(f"{directory}/config.toml"), overrides)
     meshes = create_meshes(layouts_of(config, model_spec(config).num_layers)[:1], torch.device("cpu"), timeout_s=300)
     trainer = Trainer(config, meshes.start)
@@ -231,44 +189,36 @@ def restart(rank: int, directory: str, overrides: list[str], meeting: str) -> No
     dist.destroy_process_group()
 
 
-def measure(quick: bool) -> list[Row]:
+def measure(quick: bool) -> Iterator[Row]:
     """All rows of the benchmark."""
     restarts = {}
+    layouts = [name.replace(" ", ",") for name in list(LAYOUTS)[1:]]
+    settings = f'[parallel]\npp = {WORLD}\n[plan]\nstrategy = "balanced"\nlayouts = {layouts}\n'
+    settings += "options = { max_pack_tokens = 64 }"
     with tempfile.TemporaryDirectory() as directory:
-        write_run(Path(directory), QUICK_HIDDEN if quick else HIDDEN)
-        torch.multiprocessing.spawn(run_rank, (directory, QUICK_ROUNDS if quick else ROUNDS), nprocs=WORLD)
-        found = msgspec.json.decode(Path(f"{directory}/found.json").read_bytes(), type=Found)
+        write_run(Path(directory), llama(QUICK_HIDDEN if quick else HIDDEN, 8, heads=16, key_heads=8, vocabulary=1024),
+                  [32] * 64, 4, 100, settings)  # fmt: skip
+        spawn_ranks(WORLD, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
+        found = msgspec.json.decode(Path(directory, "found.json").read_bytes(), type=Found)
         for number, (target, sizes) in enumerate(LAYOUTS.items()):
             start_s = time.time()
-            torch.multiprocessing.spawn(
-                restart, (directory, [*sizes, "plan.layouts=[]"], f"again-{number}"), nprocs=WORLD
-            )
-            restarts[target] = float(Path(f"{directory}/again-{number}.ready").read_text()) - start_s
-    rows = []
+            spawn_ranks(WORLD, restart, directory, [*sizes, "plan.layouts=[]"], f"again-{number}")
+            restarts[target] = float(Path(directory, f"again-{number}.ready").read_text()) - start_s
     for change, live_s in found.live_s.items():
-        waited_s, stopped_s = found.waited_s[change], found.stopped_s[change]
-        predicted_s, corrected_s = found.predicted_s[change], found.corrected_s[change]
+        stopped_s, predicted_s, corrected_s = (
+            getattr(found, name)[change] for name in ("stopped_s", "predicted_s", "corrected_s")
+        )
         restart_s = found.save_s + restarts[change.partition(" -> ")[2]]
-        weights, state = found.weight_bytes[change] / 1e6, found.state_bytes[change] / 1e6
-        print(f"{change}: {weights:.0f} MB of weights, {state:.0f} MB of optimizer state")
-        print(f"  live {_listed(live_s)} s, predicted {_listed(predicted_s)} s, corrected {_listed(corrected_s)} s")
-        print(f"  the optimizer waited {_listed(waited_s)} s")
-        print(f"  stop and transfer {_listed(stopped_s)} s, save, restart and load {restart_s:.2f} s")
         case = f"4 processes, {'small' if quick else '94 M parameters'}, {change}"
-        both_s = [live + waited for live, waited in zip(live_s, waited_s, strict=True)]
-        rows += [
-            Row("reconfigure", case, "stall", median_ratio(live_s, stopped_s), "x", "stop and transfer"),
-            Row("reconfigure", case, "stall and wait", median_ratio(both_s, stopped_s), "x", "stop and transfer"),
-            Row("reconfigure", case, "stall", statistics.median(live_s) / restart_s, "x", "save, restart, load"),
-            Row("reconfigure", case, "stall, measured", median_ratio(live_s, predicted_s), "x", "predicted"),
-            Row("reconfigure", case, "stall, measured", median_ratio(live_s, corrected_s), "x", "corrected"),
-        ]  # fmt: skip
-    return rows
+        both_s = [live + waited for live, waited in zip(live_s, found.waited_s[change], strict=True)]
+        yield Row("reconfigure", case, "stall", median_ratio(live_s, stopped_s), "x", "stop and transfer")
+        yield Row("reconfigure", case, "stall and wait", median_ratio(both_s, stopped_s), "x", "stop and transfer")
+        yield Row("reconfigure", case, "stall", statistics.median(live_s) / restart_s, "x", "save, restart, load")
+        yield Row("reconfigure", case, "stall, measured", median_ratio(live_s, predicted_s), "x", "predicted")
+        yield Row("reconfigure", case, "stall, measured", median_ratio(live_s, corrected_s), "x", "corrected")
 
 
-def _listed(seconds: list[float]) -> str:
-    return f"[{', '.join(f'{one:.3f}' for one in seconds)}]"
-
+PARTS = {"reconfigure": measure}
 
 if __name__ == "__main__":
-    run_benchmark(measure, __doc__ or "")
+    run(PARTS)

@@ -23,22 +23,30 @@ time tells what is gained, and the hidden share alone says little. Over a link w
 
 import statistics
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from transformers import LlamaConfig
+from rich.console import Console
 
-from evenload.config.train_config import TrainConfig
-from evenload.cost.coefficients import OverlapCost
-from evenload.feed.step_maker import PlannedStep
-from interleaved_steps import bench_rank, spawn_ranks
-from results import Row, median_ratio, run_benchmark
+from cpu_ranks import llama, spawn_ranks, write_token_run
+from evenload.cli.worker_setup import run_coefficients, started_rank
+from evenload.config.planner import run_planner
+from evenload.config.train_config import TrainConfig, layout_of, load_train_config
+from evenload.cost.coefficients import CostCoefficients, OverlapCost
+from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.plan.planner import RunPlanner
+from evenload.runtime.step_source import PreparedStep, prepare_step
+from evenload.runtime.trainer import Trainer
+from harness import Row, median_ratio, run
 from shaped_link import link_name
-from token_runs import write_token_run
 
 DP, LAYERS = 2, 8
 LENGTHS = [512] * 4
-BATCHES = {"2 packs a replica": 2_048}
+BATCH_TOKENS = 2_048
 ROUNDS, QUICK_ROUNDS = 24, 2
 KEYS = (
     "step_time_s", "predicted_step_time_s", "loss",
@@ -49,13 +57,75 @@ VARIANTS = {"after": (False, False), "sums": (True, False), "both": (True, True)
 """Whether sums and gathers may run beside packs."""
 
 
-def write_run(directory: Path, batch_tokens: int, hidden_size: int = 256) -> Path:
-    """The run's configuration."""
-    model = LlamaConfig(
-        vocab_size=512, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=LAYERS,
-        num_attention_heads=8, num_key_value_heads=8, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return write_token_run(directory, model, LENGTHS, f"batch_tokens = {batch_tokens}", steps=1, device="cpu")
+@dataclass(frozen=True, eq=False)
+class BenchRank:
+    """One process of a benchmark.
+
+    Args:
+        costs: as a run measures them at its start, just before.
+    """
+
+    config: TrainConfig
+    trainer: Trainer
+    costs: CostCoefficients
+    memory_cap_bytes: int
+
+    def planned_step(self, costs: CostCoefficients, config: TrainConfig | None = None) -> PlannedStep:
+        """The first global batch, with its tokens, planned under these costs."""
+        config, trainer, mesh = config or self.config, self.trainer, self.trainer.mesh
+        planner = run_planner(config, trainer.model, mesh.layout, costs, self.memory_cap_bytes, mesh.ranks_per_machine)
+        source = trainer.new_loader()
+        maker = StepMaker(
+            source,
+            RunPlanner(planner, config.plan.strategy, may_delay=False),
+            replicas=lambda layout: layout.replicas(mesh.num_ranks),
+            max_pack_tokens=config.max_pack_tokens,
+            waiting=mesh.watch.waiting,
+        )
+        step = maker.next()
+        source.close()
+        assert step is not None
+        return step
+
+    def by_turns(
+        self,
+        steps: Mapping[str, tuple[TrainConfig, PlannedStep]],
+        rounds: int,
+        costs: CostCoefficients,
+        keys: Sequence[str],
+        *,
+        repeats: int = 1,
+        goes_on: bool = False,
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Rows of metrics by variant, at learning rate 0; every other round in the other order, one before does not
+        count. Rows on rank 0 only.
+
+        Args:
+            repeats: steps of a variant in a row, of which the last counts.
+            goes_on: weights are gathered in the next step.
+        """
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
+        for turn in range(rounds + 1):
+            for name, (config, step) in sorted(steps.items(), reverse=bool(turn % 2)):
+                self.trainer.step_trainer.config = config
+                for repeat in range(repeats):
+                    prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, self.trainer.mesh))
+                    trained = self.trainer.step_trainer.run(prepared, costs, learning_rate=0.0, goes_on=goes_on)
+                    report = trained.report
+                    if report is not None and turn and repeat == repeats - 1:
+                        found[name].append({key: report.row[key] for key in keys})
+        return found
+
+
+@contextmanager
+def bench_rank(directory: str, num_layers: int, settings: list[str]) -> Iterator[BenchRank]:
+    """A rank of a run in float32, a thread a process, with costs measured now."""
+    settings = ["model.dtype=float32", "train.threads_per_process=1", *settings]
+    config = load_train_config(Path(directory) / "config.toml", settings)
+    with started_rank(config, layout_of(config, num_layers)) as setup:
+        trainer = Trainer(config, setup.mesh)
+        costs = run_coefficients(trainer, Path(directory) / "cache", setup.threads, Console(quiet=True))
+        yield BenchRank(config, trainer, costs, setup.memory_cap_bytes)
 
 
 def run_rank(rank: int, directory: str, rounds: int) -> None:
@@ -78,23 +148,20 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
 
 
 def pays(overlap: OverlapCost) -> OverlapCost:
-    """As measured, and at most as bad as what still runs beside packs."""
+    """As measured, and at most as bad as what still runs during packs."""
     most = 0.99 / overlap.communication_slowdown
     return msgspec.structs.replace(overlap, compute_slowdown=min(overlap.compute_slowdown, most))
 
 
-def measure(quick: bool) -> list[Row]:
+def measure(quick: bool) -> Iterator[Row]:
     """All rows of the benchmark."""
-    rows = []
-    for name, batch_tokens in BATCHES.items():
-        with tempfile.TemporaryDirectory() as directory:
-            write_run(Path(directory), batch_tokens)
-            spawn_ranks(DP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
-            found, overlap = msgspec.json.decode(Path(directory, "found.json").read_bytes())
-        rows += rows_of(
-            f"dp={DP}, {name} of 512 tokens, {LAYERS} layers, {link_name()}, 1 thread a process", found, overlap
-        )
-    return rows
+    model = llama(256, LAYERS, key_heads=8, vocabulary=512)
+    with tempfile.TemporaryDirectory() as directory:
+        write_token_run(Path(directory), model, LENGTHS, f"batch_tokens = {BATCH_TOKENS}", steps=1, device="cpu")
+        spawn_ranks(DP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
+        found, overlap = msgspec.json.decode(Path(directory, "found.json").read_bytes())
+    case = f"dp={DP}, 2 packs a replica of 512 tokens, {LAYERS} layers, {link_name()}, 1 thread a process"
+    yield from rows_of(case, found, overlap)
 
 
 def rows_of(case: str, found: dict[str, list[dict]], overlap: dict) -> list[Row]:
@@ -112,7 +179,7 @@ def rows_of(case: str, found: dict[str, list[dict]], overlap: dict) -> list[Row]
         faster = median_ratio(column[name]["step_time_s"], late["step_time_s"])
         rows.append(Row("reduction", case, f"time, {name}", faster, "x", "nothing beside packs"))
     rates = (
-        f"{overlap['communication_slowdown']:.2f} times as long beside packs, compute loses "
+        f"{overlap['communication_slowdown']:.2f} times as long during packs, compute loses "
         f"{overlap['compute_slowdown']:.0%}"
     )
     for kind in ("reduction", "gather"):
@@ -129,5 +196,7 @@ def rows_of(case: str, found: dict[str, list[dict]], overlap: dict) -> list[Row]
     return rows
 
 
+PARTS = {"reduction": measure}
+
 if __name__ == "__main__":
-    run_benchmark(measure, __doc__ or "")
+    run(PARTS)

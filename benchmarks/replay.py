@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from cpu_ranks import llama  # puts tests/ on the path, too
 from evenload.attention.backends import select_backend
 from evenload.feed.collate import collate_pack
 from evenload.runtime.model.hf_model import build_stage_model
@@ -40,8 +41,9 @@ from evenload.runtime.replay.store import ActivationStore
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.micropack import ActivationPolicy, MicroPack, PackPlan
 from evenload.types.work import WorkCurve
-from references import partition_by_work
-from results import Row, interleaved_seconds, median_ratio, run_benchmark
+from harness import Row, alternate, median_ratio, run
+
+from reference.partition import partition_by_work  # isort: skip
 
 REPEATS = 7
 QUICK_REPEATS = 2
@@ -55,18 +57,7 @@ ASYMMETRIC_PACKS = (5, 4)
 
 def main_config() -> LlamaConfig:
     """A Llama of 4 layers, large enough that matrix products, not Python, take the time."""
-    return LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-    )
+    return llama(256, 4, heads=4, key_heads=2)
 
 
 def pack_plan(lengths: np.ndarray, num_packs: int, cuts: str) -> PackPlan:
@@ -92,45 +83,69 @@ def _equal_work(lengths: np.ndarray, num_packs: int, last_first: bool) -> SliceC
     return partition_by_work(lengths, order, work, num_packs, last_first=last_first)
 
 
-Step = Callable[[PackPlan, dict[int, np.ndarray]], None]
+Step = Callable[[PackPlan, dict[int, np.ndarray]], object]
 
 
-def make_replay(policy: ActivationPolicy = "replay", *, split: bool = False) -> Step:
-    """Steps through a single stage; gradients are zeroed first, as in training."""
-    model = build_stage_model(
-        main_config(), layers=(0, 4), dtype=torch.float32, device=torch.device("cpu"), weights=None, seed=0
-    )
-    buffers = flatten_units(model, dp=1)
-    stage = PipelineStage(model, select_backend("auto", "cpu"))
-    copies = host_copies(torch.device("cpu"))
+class StageSteps:
+    """Steps through a single stage that holds all layers.
 
-    def load(pack: MicroPack, tokens: dict[int, np.ndarray]) -> PackTokens:
-        batch = collate_pack(pack, tokens)
-        ids, targets, positions = (torch.from_numpy(c) for c in (batch.token_ids, batch.targets, batch.positions))
-        return PackTokens(pack_ranges(pack), ids, targets, positions)
+    Args:
+        weights: a Hugging Face directory; None = random.
+    """
 
-    def step(plan: PackPlan, tokens: dict[int, np.ndarray]) -> None:
-        for buffer in buffers:
+    def __init__(self, config: LlamaConfig, weights: str | None = None) -> None:
+        layers = (0, config.num_hidden_layers)
+        model = build_stage_model(
+            config, layers=layers, dtype=torch.float32, device=torch.device("cpu"), weights=weights, seed=0
+        )
+        self.buffers = flatten_units(model, dp=1)
+        self._stage = PipelineStage(model, select_backend("auto", "cpu"))
+        self._copies = host_copies(torch.device("cpu"))
+
+    def zero_gradients(self) -> None:
+        """As before a step of training."""
+        for buffer in self.buffers:
             buffer.grads.zero_()
+
+    def add_gradients(
+        self, plan: PackPlan, tokens: dict[int, np.ndarray], policy: ActivationPolicy = "replay", *, split: bool = False
+    ) -> float:
+        """Forward packs, and backward packs as soon as they may run; returns the loss."""
         labels = sum(len(t) - 1 for t in tokens.values())
         store = ActivationStore(
             {d: len(t) for d, t in tokens.items()},
             [pack_ranges(pack) for pack in plan.backward],
             policies=dict.fromkeys(tokens, policy),
-            copies=copies,
+            copies=self._copies,
         )
-        done = 0
+        done, loss = 0, 0.0
         for pack, count in zip(plan.backward, plan.forwards_needed(), strict=True):
             while done < count:
-                stage.forward(load(plan.forward[done], tokens), None, store)
+                self._stage.forward(_loaded(plan.forward[done], tokens), None, store)
                 done += 1
             products = store.defer_weights(pack.index) if split else None
-            stage.backward(load(pack, tokens), None, store, labels, products)
+            loss += self._stage.backward(_loaded(pack, tokens), None, store, labels, products)[1].item()
             if split and pack.index:
                 store.add_deferred_weights(pack.index - 1)
         if split:
             store.add_deferred_weights(plan.backward[-1].index)
         store.check_empty()
+        return loss
+
+
+def _loaded(pack: MicroPack, tokens: dict[int, np.ndarray]) -> PackTokens:
+    batch = collate_pack(pack, tokens)
+    ids, targets, positions = (torch.from_numpy(c) for c in (batch.token_ids, batch.targets, batch.positions))
+    return PackTokens(pack_ranges(pack), ids, targets, positions)
+
+
+def make_replay(policy: ActivationPolicy = "replay", *, split: bool = False) -> Step:
+    """Gradients are zeroed first, as in training."""
+    steps = StageSteps(main_config())
+
+    def step(plan: PackPlan, tokens: dict[int, np.ndarray]) -> None:
+        steps.zero_gradients()
+        steps.add_gradients(plan, tokens, policy, split=split)
 
     return step
 
@@ -205,14 +220,12 @@ def resident_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(quick: bool, only: str = "") -> list[Row]:
+def measure(quick: bool) -> list[Row]:
     """Every shape, or one, with symmetric whole-document packs and with asymmetric cuts."""
     torch.set_num_threads(1)
     variants = {name: make() for name, make in MAKERS.items()}
     rows = []
     for name, shape in (QUICK_SHAPES if quick else SHAPES).items():
-        if only not in ("", name):
-            continue
         documents, length, num_packs = shape
         lengths = np.full(documents, length, dtype=np.int64)
         tokens = make_tokens(lengths)
@@ -221,7 +234,7 @@ def measure(quick: bool, only: str = "") -> list[Row]:
             packs = f"{len(plan.forward)} forward {len(plan.backward)} backward packs"
             case = f"{name}: {documents} x {length} tokens, {cuts}, {packs}"
             steps = {variant: (lambda s=step, p=plan, t=tokens: s(p, t)) for variant, step in variants.items()}
-            seconds = interleaved_seconds(steps, QUICK_REPEATS if quick else REPEATS)
+            seconds = alternate(steps, QUICK_REPEATS if quick else REPEATS)
             growth = {variant: peak_growth_bytes(variant, shape, cuts) for variant in variants}
             for variant in variants:
                 if variant != "plain":
@@ -232,8 +245,10 @@ def measure(quick: bool, only: str = "") -> list[Row]:
     return rows
 
 
+PARTS = {"replay": measure}
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         measure_in_child(*json.loads(sys.argv[2]))
     else:
-        run_benchmark(measure, "replay against plain autograd")
+        run(PARTS)

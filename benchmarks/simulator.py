@@ -10,11 +10,14 @@ import statistics
 
 import numpy as np
 
+import setups  # noqa: F401  # puts tests/ on the path
 from evenload.schedule.packflow import packflow_list
 from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import PackBytes, PipelineTasks
-from references import list_schedule, reference_simulation
-from results import Row, interleaved_seconds, median_ratio, run_benchmark
+from harness import Row, alternate, median_ratio, run
+
+from reference.list_schedule import list_schedule  # isort: skip
+from reference.simulation import reference_simulation  # isort: skip
 
 # (pipeline stages, packs each way)
 SHAPES = ((4, 64), (8, 256), (16, 512))
@@ -65,7 +68,7 @@ def measure(quick: bool) -> list[Row]:
                 "native": lambda f=core, a=arguments, o=options: [f(*a, **o) for _ in range(INNER)],
                 "python": lambda f=reference, a=arguments, o=options: f(*a, **o),
             }
-            seconds = interleaved_seconds(variants, QUICK_REPEATS if quick else REPEATS)
+            seconds = alternate(variants, QUICK_REPEATS if quick else REPEATS)
             native = [s / INNER for s in seconds["native"]]
             case = f"{name}: {num_tasks:,} tasks, {num_stages} stages, {num_packs} packs each way"
             rate = num_tasks / statistics.median(native)
@@ -77,5 +80,7 @@ def measure(quick: bool) -> list[Row]:
     return rows
 
 
+PARTS = {"simulator": measure}
+
 if __name__ == "__main__":
-    run_benchmark(measure, "simulator and list schedule against their Python references")
+    run(PARTS)

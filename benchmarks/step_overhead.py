@@ -1,26 +1,20 @@
 """What a step costs besides tensor work: Python of the executor, the store, replay and transformers' modules.
 
-Two measures that can be wrong in different ways:
+    twin          the step of a model of width 16 whose slices have 1/32 of the tokens: the same actions, packs, slices,
+                  layers and calls, next to no tensor work. Its time over that of the full step. Too high: it holds the
+                  dispatch of every torch operator, and what work there is left
+    torch alone   transformers' own model of the twin's width under plain autograd, every pack as one sequence: what any
+                  eager training pays for modules and autograd
+    own           the twin without that: what Evenload adds, kernel calls per document included
 
-    twin     the step of a model of width 16 whose slices have 1/32 of the tokens: the same actions, packs, slices,
-             layers and calls, next to no tensor work. Its time over that of the full step. Too high: it holds the
-             dispatch of every torch operator, and what work there is left
-    outside  of the full step under torch's profiler, the share of time in which no operator runs; the lower of two
-             runs. Too high by the profiler's own work between operators, and by what else the machine does
-
-Both hold what any eager training pays for transformers' modules and autograd. `torch alone` is that part by the
-twin's measure: transformers' own model under plain autograd on the same packs, every pack as one sequence. `own` is the
-twin without it: what Evenload adds, kernel calls per document included. A step is
-`Executor.run` on one rank and one thread, of one or two packs and as many backward packs: preparing packs runs in
-another thread, reduction and optimizer are left out of both sides. With more threads or a faster device tensor work
-shrinks and microseconds stay, so they have rows of their own: the twin's time for a pack and layer, forward and
-backward together. Times are the process's CPU time, except that of `outside`.
+A step is `Executor.run` on one rank and one thread, of one or two packs and as many backward packs: preparing packs
+runs in another thread, reduction and optimizer are left out of both sides. With more threads or a faster device tensor
+work shrinks and microseconds stay, so they have rows of their own: the twin's time for a pack and layer, forward and
+backward together. Times are the process's CPU time, the least of several, since others only add to it.
 
     python benchmarks/step_overhead.py [--quick] [--append]
 """
 
-import functools
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,22 +24,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from evenload.attention.backends import select_backend
+from cpu_ranks import llama, rank_stages
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.executor import Executor
-from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
-from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_source import prepare_step
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
 from evenload.types.micropack import Direction, MicroPack, PackPlan
 from evenload.types.plan import PackTimes, Prediction, StepPlan, seal
 from evenload.types.schedule import Action, Schedule
-from results import Row, run_benchmark
+from harness import Row, run
 
 LAYERS, WIDTH, TWIN_WIDTH = 4, 512, 16
 VOCABULARY = 2048
@@ -147,28 +137,13 @@ def _packs(direction: Direction, cut: Cut) -> tuple[MicroPack, ...]:
 def model_config(width: int, layers: int) -> LlamaConfig:
     """A Llama; the narrow one has the same modules."""
     heads = max(2, width // 64)
-    return LlamaConfig(
-        vocab_size=VOCABULARY if width > TWIN_WIDTH else TWIN_WIDTH,
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        max_position_embeddings=1 << 17,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-    )
+    vocabulary = VOCABULARY if width > TWIN_WIDTH else TWIN_WIDTH
+    return llama(width, layers, heads=heads, key_heads=heads // 2, vocabulary=vocabulary)
 
 
 def make_executor(mesh: Mesh, width: int, layers: int) -> Executor:
     """Of a model of that width, all layers on one stage."""
-    build = functools.partial(build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0)
-    models = build_rank_models(model_config(width, layers), mesh.layout, 0, build)
-    flatten_units(tuple(models.values()), dp=1)
-    backend = select_backend("auto", "cpu")
-    return Executor({stage: PipelineStage(model, backend) for stage, model in models.items()}, mesh)
+    return Executor(rank_stages(model_config(width, layers), mesh), mesh)
 
 
 def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
@@ -187,24 +162,6 @@ def run_step(mesh: Mesh, executor: Executor, plan: StepPlan, vocabulary: int) ->
     tokens = {d.doc_id: rng.integers(0, vocabulary, d.num_tokens).astype(np.int32) for d in plan.documents}
     step = prepare_step(plan, tokens, mesh)
     return lambda: executor.run(step).trace
-
-
-def outside_share(work: Callable[[], object]) -> float:
-    """Share of a call in which no torch operator runs, under the profiler."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        start_s = time.perf_counter()
-        work()
-        wall_s = time.perf_counter() - start_s
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events() or ()
-        if event.name.startswith(("aten::", "torch_attn::"))
-    )
-    inside_us, until = 0.0, float("-inf")
-    for start, stop in spans:
-        inside_us += max(0.0, stop - max(start, until))
-        until = max(until, stop)
-    return 1 - inside_us / 1e6 / wall_s
 
 
 def plain_step(forward: Cut, layers: int) -> Callable[[], object]:
@@ -228,8 +185,6 @@ def measure(quick: bool) -> list[Row]:
     """Every pack size and mix of documents."""
     torch.set_num_threads(1)
     layers = QUICK_LAYERS if quick else LAYERS
-    with profile(activities=[ProfilerActivity.CPU]):
-        pass  # the first one takes a second to start
     with TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -257,12 +212,13 @@ def _measure(quick: bool, layers: int) -> list[Row]:
                 Row("step", case, "twin", twin_s / step_s, "share", baseline),
                 Row("step", case, "torch alone", plain_s / step_s, "share", baseline),
                 Row("step", case, "own", (twin_s - plain_s) / step_s, "share", baseline),
-                Row("step", case, "outside", min(outside_share(step) for _ in range(2)), "share", baseline),
                 Row("step", case, "twin a pack and layer", twin_s * 1e6 / layers / len(backward), "us", ""),
                 Row("step", case, "torch alone a pack and layer", plain_s * 1e6 / layers / len(forward), "us", ""),
             ]
     return rows
 
 
+PARTS = {"step_overhead": measure}
+
 if __name__ == "__main__":
-    sys.exit(run_benchmark(measure, "what a step costs besides tensor work"))
+    run(PARTS)

@@ -20,16 +20,15 @@ import gc
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from transformers import LlamaConfig
 
-from context_parallel import COSTS
+from cpu_ranks import COSTS, cpu_rank, leave, llama, spawn_ranks, write_run
 from evenload.calibrate.calibrate import calibrate
 from evenload.config.layouts import layouts_of
 from evenload.config.train_config import TrainConfig, load_train_config
@@ -38,8 +37,7 @@ from evenload.runtime.comm.mesh import Meshes, create_meshes, warm_up
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
-from results import Row, median_ratio, run_benchmark
-from token_runs import save_tokens
+from harness import Row, median_ratio, run
 
 WORLD = 2
 BATCH = 4
@@ -72,52 +70,20 @@ class Measured(Frozen):
     Args:
         seconds: of the steps but the first.
         predicted_s: of the same steps.
-        step_s: of every step, by its own clock.
-        layouts: of every step.
         switch_s: of every switch, its wait behind the step included.
         losses: of every step.
     """
 
     seconds: float
     predicted_s: float
-    step_s: list[float]
-    layouts: list[str]
     switch_s: list[float]
     losses: list[float]
 
 
-def write_run(directory: Path, phases: tuple[tuple[str, int], ...]) -> None:
-    """A model, documents in the order of their phases, and a configuration."""
-    LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=HIDDEN * 11 // 4, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=VOCABULARY, max_position_embeddings=LONG * 2, tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(directory / "model")  # fmt: skip
-    generator = np.random.default_rng(0)
+def phase_lengths(phases: tuple[tuple[str, int], ...]) -> np.ndarray:
+    """Tokens of all documents, in the order of their phases."""
     means = np.repeat([{"short": SHORT, "long": LONG}[name] for name, _ in phases], [BATCH * n for _, n in phases])
-    lengths = generator.integers(3 * means // 4, 5 * means // 4, endpoint=True)
-    save_tokens(directory, lengths, VOCABULARY, generator)
-    (directory / "config.toml").write_text(
-        f"""
-        [model]
-        path = "{directory / "model"}"
-        random_init = true
-        [data]
-        sources = ["{directory / "tokens.npy"}"]
-        record = "tokens"
-        max_document_tokens = {LONG * 5 // 4}
-        batch_documents = {BATCH}
-        shuffle_window = 1
-        streams = 1
-        workers = 0
-        [plan]
-        options = {{ max_pack_tokens = {LONG * 5 // 2} }}
-        [train]
-        output_dir = "{directory / "run"}"
-        steps = {sum(count for _, count in phases)}
-        threads_per_process = 1
-        """
-    )
+    return np.random.default_rng(0).integers(3 * means // 4, 5 * means // 4, endpoint=True)
 
 
 class Variant:
@@ -154,78 +120,56 @@ class Variant:
         return Measured(
             seconds=seconds,
             predicted_s=sum(report.plan.predicted.step_time_s for report in told[1:]),
-            step_s=[report.measured.step_time_s for report in told],
-            layouts=[report.plan.layout.describe() for report in told],
             switch_s=[switch.stall_s + switch.wait_s for switch in switches],
             losses=[float(report.row["loss"] or 0.0) for report in told],
         )
 
 
 def run_rank(rank: int, directory: str, rounds: int) -> None:
-    """One process; rank 0 leaves what was measured in the directory."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=WORLD)
-    quick = rounds == QUICK_ROUNDS
-    variants = {name: Variant(directory, settings, quick=quick) for name, settings in VARIANTS.items()}
-    found: dict[str, list[Measured]] = {name: [] for name in variants}
-    names = list(variants)
-    for turn in range(rounds):
-        # Each begins a round once, so that none always runs behind the same other one.
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            measured = variants[name].run()
-            gc.collect()
-            if measured is not None:
-                found[name].append(measured)
-    if rank == 0:
-        Path(f"{directory}/found.json").write_bytes(msgspec.json.encode(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    """One process."""
+    del rank
+    with cpu_rank():
+        quick = rounds == QUICK_ROUNDS
+        variants = {name: Variant(directory, settings, quick=quick) for name, settings in VARIANTS.items()}
+        found: dict[str, list[Measured]] = {name: [] for name in variants}
+        names = list(variants)
+        for turn in range(rounds):
+            # Each begins a round once, so that none always runs behind the same other one.
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                measured = variants[name].run()
+                gc.collect()
+                if measured is not None:
+                    found[name].append(measured)
+        leave(directory, found)
 
 
-def measure(quick: bool) -> list[Row]:
+def measure(quick: bool) -> Iterator[Row]:
     """All rows of the benchmark."""
     phases, rounds = (QUICK_PHASES, QUICK_ROUNDS) if quick else (PHASES, ROUNDS)
+    lengths, steps = phase_lengths(phases), sum(count for _, count in phases)
+    model = llama(HIDDEN, LAYERS, heads=4, vocabulary=VOCABULARY)
     with tempfile.TemporaryDirectory() as directory:
-        write_run(Path(directory), phases)
-        torch.multiprocessing.spawn(run_rank, (directory, rounds), nprocs=WORLD)
-        found = msgspec.json.decode(Path(f"{directory}/found.json").read_bytes(), type=dict[str, list[Measured]])
-    for name, runs in found.items():
-        print(f"{name}: {', '.join(f'{run.seconds:.2f}' for run in runs)} s, predicted {runs[0].predicted_s:.2f} s")
-        print(f"  median step by phase, ms: {', '.join(_phase_steps(runs, phases))}")
-    for run in found[FLEXIBLE]:
-        changes = [f"{at} {new}" for at, (old, new) in enumerate(zip(run.layouts, run.layouts[1:], strict=False), 1)
-                   if old != new]  # fmt: skip
-        switched = ", ".join(f"{1e3 * seconds:.0f}" for seconds in run.switch_s)
-        print(f"  {FLEXIBLE}: starts in {run.layouts[0]}; before steps {', '.join(changes)}; switches {switched} ms")
-    losses = [run.losses for runs in found.values() for run in runs]
+        limit = f"[plan]\noptions = {{ max_pack_tokens = {LONG * 5 // 2} }}"
+        write_run(Path(directory), model, lengths, BATCH, steps, limit)
+        spawn_ranks(WORLD, run_rank, directory, rounds)
+        found = msgspec.json.decode(Path(directory, "found.json").read_bytes(), type=dict[str, list[Measured]])
+    losses = [one.losses for runs in found.values() for one in runs]
     drift = max(float(np.abs(np.array(one) / np.array(losses[0]) - 1).max()) for one in losses)
     print(f"losses of all runs are equal to {drift:.1e}")
     case = (
         f"{WORLD} processes, {LAYERS} layers, vocabulary {VOCABULARY}, documents of {SHORT} and {LONG} tokens by turns"
     )
-    flexible_s = [run.seconds for run in found[FLEXIBLE]]
-    rows = []
+    ours = found[FLEXIBLE]
     for name in STATIC:
-        ratio = median_ratio([run.seconds for run in found[name]], flexible_s)
-        predicted = median_ratio([run.predicted_s for run in found[name]], [run.predicted_s for run in found[FLEXIBLE]])
-        # The metric names the layout, too, because newest rows are told apart by case and metric.
-        rows.append(Row("swinging", case, f"speed-up over {name}, measured", ratio, "x", name))
-        rows.append(Row("swinging", case, f"speed-up over {name}, predicted", predicted, "x", name))
-    switches = statistics.median(len(run.switch_s) for run in found[FLEXIBLE])
-    share = statistics.median(sum(run.switch_s) / run.seconds for run in found[FLEXIBLE])
-    return [
-        *rows,
-        Row("swinging", case, "switches", switches, "", ""),
-        Row("swinging", case, "share of switches", share, "", "time of flexpipe"),
-    ]
+        for how, field in (("measured", "seconds"), ("predicted", "predicted_s")):
+            ratio = median_ratio([getattr(one, field) for one in found[name]], [getattr(one, field) for one in ours])
+            yield Row("swinging", case, f"speed-up over {name}, {how}", ratio, "x", name)
+    yield Row("swinging", case, "switches", statistics.median(len(one.switch_s) for one in ours), "")
+    share = statistics.median(sum(one.switch_s) / one.seconds for one in ours)
+    yield Row("swinging", case, "share of switches", share, "", "time of flexpipe")
 
 
-def _phase_steps(runs: list[Measured], phases: tuple[tuple[str, int], ...]) -> list[str]:
-    """Medians over the steps of all runs, by phase."""
-    kinds = np.repeat([name for name, _ in phases], [count for _, count in phases])[1:]
-    steps = np.array([run.step_s[1:] for run in runs])
-    return [f"{kind} {1e3 * np.median(steps[:, kinds == kind]):.1f}" for kind in dict.fromkeys(kinds.tolist())]
-
+PARTS = {"swinging": measure}
 
 if __name__ == "__main__":
-    run_benchmark(measure, __doc__ or "")
+    run(PARTS)

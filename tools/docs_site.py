@@ -7,7 +7,6 @@ the Python API every public module gets its section, from docstrings, through mk
 those are, and tests/docs/test_reference.py that all their names are documented.
 """
 
-import json
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
@@ -84,12 +83,9 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of the repository's pages as links of the site's."""
     place = page.file.src_uri
-    if place.endswith(".ipynb.md"):
-        home = place.removeprefix("source/").removesuffix(".md")
-    elif place.startswith(("source/", "reference/")) or place == "decisions/index.md":
+    if place.startswith(("source/", "reference/")) or place == "decisions/index.md":
         return markdown
-    else:
-        home = "README.md" if place == "index.md" else f"docs/{place}"
+    home = "README.md" if place == "index.md" else f"docs/{place}"
     return with_links(markdown, home, place)
 
 
@@ -161,8 +157,6 @@ def source_page(path: str) -> str:
     if file.suffix == ".md":
         # Its own links lead to files that need no page of their own.
         return outside_of_fences(text, lambda part: _LINK.sub(lambda link: link["before"][:-1].strip("![]"), part))
-    if file.suffix == ".ipynb":
-        return notebook_page(json.loads(text))
     if len(text) > _MOST_SHOWN_CHARACTERS:
         return f"# {path}\n\n{len(text):,} characters, in the repository.\n"
     return f"# {path}\n\n````{_LANGUAGES.get(file.suffix, 'text')}\n{text}\n````\n"
@@ -180,18 +174,6 @@ def folder_page(path: str) -> str:
         else:
             lines.append(f"- `{file.name}`")
     return "\n".join([*lines, ""])
-
-
-def notebook_page(notebook: Mapping[str, Any]) -> str:
-    """A notebook's cells in order, with the text that they printed."""
-    parts = []
-    for cell in notebook["cells"]:
-        text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        printed = "".join("".join(output.get("text", ())) for output in cell.get("outputs", ()))
-        if printed:
-            parts.append(f"```text\n{printed.rstrip()}\n```")
-    return "\n\n".join(parts) + "\n"
 
 
 def reference_pages() -> dict[str, str]:

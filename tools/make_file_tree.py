@@ -16,7 +16,7 @@ Made by `python tools/make_file_tree.py`; do not edit. [architecture.md](archite
 together.
 
 """
-AS_FOLDERS = ("tests/", "benchmarks/accuracy/costs/", "benchmarks/accuracy/inputs/")
+AS_FOLDERS = ("tests/", "benchmarks/results/", "benchmarks/accuracy/costs/", "benchmarks/accuracy/inputs/")
 FOLDERS = ("src/evenload", "native", "tests", "tools", "examples", "benchmarks", "docs")
 OTHER = {
     "src/evenload/_native.pyi": "Types of the native core.",
@@ -25,36 +25,19 @@ OTHER = {
     "docs/site.css": "Width of the pages of the site.",
     "src/evenload/report/report.js": "Draws figures when they are scrolled near, and again when colours change.",
     "native/.clang-format": "Format of the C++ files.",
-    "examples/lengths_to_packs.ipynb": "A notebook: lengths, a plan, packs, the same gradient.",
     "examples/stdlib_demo/demo.toml": "Configuration of the demo.",
     "examples/stdlib_demo/model.json": "The demo's model: a small Llama.",
     "examples/flexpipe/train.toml": "Configuration of its runs.",
     "examples/flexpipe/gpt-3.35b.json": "FlexPipe's GPT of 16 layers.",
     "examples/flexpipe/gpt-13b.json": "FlexPipe's GPT of 40 layers.",
     "examples/flexpipe/gpt-small.json": "The same on a small scale, for a CPU.",
-    "benchmarks/results/.gitkeep": "Keeps the folder until there are results.",
-    "benchmarks/results/results.csv": "Every published measurement, one row each.",
     "benchmarks/peers.txt": "Peers to be installed without their requirements.",
     "src/evenload/explore/prediction_errors.json": "Intervals of predicted step times, made from the ledger.",
+    "benchmarks/results": "Rows of every benchmark that a page shows, in the file of its name.",
     "benchmarks/accuracy/cpu.csv": "Signed errors of predictions on CPUs, a row a batch and strategy; rows only grow.",
     "benchmarks/accuracy/gpu.csv": "The same on GPUs.",
-    "benchmarks/accuracy/process_memory.csv": "Signed errors of predicted memory of whole processes, a row a case.",
     "benchmarks/accuracy/costs": "Cost files from which current rows were predicted.",
     "benchmarks/accuracy/inputs": "Models, layouts, options and batches of current rows.",
-    "benchmarks/results/loader.csv": "What the loader costs.",
-    "benchmarks/results/planners.csv": "Evenload beside other planners.",
-    "benchmarks/results/planners.png": "The same, drawn.",
-    "benchmarks/results/planners_pp1.csv": "Evenload beside other planners, without a pipeline.",
-    "benchmarks/results/planners_pp1.png": "The same, drawn.",
-    "benchmarks/results/planning_growth.csv": "Planning time over batch size.",
-    "benchmarks/results/planning_growth.png": "The same, drawn.",
-    "benchmarks/results/paper_slimpack.csv": "SlimPack's settings, simulated.",
-    "benchmarks/results/paper_wlb.csv": "WLB-LLM's settings, simulated.",
-    "benchmarks/results/paper_skrull.csv": "Skrull's settings, simulated.",
-    "benchmarks/results/paper_flexpipe.csv": "FlexPipe's settings, simulated.",
-    "benchmarks/results/wlb_delay.csv": "Imbalance and token delay of `wlb`.",
-    "benchmarks/results/ablation.csv": "One change at a time to the planner's search, simulated.",
-    "benchmarks/results/exact_gaps.csv": "Heuristics beside exact solutions.",
     "tests": "Settings of all tests.",
     "tests/attention": "Slices equal whole-document attention.",
     "tests/bench": "What a comparison of strategies says of its measurements.",

@@ -61,17 +61,9 @@ def test_the_readmes_tree_has_every_room_and_folder_and_the_page_stays_short():
 def test_code_in_docs_names_files_that_exist():
     """Paths in backquotes, such as `stepplan/validate.py`, below the root or the package."""
     missing = []
-    # docs/design holds notes older than the code; its README says that they name files from elsewhere. The change log
-    # names files as they were called then.
-    for page in (page for page in pages() if page.parent.name != "design" and page.name != "CHANGELOG.md"):
+    for page in pages():
         for path in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cpp|h|toml|json))`", page.read_text(encoding="utf-8")):
             written_by_runs = path.startswith("runs/")
             if not written_by_runs and not any((base / path).exists() for base in (ROOT, ROOT / "src" / "evenload")):
                 missing.append(f"{page.name}: {path}")
     assert missing == []
-
-
-def test_the_picture_of_the_house_shows_the_house():
-    """Run tools/make_house.py."""
-    script = runpy.run_path(str(ROOT / "tools" / "make_house.py"))
-    assert script["TARGET"].read_text(encoding="utf-8") == script["picture"]()

@@ -1,16 +1,13 @@
 """The arena of host memory by itself: nothing that lives overlaps, holes join, and hardly more is held than lived."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.runtime.replay.host_arena import ALIGNMENT_BYTES, HostArena, HostRows
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from evenload.types.model_catalog import MODELS
+from offload_orders import follow, new_segment, offload_order, plans_of
 
 SEGMENT, PIECE = 8192, 1024
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8)
@@ -153,13 +150,11 @@ def test_where_it_cannot_grow_nothing_is_taken():
 )
 def test_real_steps_hold_what_their_tensors_take(table, context, strategy):
     """In the order of a plan's actions, one step after the other: less than the 1 % for which `cost.host_memory` has
-    room. benchmarks/host_arena.py has more of them."""
-    import host_arena
-
-    model = host_arena.MODELS["llama-150b"]
-    plans = host_arena.plans_of(model, host_arena.SETTINGS[1][1], table, context, strategy)
-    arena = HostArena(host_arena.new_segment)
-    peaks = [host_arena.follow(list(host_arena.offload_order(plan, model, 0, 1)), arena) for plan in plans]
+    room."""
+    model = MODELS["llama-150b"]
+    plans = plans_of(model, {"dp": 4, "pp": 2, "tp": 8, "virtual": 2}, table, context, strategy)
+    arena = HostArena(new_segment)
+    peaks = [follow(list(offload_order(plan, model, 0, 1)), arena) for plan in plans]
     assert max(peaks) > 2**36
     assert arena.held_bytes <= 1.01 * max(peaks)
     assert arena.live_bytes == 0

@@ -15,10 +15,7 @@ from sweeps import thorough
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-SOON = {
-    *("attention", "engine_prices", "paper_flexpipe", "paper_skrull", "planning", "planning_memory"),
-    *("sharding", "simulator", "wlb_delay"),
-}
+SOON = {"engine_prices", "paper_flexpipe", "paper_skrull", "simulator"}
 """Those that end within seconds; the others take up to five minutes each."""
 NOT_ALONE = {
     "run_all": "all of them",

@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 
 from dist_training import COSTS
-from evenload.cost.coefficients import write_coefficients
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.data.hub import model_from
 from page_blocks import ROOT, Block, blocks_of, save_files
 
@@ -73,7 +72,6 @@ SMALLER: dict[str, Words] = {
         ("train.steps=20", "train.steps=1"),
         _ONE_BENCH,
     ),
-    "docs/plan.md": (("--documents 512 --steps 4", "--documents 64 --steps 1"),),
     "docs/guide.md": (
         ("corpus --include '*.txt' --tokenizer MODEL_FOLDER", "docs/howto --include '*.md' --tokenizer bytes"),
         ("--documents 512 --steps 4", "--documents 32 --steps 1"),
@@ -109,13 +107,12 @@ def smaller(name: str, words: Words | None = None) -> list[Block]:
 
 def prepare(name: str, folder: Path) -> None:
     """What a reader of this page has before they begin."""
-    if name in ("docs/plan.md", "docs/guide.md"):
+    if name == "docs/guide.md":
         save_files(smaller("README.md"), folder)
-    if name == "docs/plan.md":  # "the `cost.json` that the run left in its `output_dir`"
+        # "the `cost.json` that the run left in its `output_dir`"
         run = folder / "runs" / "first"
         run.mkdir(parents=True)
         model = msgspec.structs.replace(model_from(str(folder / _MODEL)), bytes_per_element=4)
         measured_on = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
         write_coefficients(run / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
-    if name == "docs/guide.md":
         np.save(folder / "lengths.npy", np.random.default_rng(0).integers(1, 900, 100).astype(np.uint32))

@@ -1,6 +1,6 @@
 """Plain training with transformers' own attention, document by document: what everything must equal.
 
-Plain training and ours both run under `evenload.check.exact_casts` (tests/conftest.py), so that in float64 nothing but
+Plain training and ours both run under `evenload.check.runner` (tests/conftest.py), so that in float64 nothing but
 float64's own rounding is left.
 """
 
@@ -158,7 +158,7 @@ def plain_document_losses(
 
 
 def document_balance(config: PretrainedConfig, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The load-balancing loss of one document by its definition (docs/decisions/0017): the mean over layers of
+    """The load-balancing loss of one document by its definition (docs/decisions/15): the mean over layers of
     E · Σ_e (share of tokens that chose e) · (mean probability of e)."""
     per_layer = []
     for logits in router_logits:

@@ -20,7 +20,7 @@ import msgspec
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
-from evenload.cost.coverage import completed_from_cluster, in_measured_precision
+from evenload.cost.validity import completed_from_cluster, in_measured_precision
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.integrations.engine_profile import (

@@ -17,13 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.first_forward import forward_units
-from evenload.cost.last_backward import pack_features, stage_units, unit_seconds
 from evenload.cost.memory import trained_parameters_per_rank
-from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pack_cost import PackCosts, weighted
 from evenload.cost.pipeline_tasks import pipeline_tasks
-from evenload.cost.slice_features import weighted
-from evenload.cost.unit_transfers import unit_transfers
+from evenload.cost.units import forward_units, pack_features, stage_units, unit_seconds, unit_transfers
 from evenload.integrations.engine_profile import EngineProfile
 from evenload.integrations.projection import EngineMicroBatch, StepShape, project
 from evenload.plan.problem.options import CHOOSE

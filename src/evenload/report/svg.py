@@ -5,7 +5,7 @@ Marks are placed in coordinates that follow the width of the page without a scri
 Across, a place is a share of the picture's width (0 to 1) and becomes a percentage; down, it is pixels. So bars, dots
 and texts move with the page while letters and line widths stay as they are. Lines and shapes have no percentages in
 SVG: they stand in an inner picture that is stretched, with strokes that are not. All texts are escaped here. Why no
-library: docs/decisions/0052-pages-without-plotly.md.
+library: docs/decisions/21-documentation-and-reports.md.
 """
 
 import json

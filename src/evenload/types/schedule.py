@@ -36,7 +36,7 @@ def completing_actions(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[in
 
     With the last action that is no forward, stage by stage. Where a rank has several stages and W's, whose order
     follows from nothing but the plan, all stages with the last of them: replicas may complete stages in another order,
-    and transfers that begin there would have none (docs/decisions/0036-overlapped-reduction.md).
+    and transfers that begin there would have none (docs/decisions/03-zero-1-and-overlapped-reduction.md).
     """
     last: dict[int, int] = {}
     has_weights = False

@@ -10,7 +10,7 @@ but start the next one at the same step. When any rank fails, all ranks learn wh
 removed, and every earlier checkpoint is as it was.
 
 Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more;
-the thread takes CPU time and disk bandwidth. Why not `async_save`: docs/decisions/0018.
+the thread takes CPU time and disk bandwidth. Why not `async_save`: docs/decisions/16-checkpoints-stops-and-losses.md.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ the embedding's last. That is the order in which a stage's last backward complet
 that hold the same units reduce them in one order, which nothing but the layout decides. Nobody waits for a sum before
 the last action of the step; so no action ever waits for another rank's sums. Where a device runs all its transfers in
 one queue a sum may stand in front of an action's transfer; that this makes no circle holds as long as no replica waits
-for another inside a pack (docs/decisions/0036). Steps whose packs replicas share reduce after the last action. The
+for another inside a pack (docs/decisions/03). Steps whose packs replicas share reduce after the last action. The
 calls and tensors are the same either way, so results are equal to the bit.
 
 The norm of the gradient is summed in two phases: each unit's squares behind its sum, on the same queue, and after the
@@ -60,7 +60,7 @@ def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_p
     """The same on all ranks.
 
     Args:
-        shares_packs: replicas wait for each other inside of packs, where sums may make a circle (decision 36).
+        shares_packs: replicas wait for each other inside of packs, where sums may make a circle (docs/decisions/03).
         coefficients: without `overlap` nothing is reduced or gathered beside packs;
             `cli.worker_setup.run_coefficients` measures it.
         goes_on: another step follows.

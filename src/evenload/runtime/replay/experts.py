@@ -15,7 +15,7 @@ one product per expert that has tokens.
 
 Price: that of the block's products; two index operations per pack beyond transformers' own grouped implementation.
 On a GPU the host waits once a layer and pass for the experts' numbers of tokens; why not torch's grouped product, which
-reads them on the device: docs/decisions/0022.
+reads them on the device: docs/decisions/14-gpu-path.md.
 """
 
 import functools

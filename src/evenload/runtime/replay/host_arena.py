@@ -6,8 +6,8 @@ ever took at once the arena holds less than a segment, and holes too small to be
 
     held_bytes < peak_live_bytes + segment_bytes + holes * max(smallest_piece_bytes, bytes of a row)
 
-with one hole at most behind every piece that lives and at the start of every segment. (In 32 steps of large models,
-`benchmarks/host_arena.py`, best fit without cuts held up to 50 % more than the peak, this 0.3 % at most.) Holes side by
+with one hole at most behind every piece that lives and at the start of every segment. (In 32 steps of plans of
+large models best fit without cuts held up to 50 % more than the peak, this 0.3 % at most.) Holes side by
 side are one again when their tensors are freed. Segments are never given back: the next step needs them.
 
 What is taken may have been freed just before, while copies that read it are still queued. The arena does not know of

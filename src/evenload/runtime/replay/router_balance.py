@@ -23,7 +23,7 @@ class RouterBalance:
 
     with N the tokens of the global batch. f is a count and has no gradient. A document's counts are complete before
     its first backward slice, whatever the packs are, so the gradient is exact under every plan
-    (docs/decisions/0017). Ranks that share a document add its counts up after each of its forward packs, once for all
+    (docs/decisions/15). Ranks that share a document add its counts up after each of its forward packs, once for all
     layers of a stage. Of one document and one layer it is transformers' own loss.
 
     Args:

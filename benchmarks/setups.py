@@ -1,0 +1,82 @@
+"""Lengths, global batches and planners that benchmarks of planning and of the paper's settings share."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
+from evenload.data.hub import model_from
+from evenload.data.lengths import read_lengths
+from evenload.explore.batches import BatchRule
+from evenload.explore.stage_layers import usable_bytes
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem.options import PlanOptions
+from evenload.types.cluster import ClusterSpec
+from evenload.types.cluster_catalog import cluster_from
+from evenload.types.document import Document
+from evenload.types.layout import ParallelLayout, even_layout
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]  # Python twins of the core; small runs
+
+TABLES = ("github_dirs", "docs", "stdlib", "books")
+"""Real tables of examples/lengths."""
+
+
+def table_lengths(name: str) -> NDArray[np.int64]:
+    """All lengths of a table in examples/lengths; 20,000 drawn ones of `commoncrawl_like`."""
+    folder = ROOT / "examples" / "lengths"
+    if name == "commoncrawl_like":
+        return runpy.run_path(str(folder / f"{name}.py"))["commoncrawl_like_lengths"](20_000, 104).astype(np.int64)
+    return read_lengths(str(folder / f"{name}.npy.gz"))
+
+
+def lognormal_lengths(count: int) -> NDArray[np.int64]:
+    """Median 1,200 tokens, sigma 1.4, clipped to 32..32,768, seed 0."""
+    generator = np.random.default_rng(0)
+    return np.clip(generator.lognormal(np.log(1200), 1.4, count), 32, 32_768).astype(np.int64)
+
+
+def batch_of(name: str, documents: int, context: int, seed: int = 0) -> tuple[Document, ...]:
+    """One global batch drawn from a table, truncated to the context."""
+    rule = BatchRule(num_documents=documents, context=context, overlong="truncate")
+    (batch,) = rule.sample(table_lengths(name), steps=1, seed=seed)
+    return batch.documents
+
+
+def documents_of(lengths: NDArray[np.int64]) -> tuple[Document, ...]:
+    """Documents of these lengths; ids by position."""
+    return tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths.tolist()))
+
+
+def tokens_of(documents: tuple[Document, ...]) -> NDArray[np.int64]:
+    """int64[n]: lengths of documents."""
+    return np.array([document.num_tokens for document in documents], dtype=np.int64)
+
+
+def planner_for(
+    model_name: str, cluster: ClusterSpec | str, sizes: dict[str, int], options: PlanOptions, *, limited: bool = True
+) -> StepPlanner:
+    """A planner with data-sheet costs, layers split evenly.
+
+    Args:
+        sizes: of the layout's axes, `{"dp": 8, "pp": 4}`.
+        limited: within the memory of devices and nodes; else all activations fit.
+    """
+    cluster = cluster_from(cluster) if isinstance(cluster, str) else cluster
+    layout = even_layout(model_from(model_name).num_layers, **sizes)
+    return planner_in(model_name, cluster, layout, options, limited=limited)
+
+
+def planner_in(
+    model_name: str, cluster: ClusterSpec, layout: ParallelLayout, options: PlanOptions, *, limited: bool = True
+) -> StepPlanner:
+    """The same in a layout."""
+    model = model_from(model_name)
+    costs = analytic_coefficients(model, cluster, layout)
+    cap, host = (usable_bytes(cluster), host_memory(cluster)) if limited else (None, "unlimited")
+    return StepPlanner(model, costs, layout, cap, options, host=host)

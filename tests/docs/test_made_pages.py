@@ -1,0 +1,94 @@
+"""Pages, blocks and pictures that tools make are what the tools make today; run `make docs`, or the tool."""
+
+import runpy
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = runpy.run_path(str(ROOT / "tools" / "make_tables.py"))
+
+
+def tool(name):
+    return runpy.run_path(str(ROOT / "tools" / f"{name}.py"))
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [(page, name) for page, blocks in TABLES["BLOCKS"].items() for name in blocks],
+    ids=lambda value: getattr(value, "stem", value),
+)
+def test_a_block_is_what_todays_rows_give(page, name):
+    """A figure that no row backs, or a rule of the matrix without documentation; run tools/make_tables.py."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}: make docs -->\n", f"<!-- end of {name} -->\n"
+    assert text.count(begin) == text.count(end) == 1
+    assert text.split(begin)[1].split(end)[0] == TABLES["BLOCKS"][page][name]()
+
+
+def test_every_file_of_rows_is_on_a_page():
+    """Rows that nobody reads go, with their benchmark."""
+    source = (ROOT / "tools" / "make_tables.py").read_text()
+    unread = [file.stem for file in TABLES["RESULTS"].glob("*.csv") if f'"{file.stem}"' not in source]
+    assert unread == []
+
+
+def test_the_page_of_settings_is_the_generated_one():
+    """A key without documentation, or documentation of a key that is gone; run tools/make_configuration.py."""
+    made = tool("make_configuration")
+    assert made["TARGET"].read_text(encoding="utf-8") == made["configuration_page"]()
+
+
+@pytest.fixture(scope="module")
+def guide():
+    return tool("make_guide")
+
+
+def commands(page):
+    """The page with continued lines joined."""
+    return " ".join(page.replace("\\\n", " ").split())
+
+
+def test_the_guide_shows_what_its_commands_print(guide):
+    """Run tools/make_guide.py."""
+    page = guide["PAGE"].read_text(encoding="utf-8")
+    for name, block in guide["cheap_blocks"]().items():
+        assert guide["block_of"](page, name) == block, name
+    for command in ("STRATEGIES", "SEARCH", "LENGTHS"):
+        assert " ".join(guide[command]) in commands(page)
+
+
+def test_the_layout_that_the_guide_says_wins_is_planned_as_it_says(guide):
+    """The search itself takes minutes, so it runs in `make docs` only."""
+    page = guide["PAGE"].read_text(encoding="utf-8")
+    assert guide["block_of"](page, "winner output") == guide["winner_output"]()
+
+
+@pytest.fixture(scope="module")
+def glance():
+    return tool("make_glance")
+
+
+def test_the_readmes_picture_is_of_todays_plans(glance):
+    """Run tools/make_glance.py."""
+    panels = glance["panels"]()
+    best_fit, auto = panels
+    assert auto.step_s < best_fit.step_s
+    assert auto.idle_share < best_fit.idle_share
+    assert glance["TARGET"].read_text(encoding="utf-8") == glance["picture"](panels)
+
+
+def test_bars_of_the_readmes_picture_lie_on_one_axis(glance):
+    """Half the seconds are half the width, whatever the panel."""
+    panel, colours = glance["Panel"], glance["COLOURS"]
+    drawn = ElementTree.fromstring(
+        glance["picture"]([panel("best_fit", 8.0, [(0, "F", 0.0, 8.0)]), panel("auto", 4.0, [(0, "B", 0.0, 4.0)])])
+    )
+    bars = {rect.get("fill"): rect for rect in drawn.iter("{http://www.w3.org/2000/svg}rect")}
+    first, second = bars[colours["F"]], bars[colours["B"]]
+    assert float(second.get("width")) == pytest.approx(float(first.get("width")) / 2, abs=0.01)
+    assert first.get("x") == second.get("x")
+    text = "".join(drawn.itertext())
+    assert "2.00 times as fast (predicted)" in text
+    assert "ranks idle 75%" in text  # one of four ranks computes

@@ -1,0 +1,592 @@
+"""Tables and sentences of the pages that are made of rows of benchmarks, of the test matrix and of nothing else.
+
+    python tools/make_tables.py      part of `make docs`; tests/docs compares what is committed
+
+A block stands between `<!-- NAME: make docs -->` and `<!-- end of NAME -->`; `BLOCKS` says which function makes it for
+which page. Rows are those of benchmarks/results/SCRIPT.csv; of rows that were measured again the newest count.
+"""
+
+import csv
+import importlib
+import itertools
+import math
+import re
+import runpy
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE, ENGINES, TRAINING, README = (
+    ROOT / name for name in ("docs/benchmarks.md", "docs/engines.md", "docs/training.md", "README.md")
+)
+Row = dict[str, str]
+
+
+class Rows(list[Row]):
+    """Rows of a script or some of them."""
+
+    def value(self, metric: str, baseline: str | None = None) -> float | None:
+        """Of the last row of a metric; None where there is none."""
+        found = [row for row in self if row["metric"] == metric and baseline in (None, row["baseline"])]
+        return float(found[-1]["value"]) if found else None
+
+    def some(self, **columns: str) -> "Rows":
+        """Rows whose columns have these values."""
+        return Rows(row for row in self if all(row[name] == value for name, value in columns.items()))
+
+    def by_case(self) -> dict[str, "Rows"]:
+        """Rows of each case, in order."""
+        return {case: self.some(case=case) for case in dict.fromkeys(row["case"] for row in self)}
+
+    def values(self, metric: str) -> list[float]:
+        """Of all cases, sorted."""
+        return sorted(float(row["value"]) for row in self if row["metric"] == metric)
+
+
+def newest(script: str, benchmark: str | None = None) -> Rows:
+    """The last row of every case, metric and baseline."""
+    with (RESULTS / f"{script}.csv").open(newline="") as file:
+        rows = {(row["benchmark"], row["case"], row["metric"], row["baseline"]): row for row in csv.DictReader(file)}
+    return Rows(row for row in rows.values() if benchmark in (None, row["benchmark"]))
+
+
+def table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    heads = list(heads)
+    cells = [heads, ["---"] * len(heads), *lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def source(rows: Rows, script: str) -> str:
+    """The command and where its rows are from."""
+    places = dict.fromkeys(f"commit `{row['commit']}`, {row['cores']} cores of {row['cpu']}" for row in rows)
+    return f"\n[`python benchmarks/{script}.py --append`](../benchmarks/{script}.py): {'; '.join(places)}.\n"
+
+
+def percent(value: float | None) -> str:
+    """One place; nothing where there is no value."""
+    return "" if value is None else f"{value:.1%}"
+
+
+def times(value: float | None, places: int = 2) -> str:
+    """A ratio."""
+    return "" if value is None else f"{value:.{places}f}"
+
+
+def geometric(values: list[float]) -> str:
+    """A geometric mean."""
+    return f"{statistics.geometric_mean(values):.3f}" if values else ""
+
+
+# Measured on this machine
+
+
+def _range(script: str, benchmark: str, metric: str, form: str = "{:.2f}-{:.2f}×") -> str:
+    values = newest(script, benchmark).values(metric)
+    return form.format(values[0], values[-1])
+
+
+def _speed_up(rows: Rows, start: str) -> str:
+    own = Rows(row for row in rows if row["case"].startswith(start))
+    return f"{own.value('speed-up, measured'):.2f}× ({own.value('speed-up, predicted'):.2f}×)"
+
+
+def _simulator() -> str:
+    rows = newest("simulator").some(case="simulate: 4,096 tasks, 8 stages, 256 packs each way")
+    return f"{(rows.value('tasks per second') or 0) / 1e6:.0f} M, {rows.value('speed-up'):.0f}×"
+
+
+def _context_ranks() -> str:
+    dacp = Rows(row for row in newest("context_parallel") if row["case"].endswith("dacp") and "QA" not in row["case"])
+    moved, took = dacp.values("bytes"), dacp.values("time")
+    return f"{moved[0]:.2f}-{moved[-1]:.2f}×, {took[0]:.2f}-{took[-1]:.2f}×"
+
+
+def _swinging() -> str:
+    rows = newest("swinging")
+    found = []
+    for name in ("dp=2", "pp=2"):
+        measured, predicted = (rows.value(f"speed-up over {name}, {how}") for how in ("measured", "predicted"))
+        found.append(f"{name} {measured:.2f}× ({predicted:.2f}×)")
+    return ", ".join(found)
+
+
+def _overlap(kind: str, time: str) -> str:
+    rows = Rows(row for row in newest("reduction") if "over a link of" in row["case"])
+    hidden, predicted = rows.value(f"{kind} hidden"), rows.value(f"{kind} hidden, predicted")
+    return f"{rows.value(f'time, {time}'):.2f}×; {hidden:.0%} ({predicted:.0%})"
+
+
+def _step_over_prediction(script: str, start: str) -> str:
+    rows = Rows(row for row in newest(script) if row["case"].startswith(start))
+    return f"{rows.value('step time'):.2f}×"
+
+
+MEASURED: Mapping[str, tuple[str, Callable[[], str], str]] = {
+    "replay-time": (
+        "replay", lambda: _range("replay", "replay", "time"),
+        "replay: time of loss and gradients, against plain transformers and autograd",
+    ),
+    "recompute-time": (
+        "replay", lambda: _range("replay", "recompute", "time"), "recompute: time, against the same",
+    ),
+    "replay-memory": (
+        "replay", lambda: _range("replay", "replay", "peak memory"), "replay: peak memory, against the same",
+    ),
+    "own-time": (
+        "step_overhead", lambda: _range("step_overhead", "step", "own", "{:.1%} to {:.1%}"),
+        "a step's time that is Evenload's own, not tensor work: packs of 2K to 8K tokens, 2 to 376 documents",
+    ),
+    "simulator": (
+        "simulator", _simulator, "simulator: tasks a second, and against its reference in plain Python",
+    ),
+    "demo": (
+        "demo", lambda: _speed_up(newest("demo"), "slimpack"),
+        "demo: step time of `best_fit` over `slimpack`, measured (predicted)",
+    ),
+    "demo-prediction": (
+        "demo", lambda: _step_over_prediction("demo", "slimpack"), "demo: step time of `slimpack` over its prediction",
+    ),
+    "shared-outlier": (
+        "dp_merge", lambda: _speed_up(newest("dp_merge"), "dp 2"),
+        "one document of 20 times the mean, two replicas: step time apart over shared, measured (predicted)",
+    ),
+    "context-ranks": (
+        "context_parallel", _context_ranks,
+        "`skrull` on 4 context ranks, against sharing all documents: bytes moved, time; its two long-tailed tables",
+    ),
+    "swinging-phases": (
+        "swinging", _swinging,
+        "phases of short and of long documents: time in every layout over `flexpipe`'s, measured (predicted)",
+    ),
+    "reduce-scatter": (
+        "reduction", lambda: _overlap("reduction", "sums"),
+        "gradients summed during packs, over a link of 2 Gbit/s: step time against after them; hidden (predicted)",
+    ),
+    "all-gather": (
+        "reduction", lambda: _overlap("gather", "both"), "the same and weights gathered; hidden (predicted) of these",
+    ),
+}  # fmt: skip
+"""Anchor -> the script, the figure, what it is."""
+IN_README = ("replay-time", "replay-memory", "own-time", "demo", "shared-outlier")
+
+
+def measured() -> str:
+    """All figures with their commands."""
+    lines = [
+        (f'<a id="{name}"></a>{what}', figure(), f"[`{script}.py`](../benchmarks/{script}.py)")
+        for name, (script, figure, what) in MEASURED.items()
+    ]
+    scripts = dict.fromkeys(script for script, _, _ in MEASURED.values())
+    places = sorted({f"{row['cores']} cores of {row['cpu']}" for script in scripts for row in newest(script)})
+    return table(("what", "figure", "benchmark"), lines) + f"\nMeasured on {', '.join(places)}.\n"
+
+
+def measured_in_readme() -> str:
+    """The README's lines, each figure a link to its row."""
+    lines = ((MEASURED[name][2], f"[{MEASURED[name][1]()}](docs/benchmarks.md#{name})") for name in IN_README)
+    return table(("measured, on 2 cores", "figure"), lines)
+
+
+def switches() -> str:
+    """How long training stands still at a change of the layout."""
+    rows = newest("reconfigure")
+    columns = {
+        "over stop and transfer": ("stall", "stop and transfer"),
+        "with waiting": ("stall and wait", "stop and transfer"),
+        "over save, restart, load": ("stall", "save, restart, load"),
+        "over predicted": ("stall, measured", "predicted"),
+        "over corrected": ("stall, measured", "corrected"),
+    }
+    lines = (
+        (case.split(", ")[-1], *(f"{own.value(*column):.2g}" for column in columns.values()))
+        for case, own in rows.by_case().items()
+    )
+    return table(("change", *columns), lines) + source(rows, "reconfigure")
+
+
+# Planners
+
+
+def peer_rules() -> str:
+    """How many micro-batches users of a peer get."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    rules: dict[str, list[str]] = {}
+    for peer in importlib.import_module("peers").PEERS:
+        rules.setdefault(peer.micro_batches, []).append(peer.name)
+    return table(("micro-batches of a replica", "peers"), ((rule, ", ".join(names)) for rule, names in rules.items()))
+
+
+def planners(title: str) -> str:
+    """One setting: shares of the bound of every planner in some cases, and our lead over the best peer in all."""
+    shown = ("lognormal 32K, 512", "github_dirs 32K, 512", "github_dirs 128K, 512")
+    rows = newest("planners")
+    found: dict[str, dict[str, Rows]] = {}
+    for case, own in rows.by_case().items():
+        setting, lengths, _ = case.split(", ", 2)
+        documents, planner = case.split(", ")[2].split()[0], case.rpartition(", ")[2]
+        if setting == title:
+            found.setdefault(f"{lengths}, {documents}", {})[planner] = own
+    heads = ["planner"]
+    heads += [f"{name[:-5]}: {metric}" for name in shown for metric in ("plan ms", "of bound", "in 80 GB")]
+    lines = []
+    for planner in found[shown[0]]:
+        cells = []
+        for name in shown:
+            own = found[name].get(planner, Rows())
+            within = own.value("in 80 GB")
+            cells += [times(own.value("plan"), 1), percent(own.value("of bound"))]
+            cells.append("does not fit" if within == 0 else percent(within))
+        lines.append((planner, *cells))
+    return _over_best_peers(found) + "\n" + table(heads, lines) + source(rows, "planners")
+
+
+def _over_best_peers(found: Mapping[str, Mapping[str, Rows]]) -> str:
+    sentences = []
+    for metric, words in (("of bound", "Memory ignored"), ("in 80 GB", "Within 80 GB")):
+        ratios, refused = [], 0
+        for own in found.values():
+            ours = own["evenload auto"].value(metric) or 0.0
+            best = max(rows.value(metric) or 0.0 for name, rows in own.items() if not name.startswith("evenload"))
+            ratios += [ours / best] if best else []
+            refused += not best
+        sentences.append(
+            f"{words}, the fastest peer of a case takes {min(ratios):.2f} to {max(ratios):.2f} times as long as "
+            f"`auto`, {statistics.median(ratios):.2f} in the median of {len(ratios)} cases"
+            + (f"; in {refused} more no peer's packs fit." if refused else ".")
+        )
+    return "\n".join(sentences) + "\n"
+
+
+def planning_times() -> str:
+    """Milliseconds over documents and over tables of lengths."""
+    rows = newest("planning", "planning")
+    cells: dict[tuple[int, str], dict[str, list[float]]] = {}
+    for row in rows.some(metric="plan and choose"):
+        name, count, lengths, limit = row["case"].split(", ")
+        kind = lengths if lengths.startswith("lognormal") else "four tables, 32K and 128K"
+        key = int(count.split()[0].replace(",", "")), f"{kind}, {limit}"
+        cells.setdefault(key, {}).setdefault(name, []).append(float(row["value"]))
+    names = ("best_fit", "balanced", "wlb", "skrull", "slimpack", "auto")
+
+    def span(values: list[float]) -> str:
+        return "-".join(f"{value:,.0f}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
+
+    lines = (
+        (f"{count:,}", what, *(span(own.get(name, [])) for name in names))
+        for (count, what), own in sorted(cells.items())
+    )
+    return table(("documents", "lengths, memory", *(f"`{name}`" for name in names)), lines) + source(rows, "planning")
+
+
+def _by_size(cell: tuple[str, str, str]) -> list[int]:
+    return [int(re.findall(r"(\d+)[bK]", one)[0]) for one in cell[:2]]
+
+
+def slimpack() -> str:
+    """Shares of the bound, speed-ups and losses of SlimPack's settings."""
+    rows = newest("paper_slimpack")
+    cells: dict[tuple[str, str, str], dict[str, Rows]] = {}
+    for case, own in rows.by_case().items():
+        model, context, lengths, strategy, _ = case.split("; ")
+        cells.setdefault((model, context, lengths), {})[strategy] = own
+    last, bases = rows[-1]["commit"], ("best_fit", "best_fit, pp >= 4", "best_fit, median layout")
+    lines = []
+    for model, context, lengths in sorted(cells, key=_by_size):
+        own = cells[model, context, lengths]
+        auto = own["auto"]
+        (bound,) = auto.some(metric="of bound")
+        shares = ((float(row["value"]), row["metric"][7:]) for row in auto if row["metric"].startswith("share: "))
+        lost = sorted(((share, cause) for share, cause in shares if cause != "useful work"), reverse=True)
+        older = " \\*" * (bound["commit"] != last)
+        lines.append((
+            model, f"{context}, {lengths}{older}", percent(own["best_fit"].value("of bound")),
+            percent(own["slimpack"].value("of bound")), f"{percent(auto.value('of bound'))} ({bound['baseline']})",
+            *(times(auto.value("speed-up", base)) for base in bases), times(auto.value("speed-up in the paper")),
+            ", ".join(f"{cause} {share:.1%}" for share, cause in lost[:2]),
+        ))  # fmt: skip
+    fractions = [own["auto"].value("of bound") or 0.0 for own in cells.values()]
+    reached = sum(fraction >= 0.92 for fraction in fractions)
+    heads = ("model", "context, lengths", "`best_fit`", "`slimpack`", "`auto` (layout)", "× `best_fit`", "× pp ≥ 4")
+    told = (
+        f"\n{reached} of {len(fractions)} cells of `auto` reach 92 %, the mean is {statistics.mean(fractions):.1%}, "
+        f"the least {min(fractions):.1%}. Cells with \\* are from older commits, planned and priced as it was then.\n"
+    )
+    lines_and_heads = table((*heads, "× median layout", "the paper", "lost to"), lines)
+    return lines_and_heads + told + source(rows.some(commit=last), "paper_slimpack")
+
+
+def wlb() -> str:
+    """Speed-ups over Plain-4D, and what one change at a time does to them."""
+    rows = newest("paper_wlb", "wlb")
+    gains: dict[str, dict[str, list[float]]] = {}
+    for row in rows.some(metric="speed-up"):
+        setting, _, way, _ = row["case"].split(", ")
+        gains.setdefault(way, {}).setdefault(setting.split()[1], []).append(float(row["value"]))
+    means = [
+        (
+            way,
+            *(geometric(own.get(context, [])) for context in ("64K", "128K")),
+            geometric([*itertools.chain(*own.values())]),
+        )
+        for way, own in gains.items()
+    ]
+    causes: dict[str, list[str]] = {}
+    for row in newest("paper_wlb", "wlb causes"):
+        causes.setdefault(row["case"].split(", ")[0], []).append(f"{float(row['value']):.3f}")
+    return (
+        table(("× Plain-4D, geometric mean", "64K", "128K", "all"), means)
+        + "\n"
+        + table(("one change, 8 steps", "Fixed-4D", "WLB-LLM N"), ((cause, *own) for cause, own in causes.items()))
+        + source(rows, "paper_wlb")
+    )
+
+
+def waiting() -> str:
+    """Imbalance and delay of both release rules of `wlb`."""
+    rows = newest("paper_wlb", "wlb waiting")
+    found: dict[tuple[str, str], list[str]] = {}
+    for case, own in rows.by_case().items():
+        name, _, rest = case.partition(", N=")
+        cell = f"{own.value('imbalance'):.3f}, {own.value('mean token delay'):.2f}"
+        found.setdefault((name, rest.split(",")[0]), []).append(cell)
+    heads = ("lengths", "N", "`balance`: imbalance, delay", "`queues`: imbalance, delay")
+    return table(heads, ((*key, *own) for key, own in found.items())) + source(rows, "paper_wlb")
+
+
+def skrull() -> str:
+    """Speed-ups over one document a pass, and over best fit."""
+    rows = newest("paper_skrull")
+    lines = []
+    for case, own in rows.by_case().items():
+        setting, layout, strategy, _ = case.split(", ")
+        speed = (times(own.value("speed-up", base)) for base in ("one a pass", "best_fit"))
+        lines.append((setting, layout, strategy, percent(own.value("of bound")), *speed))
+    return table(("setting", "layout", "strategy", "of bound", "× one a pass", "× best_fit"), lines) + source(
+        rows, "paper_skrull"
+    )
+
+
+FLEXPIPE = {
+    "static padded": ("`padded` in the static layout", "1.40 over Zero-Bubble, which pads"),
+    "static best_fit": ("`best_fit` in the static layout", "1.23 over FlashAttention, which packs"),
+    "static flexpipe": ("its own packing in the static layout", "-"),
+    "published": ("`flexpipe` as published: least depth, no hysteresis, one step known", "-"),
+    "known 1": ("itself with the coming step alone known", "-"),
+    "documents only": ("itself without layers that recompute (O_plan)", "-"),
+    "best fixed": ("its own packing in the best fixed layout", "-"),
+}
+
+
+def flexpipe() -> str:
+    """Time of each way to train over `flexpipe`'s."""
+    rows = newest("paper_flexpipe", "flexpipe")
+    lines = []
+    for base, (what, paper) in FLEXPIPE.items():
+        ratios = rows.some(baseline=base).values("speed-up")
+        mean = statistics.geometric_mean(ratios)
+        lines.append((what, f"{mean:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}), {len(ratios)} cells", paper))
+    return table(("against", "ratio", "the paper's figure"), lines) + source(rows, "paper_flexpipe")
+
+
+def hbsa() -> str:
+    """Time of FlexPipe's search, and of trying everything."""
+    rows = newest("paper_flexpipe", "flexpipe search")
+    lines = []
+    for case, own in rows.by_case().items():
+        exhaustive, gap = own.value("exhaustive"), own.value("gap")
+        tried = "-" if exhaustive is None else f"{exhaustive / 1e3:.1f} s, gap {gap:.1%}"
+        splits = own.value("splits of layers in all") or math.nan
+        counts = f"{own.value('mappings priced'):.0f}", f"{splits:,.0f}" if splits < 1e6 else f"{splits:.1e}"
+        lines.append((case, f"{own.value('HBSA'):.0f} ms", *counts, tried))
+    heads = ("case", "HBSA", "mappings priced", "splits of layers there are", "all of them tried")
+    return table(heads, lines) + source(rows, "paper_flexpipe")
+
+
+def ideas() -> str:
+    """Every change to the base: percentage points of the lower bound, or per cent lost to wrong durations."""
+    rows = newest("ablation")
+    cases = rows.by_case()
+
+    def cell(metric: str, own: Rows) -> str:
+        value, base = own.value(metric), own.value("base")
+        if value is None or base is None:
+            return "-"
+        if metric == "base":
+            return f"{value:.1%}"
+        if own.value(f"{metric}: beyond memory"):
+            return "over memory"
+        return f"loses {value:.1%}" if metric.startswith("noise") else f"{100 * (value - base):+.1f}"
+
+    metrics = dict.fromkeys(row["metric"] for row in rows if not row["metric"].endswith(": beyond memory"))
+    metrics = sorted(metrics, key=lambda metric: metric.startswith("noise"))
+    heads = [f"{case.split(', ')[0]}, {case.split(', ')[2]}: {case.split(', ')[1]}" for case in cases]
+    lines = ((metric, *(cell(metric, own) for own in cases.values())) for metric in metrics)
+    return table(("change to the base", *heads), lines) + source(rows, "ablation")
+
+
+def gaps() -> str:
+    """Heuristics against optima, over all tables of lengths and numbers of documents."""
+    rows = newest("exact_gaps")
+    found: dict[tuple[str, str], list[Rows]] = {}
+    for case, own in rows.by_case().items():
+        problem, heuristic, _ = case.split("; ")
+        found.setdefault((problem, heuristic), []).append(own)
+    lines = []
+    for key, cells in found.items():
+        proved = [int(own.value("proved") or 0) for own in cells]
+        drawn = sum(int(own.value("instances") or 0) for own in cells)
+        solved = [(own, count) for own, count in zip(cells, proved, strict=True) if count]
+        means = (
+            sum((own.value(metric) or 0.0) * count for own, count in solved) / sum(proved)
+            for metric in ("mean gap", "share optimal")
+        )
+        mean, optimal = means
+        largest = max(own.value("largest gap") or 0.0 for own, _ in solved)
+        lines.append((*key, f"{sum(proved)} / {drawn}", f"{mean:.3%}", f"{largest:.1%}", f"{optimal:.0%}"))
+    heads = ("problem", "heuristic", "proved / drawn", "mean gap", "largest gap", "share optimal")
+    return table(heads, lines) + source(rows, "exact_gaps")
+
+
+# The loader
+
+
+def packers() -> str:
+    """Documents a second into packs, ours and peers'."""
+    rows = newest("loader", "packed")
+    lines = [
+        (
+            case,
+            f"{own.value('documents per second'):,.0f}",
+            percent(own.value("fill")),
+            times(own.value("rate of ours"), 1),
+        )
+        for case, own in rows.by_case().items()
+    ]
+    return table(("packer", "documents a second", "fill", "loader's rate over it"), lines) + source(rows, "loader")
+
+
+def reading() -> str:
+    """Texts tokenised while they are read."""
+    rows = newest("loader", "text")
+    lines = [
+        (case, f"{own.value('documents per second'):,.0f}", times(own.value("time")))
+        for case, own in rows.by_case().items()
+    ]
+    return table(("", "documents a second", "time over the tokeniser's alone"), lines) + source(rows, "loader")
+
+
+def _training() -> dict[str, Rows]:
+    return {case.rpartition(", ")[0]: own for case, own in newest("loader_training").by_case().items()}
+
+
+def training_rates() -> str:
+    """Real tokens a second of training, packed in several ways."""
+    bases = ("padded", "trl bfd", "trl bfd, per document")
+    lines = [
+        (name, f"{own.value('effective tokens per second', ''):,.0f}", f"{own.value('real tokens'):.0%}",
+         *(times(own.value("effective tokens per second", base)) for base in bases))
+        for name, own in _training().items()
+    ]  # fmt: skip
+    heads = ("variant", "tokens a second", "real of computed", *(f"× {base}" for base in bases))
+    return table(heads, lines) + source(newest("loader_training"), "loader_training")
+
+
+def packed_in_readme() -> str:
+    """Sentences of the README: packed against padded training, with TRL's packing."""
+    found = _training()
+
+    def over(name: str) -> str:
+        return f"{found[name].value('effective tokens per second', 'padded'):.1f}"
+
+    return (
+        "On the most skewed lengths, in one process on a CPU, packed training does\n"
+        f"[{over('PackedLoader best_fit')} times the tokens of padded training]"
+        "(docs/benchmarks.md#effective-tokens-a-second-of-training),\n"
+        f"and {over('PackedLoader best_fit, per document')} times where attention runs document by document, as "
+        "kernels with cumulative lengths do.\n"
+        f"TRL's packing does {over('trl bfd')} and {over('trl bfd, per document')} times in the same table; what a "
+        "plan for all ranks adds shows with several of them.\n"
+    )
+
+
+# Engines and the matrix
+
+
+def engine_steps() -> str:
+    """Steps measured on the engines."""
+    columns = {
+        "auto faster": "`auto` over it, measured", "auto faster, lower quartile": "lower quartile",
+        "auto faster, upper quartile": "upper quartile", "auto predicted faster": "predicted",
+        "auto predicted over measured": "step of `auto`, predicted over measured",
+    }  # fmt: skip
+    rows = newest("engine_steps")
+    lines = [
+        (f"`{case.split(',')[0]}`", f"`{own.some(metric='auto faster')[-1]['baseline']}`",
+         *(f"{own.value(metric):.3f}×" for metric in columns))
+        for case, own in rows.by_case().items()
+    ]  # fmt: skip
+    return table(("engine", "what its users get", *columns.values()), lines) + source(rows, "engine_steps")
+
+
+def engine_prices() -> str:
+    """What engines are predicted to cost over Evenload's runtime: a row an engine, two columns a table of lengths."""
+    rows = newest("engine_prices")
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        engine, lengths, _, layout = row["case"].split(", ")[:4]
+        cell = f"{float(row['value']):.3f}×"
+        found.setdefault((f"`{engine}`", layout), {})[f"{lengths}: `{row['metric']}`"] = cell
+    columns = list(dict.fromkeys(column for own in found.values() for column in own))
+    lines = ((*key, *(own.get(column, "") for column in columns)) for key, own in found.items())
+    return table(("engine", "layout", *columns), lines) + source(rows, "engine_prices")
+
+
+def matrix() -> str:
+    """What is tested together and what is refused, from tests/support/matrix.py."""
+    rules = runpy.run_path(str(ROOT / "tests" / "support" / "matrix.py"))
+    axes = ((axis, rules["MEANINGS"][axis], "; ".join(values)) for axis, values in rules["AXES"].items())
+    product = math.prod(len(values) for values in rules["AXES"].values())
+    return (
+        table(("axis", "what it is", "values"), axes)
+        + f"\n{len(rules['matrix_rows']())} plans instead of {product:,} hold every pair of values but these:\n\n"
+        + table(("refused at start", "because"), ((rule.pairs, rule.reason) for rule in rules["REFUSALS"]))
+        + f"\nNot refused, but nothing to test: {'; '.join(rule.why for rule in rules['ABSENCES'])}.\n"
+    )
+
+
+BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    PAGE: {
+        "measured": measured, "switches": switches, "peers": peer_rules,
+        "planners with a pipeline": lambda: planners("DP 8 x PP 4"),
+        "planners without": lambda: planners("DP 8 x TP 4"),
+        "planning times": planning_times, "slimpack": slimpack, "wlb": wlb, "documents that wait": waiting,
+        "skrull": skrull, "flexpipe": flexpipe, "times of HBSA": hbsa, "ideas that pay": ideas,
+        "gaps to exact solutions": gaps, "packers": packers, "reading": reading, "training": training_rates,
+    },
+    ENGINES: {
+        "steps of engines": engine_steps, "prices of engines": engine_prices,
+    },
+    TRAINING: {"matrix": matrix},
+    README: {"measured": measured_in_readme, "packed against padded": packed_in_readme},
+}  # fmt: skip
+
+
+def page_with_blocks(page: Path) -> str:
+    """A page as it should be."""
+    text = page.read_text(encoding="utf-8")
+    for name, block in BLOCKS[page].items():
+        begin, end = f"<!-- {name}: make docs -->\n", f"<!-- end of {name} -->\n"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            sys.exit(f"tools/make_tables.py: {page.name} must have '{begin.strip()}' and '{end.strip()}' once each")
+        before, rest = text.split(begin)
+        text = before + begin + block() + end + rest.split(end)[1]
+    return text
+
+
+if __name__ == "__main__":
+    for page in BLOCKS:
+        page.write_text(page_with_blocks(page), encoding="utf-8")
