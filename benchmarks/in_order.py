@@ -6,8 +6,8 @@ Registered here only, for baselines of `engine_steps.py`.
 
 from evenload.plan.packing.whole_packs import assign_in_turn
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.strategies.registry import register
 from evenload.plan.strategies.strategy import Strategy
-from evenload.schedule.registry import register
 
 
 def packs_in_order(num_tokens: list[int], max_pack_tokens: int) -> list[list[int]]:
