@@ -320,7 +320,7 @@ def slimpack() -> str:
 
 
 def wlb() -> str:
-    """Speed-ups over Plain-4D, and what one change at a time does to them."""
+    """Speed-ups over Plain-4D."""
     rows = newest("paper_wlb", "wlb")
     gains: dict[str, dict[str, list[float]]] = {}
     for row in rows.some(metric="speed-up"):
@@ -334,15 +334,7 @@ def wlb() -> str:
         )
         for way, own in gains.items()
     ]
-    causes: dict[str, list[str]] = {}
-    for row in newest("paper_wlb", "wlb causes"):
-        causes.setdefault(row["case"].split(", ")[0], []).append(f"{float(row['value']):.3f}")
-    return (
-        table(("× Plain-4D, geometric mean", "64K", "128K", "all"), means)
-        + "\n"
-        + table(("one change, 8 steps", "Fixed-4D", "WLB-LLM N"), ((cause, *own) for cause, own in causes.items()))
-        + source(rows, "paper_wlb")
-    )
+    return table(("× Plain-4D, geometric mean", "64K", "128K", "all"), means) + source(rows, "paper_wlb")
 
 
 def waiting() -> str:
