@@ -38,7 +38,7 @@ test: .venv/dev  ## everything CI checks of code and pages: lint, types, import 
 # Of what holds float64 results to 1e-9 or tighter, so much that every mechanism is in it.
 ROUNDING_TESTS := $(addprefix tests/,attention/test_range_attention.py check/test_exact_casts.py \
   runtime/test_architectures.py runtime/test_replay.py runtime/test_lora.py integrations/test_packed_training.py \
-  integrations/test_trainer.py integrations/test_trl.py dist/test_context_attention.py \
+  integrations/test_trainer.py dist/test_context_attention.py \
   dist/test_flexpipe_training.py::test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike)
 
 test-rounding: .venv/dev  ## the exactness tests as a processor without vector units rounds; 2 minutes on 2 cores
@@ -48,7 +48,72 @@ test-rounding: .venv/dev  ## the exactness tests as a processor without vector u
 test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, new random examples, every benchmark with --quick; an hour and more
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile=explore
 
-test-docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
+test-docs: .venv/dev  ## README, tutorial and recipes as they stand; make test follows all pages on less data
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --hypothesis-profile=explore -k as_it_stands \
+	  tests/docs/test_pages_followed.py
+
+# Where the runtime touches what differs among versions of PyTorch: attention, transfers, reduction, whole steps.
+TORCH_TESTS := tests/attention tests/runtime tests/dist/test_matrix.py tests/dist/test_fifo_channels.py \
+  tests/dist/test_context_attention.py tests/dist/test_tensor_parallel.py
+OTHER := .venv/torch-$(TORCH)
+
+test-torch:  ## what differs among versions of PyTorch, under another one: make test-torch TORCH=2.11.0 (often 3 GB)
+	@[ -n "$(TORCH)" ] || { echo "name a version: make test-torch TORCH=2.11.0"; exit 2; }
+	[ -x $(OTHER)/bin/python ] || $(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
+	  "torch==$(TORCH)" -e '.[dev]'
+	$(OTHER)/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
+
+# Engines whose requirements contradict those of `dev`. Each has an environment that holds what differs, and sees PyTorch and
+# the rest through .venv.
+TITAN := .venv/torchtitan
+
+test-engines: $(TITAN)/installed  ## training on engines that cannot stand beside `dev`: torchtitan; 0.15 GB more
+	$(TITAN)/bin/python -m pytest -n 0 --durations=5 tests/integrations/test_torchtitan_trainer.py
+
+# Half a minute on 2 cores, PyTorch being there.
+$(TITAN)/installed: .venv/dev constraints-torchtitan.txt
+	$(BIN)/python -m venv $(TITAN)
+	$(BIN)/python tools/share_packages.py $(TITAN)
+	$(TITAN)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-torchtitan.txt \
+	  $$($(BIN)/python tools/share_packages.py --extra torchtitan)
+	@touch $@
+
+# Everything that starts no training processes and no browser, and follows no page.
+FAST := $(addprefix tests/,attention cost docs explore feed hub plan report runtime schedule simulate stepplan types)
+
+test-fast: .venv/dev  ## what one runs while working: under 3 minutes on 2 cores
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -q $(FAST) --ignore-glob '*_in_browser.py' \
+	  --ignore tests/docs/test_pages_followed.py
+
+check: .venv/dev  ## lint, format, types, import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check --summary=none
+	$(BIN)/lint-imports
+
+bench: .venv/dev  ## measure; appends rows to benchmarks/results
+	$(BIN)/python benchmarks/run_all.py
+
+accuracy: .venv/dev  ## strategies measured beside their predictions; rows to benchmarks/accuracy, then docs/accuracy.md
+	$(BIN)/python benchmarks/measured.py --resume; measured=$$?; $(BIN)/python tools/make_accuracy.py && exit $$measured
+
+gpu:  ## everything that only a CUDA GPU can show, beside the torch of PYTHON, in parts; 25 minutes at most
+	$(PYTHON) tools/gpu_parts.py
+
+wheel: .venv/dev  ## dist/: source distribution and wheel, installed and tried without a compiler and without torch
+	$(BIN)/python tools/make_wheel.py
+
+# What a GPU machine without a network may lack; its torch and what belongs to torch it has.
+GPU_WHEELS := msgspec jinja2 tokenizers highspy backports.zstd pytest pytest-timeout hypothesis
+GPU_PLATFORM := --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
+
+wheels: .venv/bin/python  ## for `make gpu` on a machine without a network: wheels/ for Python 3.12 on Linux
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary :all: --no-deps --dest wheels \
+		$(GPU_PLATFORM) $(GPU_WHEELS)
+
+docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
 	$(BIN)/python tools/make_pictures.py
 	$(BIN)/python tools/make_configuration.py
 	$(BIN)/python tools/make_glance.py

@@ -22,7 +22,7 @@ def train_fsdp2(race: Race) -> list[Trained]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from evenload.integrations.engines.fsdp2_loop import Fsdp2Loop
+    from evenload.integrations.fsdp2_loop import Fsdp2Loop
 
     model: Any = new_model(race.config)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -41,7 +41,7 @@ def deepspeed_trains(stage: int) -> Train:
         import deepspeed
         import deepspeed.ops
 
-        from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop
+        from evenload.integrations.deepspeed_loop import DeepSpeedLoop
 
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # transfers of its inference: two minutes to compile
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
@@ -73,8 +73,7 @@ def train_megatron(race: Race) -> list[Trained]:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from evenload.integrations.engines.megatron_attention import document_layer_spec
-        from evenload.integrations.engines.megatron_step import MegatronTrainStep
+        from evenload.integrations.megatron_step import MegatronTrainStep, document_layer_spec
         from megatron_case import transformer_config
 
         parallel_state.initialize_model_parallel()

@@ -20,12 +20,12 @@ import numpy as np
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
-from evenload.engines.catalog import ENGINES
-from evenload.engines.engine_planner import EnginePlanner
-from evenload.engines.evaluate import evaluate_engine
-from evenload.engines.projection import StepShape
-from evenload.engines.refusals import require_heads
 from evenload.explore.batches import BatchRule, SampledBatch, planned_steps
+from evenload.integrations.catalog import ENGINES
+from evenload.integrations.engine_profile import require_heads
+from evenload.integrations.evaluate import evaluate_engine
+from evenload.integrations.planner import EnginePlanner
+from evenload.integrations.projection import StepShape
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
@@ -77,10 +77,8 @@ def measure_table(table: str, steps: int, documents: int) -> list[Row]:
     own = {str(sizes): own_seconds(batches, sizes) for sizes in (FLAT, DEEP)}
     rows = []
     for engine, profile in ENGINES.items():
-        if profile.context_parallel == "group":
-            continue  # register_scheduler makes its groups: dynamic_cp.py
         # An engine with a pipeline that our adapter runs; torchtitan's runs data parallel only.
-        is_deep = bool(profile.schedules) and not any(one.topic == "pipeline" for one in profile.not_adapted)
+        is_deep = bool(profile.schedules) and "pipeline" not in profile.not_adapted
         sizes = DEEP if is_deep else FLAT
         seconds = engine_seconds(engine, batches, sizes)
         case = f"{engine}, {table}, {MODEL} on {CLUSTER}, {layout_of(sizes).describe()}, {documents} documents"

@@ -85,7 +85,7 @@ def titan_spec() -> Any:
 def titan_config() -> LlamaConfig:
     """transformers' configuration of the same model, to profile it."""
     spec = titan_spec()
-    from evenload.integrations.engines.torchtitan_model import model_of
+    from evenload.integrations.torchtitan_trainer import model_of
 
     model = model_of("llama3", spec.model)
     return LlamaConfig(
@@ -108,7 +108,7 @@ def train_torchtitan(race: Race) -> list[Trained]:
     from torchtitan.trainer import Trainer
 
     from evenload.data.tokenize import train_byte_pair_tokenizer
-    from evenload.integrations.engines.torchtitan_trainer import packed_config
+    from evenload.integrations.torchtitan_trainer import packed_config
 
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts the process group
     folder = race.directory / "titan"

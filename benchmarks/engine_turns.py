@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from evenload.cost.coefficients import read_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.config import DataConfig
-from evenload.engines.catalog import engine_named
-from evenload.engines.price import engine_price
-from evenload.integrations.packed_loader import PackedLoader
-from evenload.integrations.packed_step import PackedStep
+from evenload.integrations.catalog import engine_named
+from evenload.integrations.packed_loader import PackedLoader, PackedStep
+from evenload.integrations.price import engine_price
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
 from in_order import IN_ORDER

@@ -37,7 +37,7 @@ from evenload.data.config import DataConfig
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
-from evenload.integrations.step_planner import make_planner
+from evenload.integrations.planner import make_planner
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from harness import Row, median_and_spread, ratio_row, run
@@ -213,7 +213,7 @@ def make_variants(directory: Path, lengths: NDArray[np.int64]) -> dict[str, Vari
     for label, attention in (("best_fit", "sdpa"), ("best_fit, per document", PER_DOCUMENT)):
         variants[f"PackedLoader {label}"] = Variant(lambda a=attention: model.train(packed_batches(), a), real)
     runtime = StageRuntime(weights)
-    planner = make_planner(tiny_config(), None, (1, 1), PlanOptions(max_pack_tokens=CONTEXT))
+    planner = make_planner(tiny_config(), None, PlanOptions(max_pack_tokens=CONTEXT), dp=1)
     for strategy in ("best_fit", "slimpack"):
         variants[f"runtime {strategy}"] = Variant(lambda s=strategy: runtime.train(config, planner, s), real)
     return variants

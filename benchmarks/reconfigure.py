@@ -33,7 +33,7 @@ from cpu_ranks import COSTS, llama, spawn_ranks, write_run
 from evenload.config.layouts import layouts_of
 from evenload.config.planner import run_planner
 from evenload.config.train_config import load_train_config
-from evenload.cost.coverage import completed_between_layouts
+from evenload.cost.validity import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.feedback.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import RunPlanner

@@ -1,4 +1,4 @@
-// (query, key) pairs of causal attention, as cost/flops.py counts them.
+// (query, key) pairs of causal attention, as cost/layer_counts.py counts them.
 #pragma once
 
 #include <algorithm>

@@ -10,7 +10,7 @@
 
 namespace evenload {
 
-inline constexpr int64_t kPolicies = 3;  // codes of cost/activation.py: replay, recompute, offload
+inline constexpr int64_t kPolicies = 3;  // codes of cost/layer_counts.py: replay, recompute, offload
 inline constexpr int64_t kRecompute = 1, kOffload = 2;
 // Features of packs: tokens, slices, 1, then pairs and prefix of every window.
 inline constexpr int64_t kPairs = 3, kPrefix = 4;
@@ -20,12 +20,12 @@ struct Link {
     double latency_s = 0.0;
 };
 
-// What a token of a shared slice moves on one layer (cost/group_comm.py).
+// What a token of a shared slice moves on one layer (cost/groups.py).
 struct ContextTraffic {
     double token_bytes = 0.0, rings = 0.0, placed_bytes = 0.0;
 };
 
-// What one direction costs; matrix is [features][stages], see cost/stage_rates.py, host [2][stages]: seconds of
+// What one direction costs; matrix is [features][stages], see cost/pack_cost.py, host [2][stages]: seconds of
 // the host a slice and a pack.
 struct PassTable {
     std::vector<double> matrix, host;
@@ -34,7 +34,7 @@ struct PassTable {
     double home_hops = 0.0;
 };
 
-// Everything about model, device and layout that prices need; made once by cost/native_table.py.
+// Everything about model, device and layout that prices need; made once by cost/pack_cost.py.
 struct CostTable {
     int64_t num_stages = 0, num_ranks = 0, tile = 1, layout_cp = 1, layout_tp = 1, devices_per_node = 1;
     bool causal = true;
@@ -55,10 +55,10 @@ struct CostTable {
     std::vector<int64_t> kv_bytes, kv_gradient_bytes;                // [stages] per token
     std::vector<int64_t> logits_bytes_per_row;                       // [stages]
     int64_t head_rows = 0, gathered_forward_bytes = 0, gathered_backward_bytes = 0;
-    // Workspace of attention's backward (cost/attention_workspace.py): a slice, a key before one, a key that one sees.
+    // Workspace of attention's backward (cost/layer_counts.py): a slice, a key before one, a key that one sees.
     int64_t slice_temp_bytes = 0, prefix_key_bytes = 0;
     int64_t grouped_key_bytes = 0, grouped_key_head_bytes = 0, grouped_key_most_bytes = 0;
-    // Split backward (cost/split_backward.py).
+    // Split backward (cost/pipeline_tasks.py).
     double weight_token_s = 0.0, weight_pack_s = 0.0, weight_share = 0.0;
     double weight_gather_token_s = 0.0, weight_gather_pack_s = 0.0;  // tensor-parallel transfers that W makes again
     std::vector<int64_t> weight_held_bytes, weight_new_bytes;        // [stages] per token

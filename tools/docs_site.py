@@ -28,7 +28,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "loader": (
         "The loader, and other people's loops",
-        ("evenload/integrations/*.py", "evenload/integrations/*/*.py", "evenload/engines/*.py"),
+        ("evenload/integrations/*.py",),
     ),
     "planning": (
         "Planning a step, and writing a strategy or a schedule",

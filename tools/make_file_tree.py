@@ -51,7 +51,6 @@ OTHER = {
     "tests/integrations": "`PackedLoader` in other people's loops: Trainer, Accelerate, TRL, examples.",
     "tests/plan": "Planners against invariants and brute force.",
     "tests/explore": "Comparison, layout search, splits of time.",
-    "tests/engines": "Plans on engines of others: profiles, projection, price, adapters.",
     "tests/feed": "Steps for a loop: collate, exchange, read ahead.",
     "tests/stepplan": "Finished plans: validity, files, rows of ranks.",
     "tests/support": "Cases and helpers that several folders share.",

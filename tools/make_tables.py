@@ -537,20 +537,6 @@ def engine_prices() -> str:
     return table(("engine", "layout", *columns), lines) + source(rows, "engine_prices")
 
 
-def dynamic_cp() -> str:
-    """Plans for Megatron's dynamic context parallelism."""
-    columns = {
-        "default_dynamic_cp": "Megatron's dynamic groups over `dp_balanced`", "measured by NVIDIA": "NVIDIA's figure",
-        "ours": "ours over `dp_balanced`", "ours over default_dynamic_cp": "ours over Megatron's",
-    }  # fmt: skip
-    rows = newest("dynamic_cp")
-    lines = [
-        (case.split(" GPUs")[0], *(f"{own.value(metric):.3f}×" for metric in columns))
-        for case, own in rows.by_case().items()
-    ]
-    return table(("GPUs", *columns.values()), lines) + source(rows, "dynamic_cp")
-
-
 def matrix() -> str:
     """What is tested together and what is refused, from tests/support/matrix.py."""
     rules = runpy.run_path(str(ROOT / "tests" / "support" / "matrix.py"))
@@ -574,7 +560,7 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "gaps to exact solutions": gaps, "packers": packers, "reading": reading, "training": training_rates,
     },
     ENGINES: {
-        "steps of engines": engine_steps, "prices of engines": engine_prices, "dynamic context parallelism": dynamic_cp,
+        "steps of engines": engine_steps, "prices of engines": engine_prices,
     },
     TRAINING: {"matrix": matrix},
     README: {"measured": measured_in_readme, "packed against padded": packed_in_readme},

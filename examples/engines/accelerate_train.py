@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evenload import PackedLoader
-from evenload.integrations.engines.pack_loss import hf_pack_loss
+from evenload.integrations.engine_loop import hf_pack_loss
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", help="a transformers model's folder; default: a small random Llama on bytes")

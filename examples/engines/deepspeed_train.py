@@ -33,8 +33,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from evenload import PackedLoader  # noqa: E402
-from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop  # noqa: E402
-from evenload.integrations.engines.ulysses import share_sequences  # noqa: E402
+from evenload.integrations.deepspeed_loop import DeepSpeedLoop, share_sequences  # noqa: E402
 
 if options.device == "cpu":
     # Or it compiles an all-reduce in shared memory, which its inference uses, for two minutes.

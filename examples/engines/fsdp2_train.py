@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evenload import PackedLoader
-from evenload.integrations.engines.fsdp2_loop import Fsdp2Loop
+from evenload.integrations.fsdp2_loop import Fsdp2Loop
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", help="a transformers model's folder; default: a small random Llama on bytes")

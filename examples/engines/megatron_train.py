@@ -50,7 +50,7 @@ def build(options):
     from megatron.core.transformer.module import Float16Module
 
     from evenload import PackedLoader
-    from evenload.integrations.engines.megatron_attention import document_layer_spec
+    from evenload.integrations.megatron_step import document_layer_spec
 
     config = TransformerConfig(
         num_layers=options.layers,
@@ -110,7 +110,7 @@ def train(options):
     """Train, from the last checkpoint on."""
     from megatron.core import dist_checkpointing
 
-    from evenload.integrations.engines.megatron_step import MegatronTrainStep
+    from evenload.integrations.megatron_step import MegatronTrainStep
 
     model, wrapped, optimizer, loader = build(options)
     train_step = MegatronTrainStep(wrapped, optimizer, loader)

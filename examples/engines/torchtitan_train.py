@@ -30,7 +30,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
 from evenload.data.tokenize import train_byte_pair_tokenizer
-from evenload.integrations.engines.torchtitan_trainer import packed_config
+from evenload.integrations.torchtitan_trainer import packed_config
 
 DOCS = Path(__file__).parents[2] / "docs"
 

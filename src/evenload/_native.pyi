@@ -67,7 +67,7 @@ def run_ahead(
     split: tuple[NDArray[Any], ...] | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]: ...
 
-# cost/native_table.py: the numbers prices are made of; see native/price.h.
+# cost/pack_cost.py: the numbers prices are made of; see native/price.h.
 class Link:
     def __init__(self, bandwidth_bytes_per_s: float, latency_s: float) -> None: ...
 

@@ -21,7 +21,7 @@ from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import KeyRange, Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, require_varlen
-from evenload.cost.attention_workspace import workspace_rates
+from evenload.cost.layer_counts import workspace_rates
 from evenload.errors import ConfigError
 from single_range import attend, attend_backward
 from single_stage import assert_bf16_as_good_as_plain
@@ -262,7 +262,7 @@ def test_gradients_for_every_query_head_stay_within_their_memory(monkeypatch, fi
     keys=st.integers(1, 1 << 20), groups=st.integers(1, 16), repeat=st.integers(1, 8), dim=st.sampled_from([64, 128])
 )
 def test_gradients_for_every_query_head_are_what_plans_charge(keys, groups, repeat, dim):
-    """`cost.attention_workspace` for the model, what one call makes for the kernel."""
+    """`cost.layer_counts` for the model, what one call makes for the kernel."""
     heads = groups * repeat
     at_once = varlen_cuda._key_heads_at_once(keys * heads * dim * 2, heads, groups)
     made = 2 * 2 * keys * at_once * repeat * dim if repeat > 1 else 0

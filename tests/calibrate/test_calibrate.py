@@ -9,13 +9,10 @@ import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.calibrate.calibrate import calibrate
-from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
-from evenload.calibrate.link_timings import quick_links
-from evenload.calibrate.overlap import measured_overlap, overlap_cost
-from evenload.calibrate.pack_clock import pack_clock
-from evenload.calibrate.rounds import time_round, whole
-from evenload.calibrate.weight_timings import weight_seconds
+from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
+from evenload.calibrate.kernels import weight_seconds
+from evenload.calibrate.links import measured_overlap, overlap_cost, quick_links
+from evenload.calibrate.rounds import pack_clock, time_round, whole
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -116,8 +113,8 @@ def test_a_collective_that_fails_ends_the_trial(monkeypatch):
         if len(calls) > 8:
             raise RuntimeError("the connection broke")
 
-    monkeypatch.setattr("evenload.calibrate.overlap.reduce_scatter_single", sum_or_fail)
-    monkeypatch.setattr("evenload.calibrate.overlap.all_gather_single", lambda *_, **__: None)
+    monkeypatch.setattr("evenload.calibrate.links.reduce_scatter_single", sum_or_fail)
+    monkeypatch.setattr("evenload.calibrate.links.all_gather_single", lambda *_, **__: None)
     monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
     group, layout = SimpleNamespace(size=lambda: 2), even_layout(4, dp=2)
     mesh = SimpleNamespace(data=group, layout=layout, device=torch.device("cpu"))

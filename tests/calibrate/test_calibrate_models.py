@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from evenload.attention.backends import select_backend
-from evenload.calibrate.pack_clock import PackClock
-from evenload.calibrate.rounds import num_tokens_of, time_round
+from evenload.calibrate.rounds import PackClock, num_tokens_of, time_round
 from evenload.config.sections import LoraConfig
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap

@@ -7,7 +7,7 @@ import torch
 
 from cost_samples import sample_model
 from evenload.attention.reference import ReferenceAttention
-from evenload.calibrate.deterministic_price import deterministic_price
+from evenload.calibrate.kernels import deterministic_price
 from evenload.runtime.device import use_deterministic_kernels
 
 

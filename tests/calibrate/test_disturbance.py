@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from evenload.calibrate.disturbance import CoreWaits, spread_of_repeats
-from evenload.cost.measured_on import Disturbance
+from evenload.calibrate.fit import CoreWaits, spread_of_repeats
+from evenload.cost.coefficients import Disturbance
 
 
 def _keep_busy(core: int) -> None:

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.calibrate.assemble import DIRECTIONS, pass_timings
-from evenload.calibrate.fit import fit_relative, left_out
+from evenload.calibrate.calibrate import DIRECTIONS, pass_timings
+from evenload.calibrate.fit import fit_relative, left_out, num_outliers
 from evenload.calibrate.profile import _best_tile
-from evenload.calibrate.repeats import num_outliers
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features
 
 COEFFICIENTS = st.tuples(

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from cost_samples import BACKWARD, FORWARD, sample_model
-from evenload.calibrate.assemble import RankMeasurement, coefficients_of
+from evenload.calibrate.calibrate import RankMeasurement, coefficients_of
+from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.rounds import QUICK_ROUNDS, Sample, pack_features, rounds_up_to
-from evenload.calibrate.weight_timings import TOKENS
-from evenload.cost.group_comm import WEIGHT_RINGS
-from evenload.cost.measured_on import Disturbance
+from evenload.cost.coefficients import Disturbance
+from evenload.cost.groups import WEIGHT_RINGS
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 

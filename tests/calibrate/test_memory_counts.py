@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from evenload.attention.backends import select_backend
-from evenload.calibrate.memory_counts import activation_bytes
-from evenload.cost.activation import POLICIES, activation_bytes_per_token
+from evenload.calibrate.kernels import activation_bytes
+from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.errors import EvenloadError
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from evenload.calibrate import pack_clock
-from evenload.calibrate.pack_clock import AskingClock, PackClock, QueueClock
+from evenload.calibrate import rounds as pack_clock
+from evenload.calibrate.rounds import AskingClock, PackClock, QueueClock
 
 
 class Machine:

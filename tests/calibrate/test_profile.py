@@ -7,10 +7,17 @@ import pytest
 import torch
 
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.calibrate.partial_file import PartialProfile, partial_path, read_partial, write_partial
-from evenload.calibrate.profile import MIN_PASSES, ProfileTask, profile
-from evenload.cost.activation import POLICIES, activation_bytes_per_token
+from evenload.calibrate.profile import (
+    MIN_PASSES,
+    PartialProfile,
+    ProfileTask,
+    partial_path,
+    profile,
+    read_partial,
+    write_partial,
+)
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
+from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units

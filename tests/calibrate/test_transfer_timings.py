@@ -5,8 +5,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evenload.calibrate.link_timings import GRID_BYTES, QUICK_BYTES, link_from, median_link, transfers_of
-from evenload.cost.profile_record import TransferCurve
+from evenload.calibrate.links import GRID_BYTES, QUICK_BYTES, link_from, median_link, transfers_of
+from evenload.cost.coefficients import TransferCurve
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout

@@ -16,9 +16,8 @@ from check_cases import (
     summed_in_a_check,
 )
 from dist_training import COSTS
-from evenload.check.smaller_run import checked_scope
-from evenload.check.survey import check_ledger, check_memory, survey_batches
-from evenload.check.verdict import Verdict, exit_code
+from evenload.check.checks import check_ledger, check_memory, survey_batches
+from evenload.check.runner import Verdict, checked_scope, exit_code
 from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.weight_files import stored_weights

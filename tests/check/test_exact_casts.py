@@ -8,7 +8,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from evenload.check.exact_casts import exact_casts
+from evenload.check.runner import exact_casts
 from other_rounding import rounded_up
 from reference_training import KINDS, make_tokens, plain_loss_and_gradients, plain_model, relative_error, tiny_config
 

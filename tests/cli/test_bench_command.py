@@ -13,7 +13,7 @@ from evenload.cli.bench import show_result
 from evenload.cli.bench_worker import bench_report, checked_bench
 from evenload.cli.main import main
 from evenload.config.train_config import load_train_config
-from evenload.cost.measured_on import Disturbance, MeasuredOn
+from evenload.cost.coefficients import Disturbance, MeasuredOn
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.run_report import RunSection
 from ledger import plan_again

@@ -7,8 +7,7 @@ import pytest
 
 from dist_training import COSTS
 from evenload.cli.main import main
-from evenload.cost.coefficients import write_coefficients
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.types.model_catalog import MODELS
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 from sweeps import thorough
@@ -77,8 +76,8 @@ def test_a_tensor_parallel_run_is_proved_too(project, command_here):
 def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, arguments, expected):
     """In this process, which has imported it all; that errors pass from another one shows test_train_command.py."""
     monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.child_process.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.child_process.call_in_child", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
+    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
     write_coefficients(project / "of_nothing.json", COSTS)
     of_another = MeasuredOn(model=MODELS["llama-7b"], dp=1, cp=1, pp=2, tp=1)
     write_coefficients(project / "of_another.json", msgspec.structs.replace(COSTS, measured_on=of_another))

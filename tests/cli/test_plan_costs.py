@@ -10,9 +10,7 @@ import pytest
 from evenload.cli.main import main
 from evenload.cli.plan_inputs import PlanCosts
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import CostCoefficients, write_coefficients
-from evenload.cost.copy_spec import CopySpec
-from evenload.cost.measured_on import Disturbance, MeasuredOn
+from evenload.cost.coefficients import CopySpec, CostCoefficients, Disturbance, MeasuredOn, write_coefficients
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec

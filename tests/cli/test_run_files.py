@@ -4,9 +4,8 @@ import msgspec
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cli.run_files import RunFacts, read_run
-from evenload.cost.coefficients import write_coefficients
-from evenload.cost.coverage import completed_between_layouts
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
+from evenload.cost.validity import completed_between_layouts
 from evenload.plan.planner import StepPlanner
 from evenload.report.run_files import append_rows
 from evenload.stepplan.plan_file import encode_plan_file

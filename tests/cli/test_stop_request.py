@@ -1,4 +1,4 @@
-"""Signals that ask a rank to stop: the first is noted, one right after it is the same, a later one ends at once."""
+"""Signals that request a rank to stop: the first is recorded, one soon after is the same, a later one ends."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from evenload.cli.run_lines import resume_command
-from evenload.cli.stop_request import STOP_SIGNALS, StopLine, StopRequest
+from evenload.cli.stop_request import STOP_SIGNALS, StopRequest
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
@@ -18,19 +18,9 @@ def test_a_signal_is_noted_and_nothing_else(number) -> None:
     with request.listening():
         assert request.signal == 0
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # at once: the same request, told twice
+        os.kill(os.getpid(), number)  # at once: the same request, sent twice
         assert request.signal == number
     assert signal.getsignal(number) == before
-
-
-def test_the_launchers_word_is_a_request_too() -> None:
-    line = StopLine()
-    request = StopRequest(line)
-    assert not line.is_training.value
-    with request.listening():
-        assert line.is_training.value
-        line.asked.value = signal.SIGTERM
-        assert request.signal == signal.SIGTERM
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:

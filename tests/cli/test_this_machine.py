@@ -11,8 +11,7 @@ from evenload.cli import plan_inputs as this_machine
 from evenload.config.planner import machine_memory_bytes
 from evenload.config.train_config import load_train_config
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import write_coefficients
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.types.cluster_catalog import cluster_from

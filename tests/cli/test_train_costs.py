@@ -11,10 +11,17 @@ from dist_training import COSTS
 from evenload.cli import worker_setup
 from evenload.cli.main import main
 from evenload.cli.plan_inputs import cost_file_warnings, measured_line, other_device_line
-from evenload.cost.coefficients import OverlapCost, read_coefficients, write_coefficients
-from evenload.cost.copy_spec import CopySpec
-from evenload.cost.measured_on import Disturbance, MeasuredOn
-from evenload.cost.profile_record import FitError, Profile, digest_of
+from evenload.cost.coefficients import (
+    CopySpec,
+    Disturbance,
+    FitError,
+    MeasuredOn,
+    OverlapCost,
+    Profile,
+    digest_of,
+    read_coefficients,
+    write_coefficients,
+)
 from evenload.data.hub import model_from
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
@@ -39,8 +46,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     write_small_run(tmp_path, ["a text " * 20] * 4, SETTINGS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.child_process.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.child_process.call_in_child", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
+    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
     return msgspec.structs.replace(model_from("model"), bytes_per_element=4)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import cut_documents, sample_coefficients, sample_model
-from evenload.cost.attention_workspace import KEY_GRADIENT_BYTES, WorkspaceRates, workspace_rates
+from evenload.cost.layer_counts import KEY_GRADIENT_BYTES, WorkspaceRates, workspace_rates
 from evenload.cost.memory import pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks

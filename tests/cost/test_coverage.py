@@ -2,15 +2,14 @@ import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.coverage import (
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.validity import (
     completed_between_layouts,
     completed_from_cluster,
     missing_costs,
     require_covered,
 )
-from evenload.cost.measured_on import MeasuredOn
-from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.cluster_catalog import cluster_from

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_model
-from evenload.cost.flops import forward_flops, slice_pairs, training_flops
+from evenload.cost.layer_counts import forward_flops, slice_pairs, training_flops
 from evenload.types.work import causal_pairs
 
 

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import cut_documents, sample_coefficients, sample_model
-from evenload.cost.attention_workspace import WorkspaceRates
-from evenload.cost.memory import ByteRates, byte_rates
-from evenload.cost.memory_kinds import bytes_by_kind, rates_by_kind
+from evenload.cost.layer_counts import WorkspaceRates
+from evenload.cost.memory import ByteRates, byte_rates, bytes_by_kind, rates_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.types.cluster import LinkSpec

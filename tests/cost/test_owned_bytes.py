@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_model
-from evenload.cost.memory import pipeline_bytes
-from evenload.cost.owned_bytes import owned_pipeline_bytes, rank_view
+from evenload.cost.memory import owned_pipeline_bytes, pipeline_bytes, rank_view
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import even_layout
 from evenload.types.pipeline import PackBytes

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.flops import training_flops
+from evenload.cost.layer_counts import training_flops
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.step_bounds import layout_bound_seconds, physical_bound_seconds, sizes_bound_seconds
+from evenload.cost.units import layout_bound_seconds, physical_bound_seconds, sizes_bound_seconds
 from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import layouts_of

@@ -8,7 +8,6 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from chat_cases import MISTRAL, encoder_config, train_chat_tokenizer
-from evenload.data.config import DataConfig
 from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError
@@ -123,11 +122,3 @@ def test_a_token_that_nobody_names_is_asked_for(directory, tmp_path):
         open_encoder(encoder_config(tokenizer=str(root), prepend_bos=True, eos_token="</s>"))
     with pytest.raises(ConfigError, match="prepend_bos"):
         open_encoder(encoder_config(tokenizer="bytes", prepend_bos=True))
-
-
-def test_a_state_from_before_the_setting_goes_on(directory):
-    """The encoder's name holds what it leads to."""
-    from evenload.data.batches import config_fingerprint
-
-    config = DataConfig(sources=("a",), batch_documents=1, max_document_tokens=8)
-    assert not [field for field in config_fingerprint(config, [""], [""]) if "bos" in field]

@@ -1,5 +1,4 @@
 import json
-import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -193,15 +192,12 @@ def test_a_generation_prompt_that_the_answer_does_not_begin_with_is_refused():
         Chats(("messages",), template, True).render((chat("a", "b"),))
 
 
-def test_conversations_without_the_assistant_train_nothing(directory):
-    document = our_encoder(directory, CHATML, tagged=False).encode((chat("just a question"),))
+def test_conversations_without_the_assistant_or_any_message_train_nothing(directory):
+    encoder = our_encoder(directory, CHATML, tagged=False)
+    document, empty = encoder.encode((chat("just a question"),)), encoder.encode(([],))
     assert (document.labels == -100).all()
     assert len(document.tokens)
-
-
-def test_no_messages_are_an_empty_document(directory):
-    document = our_encoder(directory, CHATML, tagged=False).encode(([],))
-    assert (len(document.tokens), len(document.labels)) == (0, 0)
+    assert (len(empty.tokens), len(empty.labels)) == (0, 0)
 
 
 def test_columns_filled_with_null_are_not_seen_by_the_template(directory):
@@ -280,19 +276,11 @@ def test_templates_cannot_reach_python():
         ChatTemplate("{{ messages.append(1) }}", {}, "t").render(chat("a"))
 
 
-def test_an_encoder_goes_to_another_process_and_names_all_that_decides_its_tokens(directory):
-    encoder = our_encoder(directory, LLAMA, tagged=True)
-    again = pickle.loads(pickle.dumps(encoder))
-    messages = chat("a", "b", "c", "d", system="s")
-    assert again.encode((messages,)).labels.tolist() == encoder.encode((messages,)).labels.tolist()
-    assert (again.name, again.columns) == (encoder.name, ("messages", "tools", "chat_template_kwargs"))
-    names = [
-        our_encoder(directory, case, tagged, loss_on=loss).name
-        for case in TEMPLATES
-        for tagged in (False, True)
-        for loss in ("completion", "all")
-    ]
-    assert len(set(names)) == len(names)
+def test_encoders_name_all_that_decides_their_tokens(directory):
+    cases = [(case, tagged, loss) for case in TEMPLATES for tagged in (False, True) for loss in ("completion", "all")]
+    names = {our_encoder(directory, case, tagged, loss_on=loss).name for case, tagged, loss in cases}
+    assert len(names) == len(cases)
+    assert our_encoder(directory, LLAMA, tagged=True).columns == ("messages", "tools", "chat_template_kwargs")
 
 
 def test_many_chats_encode_as_one_by_one(directory):

@@ -95,25 +95,24 @@ WALKS = (
 )
 
 
-def test_parts_stay_parts_where_the_template_walks_through_them():
-    template = template_of(loop=WALKS)
-    assert rendered(template, [{"role": "user", "content": parts("a", "b")}]) == "<user>[a][b]"
+BY_ROLE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}|{% endfor %}"
+)
 
 
-def test_text_becomes_a_part_where_the_template_would_write_nothing_of_it():
-    template = template_of(loop=WALKS)
-    assert template.render(chat("hello")) == "<user>"
-    assert rendered(template, chat("hello", "you")) == "<user>[hello]<assistant>[you]"
-
-
-def test_a_template_may_want_other_forms_of_other_roles():
-    loop = (
-        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
-        "{% else %}{{ m.content }}{% endif %}|{% endfor %}"
-    )
-    assert rendered(template_of(loop=loop), chat("a", "b")) == "a|b|"
-    both = [{"role": "user", "content": parts("a")}, {"role": "assistant", "content": parts("b")}]
-    assert rendered(template_of(loop=loop), both) == "a|b|"
+@pytest.mark.parametrize(
+    ("loop", "messages", "expected"),
+    [
+        (WALKS, [{"role": "user", "content": parts("a", "b")}], "<user>[a][b]"),
+        (WALKS, chat("hello", "you"), "<user>[hello]<assistant>[you]"),
+        (BY_ROLE, chat("a", "b"), "a|b|"),
+        (BY_ROLE, [message | {"content": parts(message["content"])} for message in chat("a", "b")], "a|b|"),
+    ],
+    ids=["parts stay", "text becomes a part", "by role", "parts by role"],
+)
+def test_content_is_given_in_the_form_that_the_template_wants_of_its_role(loop, messages, expected):
+    assert rendered(template_of(loop=loop), messages) == expected
 
 
 @pytest.mark.parametrize("case", [CHATML, LLAMA, MISTRAL], ids=lambda case: case.name)

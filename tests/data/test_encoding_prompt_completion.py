@@ -5,7 +5,7 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from chat_cases import CHATML, MISTRAL, chat, encoder_config, train_chat_tokenizer
+from chat_cases import CHATML, chat, encoder_config, train_chat_tokenizer
 from evenload.data.encoders import RecordProblem
 from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
@@ -75,11 +75,6 @@ def test_a_token_over_the_border_is_prompt(tokenizer, encoder):
         assert (document.labels[1:-1] >= 0).tolist() == begins[1:].tolist()
 
 
-def test_an_empty_completion_teaches_the_end_alone(tokenizer, encoder):
-    document = encoder.encode(("and so", ""))
-    assert document.labels[document.labels >= 0].tolist() == [tokenizer.eos_id]
-
-
 def test_without_end_token_or_mask_the_text_is_taken_as_it_stands(directory, tokenizer):
     settings = {"record": "prompt_completion", "tokenizer": str(directory)}
     bare = open_encoder(encoder_config(append_eos=False, **settings)).encode(("and", " so"))
@@ -87,6 +82,8 @@ def test_without_end_token_or_mask_the_text_is_taken_as_it_stands(directory, tok
     every = open_encoder(encoder_config(loss_on="all", **settings)).encode(("and", " so"))
     assert every.labels is None
     assert every.tokens.tolist() == [*bare.tokens, tokenizer.eos_id]
+    empty = open_encoder(encoder_config(**settings)).encode(("and so", ""))
+    assert empty.labels[empty.labels >= 0].tolist() == [tokenizer.eos_id]
 
 
 @settings(deadline=None)
@@ -168,16 +165,3 @@ def test_a_conversation_cut_anywhere_has_the_labels_of_the_whole_one(directory, 
 def test_strings_need_no_template_and_messages_say_that_there_is_none(encoder):
     with pytest.raises(RecordProblem, match=r"no chat template.*data\.chat_template"):
         encoder.encode((chat("a"), chat("a", "b")[1:]))
-
-
-def test_the_template_beside_the_tokenizer_is_used(directory, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "</s>", "bos_token": "<s>", "chat_template": MISTRAL.plain})
-    )
-    encoder = open_encoder(encoder_config(record="prompt_completion", tokenizer=str(tmp_path)))
-    question, answer = chat("and", "so")
-    document = encoder.encode(([question], [answer]))
-    tokenizer = FileTokenizer(tmp_path)
-    assert document.tokens.tolist() == tokenizer.encode("<s>[INST] and [/INST] so</s>").tolist()
-    assert document.labels[document.labels >= 0].tolist() == tokenizer.encode(" so</s>").tolist()

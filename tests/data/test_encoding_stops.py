@@ -16,6 +16,10 @@ OUTSIDE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
     "{% endfor %}"
 )
+NO_TOKEN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.fixture
@@ -47,18 +51,19 @@ def test_the_token_that_a_template_ends_with_must_end_generation(directory, case
     assert f"set data.eos_token to the special token that the template writes there ({case.eos})" in warning
 
 
-@pytest.mark.parametrize("loss_on", ["auto", "all"])
-def test_a_template_without_any_token_after_the_assistant_is_taken(directory, loss_on):
-    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    source += "{% if add_generation_prompt %}assistant: {% endif %}"
-    (warning,) = warnings_of(directory, source, loss_on=loss_on)
-    assert "(it writes none)" in warning
-
-
-def test_a_token_outside_of_the_generation_block_is_not_taught(directory):
-    assert warnings_of(directory, OUTSIDE, eos_token="<|im_end|>", loss_on="all") == []
-    (warning,) = warnings_of(directory, OUTSIDE, eos_token="<|im_end|>")
-    assert "inside its {% generation %} block" in warning
+@pytest.mark.parametrize(
+    ("source", "settings", "fix"),
+    [
+        (NO_TOKEN, {}, "(it writes none)"),
+        (NO_TOKEN, {"loss_on": "all"}, "(it writes none)"),
+        (OUTSIDE, {"eos_token": "<|im_end|>"}, "inside its {% generation %} block"),
+        (OUTSIDE, {"eos_token": "<|im_end|>", "loss_on": "all"}, None),
+    ],
+)
+def test_a_template_without_any_token_in_what_is_taught_is_told(directory, source, settings, fix):
+    warnings = warnings_of(directory, source, **settings)
+    assert len(warnings) == (fix is not None)
+    assert all(fix in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("form", [int, lambda index: [1, index], lambda index: (index,)])

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from chat_cases import encoder_config, train_chat_tokenizer
-from evenload.data.encoders import RecordProblem, TokenIds
+from evenload.data.encoders import RecordProblem, TokenIds, masked_labels, tokens_in
 from evenload.data.open_encoder import open_encoder
 from evenload.data.records import ValueProblem, token_array
 
@@ -83,6 +83,8 @@ def test_int32_arrays_are_not_copied_and_not_written():
     document = TokenIds(("input_ids", "labels"), (), 10).encode((ids, labels))
     assert np.shares_memory(document.tokens, ids)
     assert document.labels.tolist() == [-100, 1, 2, 3, 4]
+    with pytest.raises(RecordProblem, match="'labels' holds 4 labels for 5 tokens"):
+        TokenIds(("input_ids", "labels"), (), None).encode((ids, labels[:4]))
 
 
 @pytest.mark.parametrize(
@@ -91,11 +93,6 @@ def test_int32_arrays_are_not_copied_and_not_written():
 def test_values_that_are_no_ids_are_told_apart(value):
     with pytest.raises(ValueProblem, match=r"is not a list of token ids|no whole number"):
         token_array(value)
-
-
-def test_every_token_needs_a_label():
-    with pytest.raises(RecordProblem, match="'labels' holds 1 labels for 2 tokens"):
-        TokenIds(("input_ids", "labels"), (), None).encode((int32([1, 2]), int32([1])))
 
 
 def test_the_vocabulary_is_that_of_a_tokenizer_that_was_named(tmp_path):
@@ -120,3 +117,38 @@ def test_the_models_vocabulary_is_a_limit_of_ids_and_labels():
             RecordProblem, match=f"column '{column}' holds 50, must be in 0 .. below the vocabulary's 50"
         ):
             encoder.encode(tuple(map(int32, record)))
+
+
+spans_and_offsets = st.tuples(
+    # Span borders ascend; equal ones make empty or adjacent spans.
+    st.lists(st.integers(0, 20), max_size=8).map(lambda borders: list(zip(*[iter(sorted(borders))] * 2, strict=False))),
+    # Starts and stops never descend; several tokens may stand for one character, and some for none.
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3)), max_size=12).map(
+        lambda tokens: list(
+            zip(sorted(start for start, _ in tokens), sorted(start + size for start, size in tokens), strict=True)
+        )
+    ),
+)
+
+
+@settings(deadline=None)
+@given(spans_and_offsets)
+def test_masks_are_those_of_looking_at_every_character(case):
+    spans, tokens = case
+    offsets = np.array(tokens, dtype=np.int32).reshape(-1, 2)
+    trained = {character for start, stop in spans for character in range(start, stop)}
+    assert tokens_in(spans, offsets, touching=False).tolist() == [start in trained for start, _ in tokens]
+    assert tokens_in(spans, offsets, touching=True).tolist() == [
+        # A token without characters is where the next character is.
+        any(character in trained for character in range(start, max(stop, start + 1)))
+        for start, stop in tokens
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans())))
+def test_labels_are_the_masked_tokens_but_never_the_first(pairs):
+    tokens = np.array([token for token, _ in pairs], dtype=np.int32)
+    labels = masked_labels(tokens, np.array([used for _, used in pairs], dtype=bool))
+    assert labels.dtype == np.int32
+    assert labels.tolist() == [t if used and i else -100 for i, (t, used) in enumerate(pairs)]

@@ -6,9 +6,9 @@ import pickle
 import pytest
 
 from evenload.data.part_files import dataset_file, open_reader
-from evenload.data.records import FILE_END, FilePart
+from evenload.data.records import FilePart
 from evenload.errors import ConfigError, DataError
-from format_files import format_config, plain, read_all, values_of
+from format_files import check_parts_and_offsets, format_config, read_all, values_of
 
 datasets = pytest.importorskip("datasets")
 
@@ -30,18 +30,6 @@ def generate(shards):
 
 def sharded():
     return datasets.IterableDataset.from_generator(generate, gen_kwargs={"shards": SHARDS})
-
-
-def check_parts_and_offsets(file, reader, count, expected):
-    whole = read_all(file, reader)
-    assert values_of(whole) == expected
-    assert [plain(record) for record in read_all(file, reader, count)] == [plain(record) for record in whole]
-    for index in range(count):
-        part = FilePart(index, count)
-        records = [plain(record) for record in reader.records(file, part)]
-        for at, (_, next_offset, *_) in enumerate(records):
-            assert [plain(left) for left in reader.records(file, part, next_offset)] == records[at + 1 :]
-        assert list(reader.records(file, part, FILE_END)) == []
 
 
 @pytest.fixture

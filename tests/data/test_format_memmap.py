@@ -87,7 +87,7 @@ def test_a_bin_of_another_size_than_its_index_says_is_a_problem(tmp_path):
 def test_a_bin_without_index_and_an_index_without_bin_are_named(tmp_path):
     source = write_megatron(tmp_path / "a", DOCUMENTS)
     Path(source).with_suffix(".idx").unlink()
-    with pytest.raises(DataError, match=r"a\.bin has no a\.idx beside it"):
+    with pytest.raises(DataError, match=r"a\.bin has no a\.idx next to it"):
         read_all(*tokens_source(source))
     write_megatron(tmp_path / "b", DOCUMENTS)
     (tmp_path / "b.bin").unlink()
@@ -126,7 +126,7 @@ def test_edges_count_where_an_end_id_is_given_as_well(tmp_path):
 def test_npy_without_edges_and_end_id_says_what_to_set(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(3))
     file, reader = open_source(str(tmp_path), record="tokens")
-    with pytest.raises(DataError, match=r"set data.document_end_id .* or put their edges beside it as a\.idx\.npy"):
+    with pytest.raises(DataError, match=r"set data.document_end_id .* or put their edges next to it as a\.idx\.npy"):
         read_all(file, reader)
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.records import FILE_END, FilePart
 from format_files import (
     END_ID,
     ROW_FORMATS,
     TOKEN_FORMATS,
+    check_parts_and_offsets,
     open_source,
     plain,
     read_all,
@@ -22,20 +22,6 @@ from format_files import (
 
 TEXTS = st.lists(st.text(alphabet=st.sampled_from('a "\\\n\r é😀'), max_size=12), max_size=20)
 DOCUMENTS = st.lists(st.lists(st.integers(1, 65_535), max_size=9), max_size=20)
-
-
-def check_parts_and_offsets(file, reader, count, expected):
-    whole = read_all(file, reader)
-    assert values_of(whole) == expected
-    assert [plain(record) for record in read_all(file, reader, count)] == [plain(record) for record in whole]
-    for index in range(count):
-        part = FilePart(index, count)
-        records = [plain(record) for record in reader.records(file, part)]
-        for at, record in enumerate(records):
-            offset, next_offset = record[:2]
-            assert next(map(plain, reader.records(file, part, offset))) == record
-            assert [plain(left) for left in reader.records(file, part, next_offset)] == records[at + 1 :]
-        assert list(reader.records(file, part, FILE_END)) == []
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)

@@ -1,13 +1,5 @@
-import functools
 import gzip
-import http.server
-import importlib.util
-import json
-import threading
 
-import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from corpus_files import all_batches, data_config, documents_of, naive_documents, write_corpus
@@ -17,27 +9,12 @@ from evenload.errors import DataError
 TEXTS = ["one", "zwei äöü", "三", "line\nbreak\r\n", "five", "six", "seven", "😀 eight"]
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        (b'{"text": "cut of', "not JSON"),
-        (b"just words", "not JSON"),
-        (b'{"body": "no text"}', "no text under key 'text'"),
-        (b'{"text": null}', "no text under key 'text'"),
-        (b'["text"]', "no text under key 'text'"),
-        (b'{"text": "\xff\xfe"}', "not UTF-8"),
-    ],
-)
-def test_broken_jsonl_line_names_file_and_line(tmp_path, line, why):
-    (tmp_path / "docs.jsonl").write_bytes(b'{"text": "ok"}\n\n' + line + b'\n{"text": "after"}\n')
+def test_broken_jsonl_line_names_file_and_line(tmp_path):
+    (tmp_path / "docs.jsonl").write_bytes(b'{"text": "ok"}\n\njust words\n{"text": "after"}\n')
     loader = GlobalBatchLoader(data_config(str(tmp_path)))
     for _ in range(2):  # asked again, it must not go on behind the broken line
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError, match=r"docs\.jsonl:3: .*not JSON.*on_corrupt"):
             loader.next_batch()
-        assert "docs.jsonl:3: " in str(caught.value)
-        assert why in str(caught.value)
-        assert "on_corrupt" in str(caught.value)
-
     skipping = GlobalBatchLoader(data_config(str(tmp_path), on_corrupt="skip", shuffle_window=1))
     (batch,) = all_batches(skipping)
     assert documents_of(batch) == naive_documents(["ok", "after"], 64, "error")
@@ -97,44 +74,3 @@ def test_a_file_that_vanishes_is_an_error_also_when_skipping(tmp_path):
     (tmp_path / "0.jsonl").unlink()
     with pytest.raises(DataError, match=r"0\.jsonl cannot be opened"):
         all_batches(loader)
-
-
-@pytest.fixture
-def memory_corpus():
-    """jsonl and parquet files on fsspec's in-memory file system."""
-    filesystem = fsspec.filesystem("memory")
-    root = "/evenload_corpus"
-    with filesystem.open(f"{root}/a.jsonl", "wb") as stream:
-        stream.write("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:5]).encode())
-    with filesystem.open(f"{root}/sub/b.parquet", "wb") as stream:
-        pq.write_table(pa.table({"text": TEXTS[5:]}), stream)
-    yield f"memory://{root}"
-    filesystem.rm(root, recursive=True)
-
-
-@pytest.mark.parametrize("below", ["", "/*/b.parquet"])
-def test_fsspec_urls_are_read(memory_corpus, below):
-    loader = GlobalBatchLoader(data_config(memory_corpus + below))
-    documents = [document for batch in all_batches(loader) for document in documents_of(batch)]
-    assert sorted(documents) == sorted(naive_documents(TEXTS[5:] if below else TEXTS, 64, "error"))
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("aiohttp") is None or importlib.util.find_spec("requests") is None,
-    reason="fsspec reads http with aiohttp and requests, which are not installed",
-)
-def test_http_urls_are_read(tmp_path):
-    write_corpus(tmp_path, "jsonl", TEXTS)
-    handler = functools.partial(QuietHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        loader = GlobalBatchLoader(data_config("", sources=(f"{url}/0.jsonl", f"{url}/1.jsonl")))
-        documents = [document for batch in all_batches(loader) for document in documents_of(batch)]
-        server.shutdown()
-    assert sorted(documents) == sorted(naive_documents(TEXTS, 64, "error"))
-
-
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format, *args):
-        pass

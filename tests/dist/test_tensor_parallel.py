@@ -8,7 +8,7 @@ import torch
 
 from dist_cases import gradients_of_plans
 from dist_equality import assert_plans_equal_plain
-from evenload.cost.group_comm import TENSOR_RINGS, WEIGHT_RINGS
+from evenload.cost.groups import TENSOR_RINGS, WEIGHT_RINGS
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.tensor_group import RowShard, row_owners
 from evenload.runtime.model.tensor_weights import require_tensor_parallel

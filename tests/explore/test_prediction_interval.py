@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.measured_on import Disturbance, MeasuredOn
+from evenload.cost.coefficients import Disturbance, MeasuredOn
 from evenload.explore import prediction_interval as intervals
 from evenload.explore.prediction_interval import (
     ANY_LAYOUT,

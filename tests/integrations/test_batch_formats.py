@@ -1,3 +1,7 @@
+"""A pack in the names of each ecosystem."""
+
+from importlib.machinery import ModuleSpec
+
 import numpy as np
 import pytest
 import torch
@@ -5,15 +9,17 @@ import torch
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError
 from evenload.feed.collate import collate_pack
+from evenload.integrations import batch_formats
 from evenload.integrations.batch_formats import (
     VarlenMetadata,
     format_pack,
     hf_batch,
     megatron_packed_seq_params,
     move_batch,
+    resolve_format,
 )
-from evenload.integrations.engines.pack_loss import model_inputs
-from evenload.integrations.packed_step import pad_pack, zero_weight_pack
+from evenload.integrations.engine_loop import model_inputs
+from evenload.integrations.packed_loader import pad_pack, zero_weight_pack
 from evenload.types.document import Slice
 from evenload.types.micropack import MicroPack
 from packed_cases import documents_of, gradient_of, packed_loss, reference_gradient, tiny_model
@@ -137,17 +143,6 @@ def test_documents_of_a_pack_do_not_see_each_other_in_a_model(attention):
     assert (seen - alone).abs().max() > 1e-2  # what seeing each other would do
 
 
-def test_gradients_of_a_pack_are_those_of_its_documents():
-    model = tiny_model()
-    documents = {1: [3, 4, 5], 2: [6], 3: [8, 9, 10, 11, 12]}
-    loss, gradient = reference_gradient(model, documents.values())
-    model.zero_grad()
-    found = packed_loss(model, hf_batch(pack_of(documents), 6))
-    found.backward()
-    assert found.item() == pytest.approx(loss, rel=1e-12)
-    torch.testing.assert_close(gradient_of(model), gradient, rtol=1e-10, atol=1e-14)
-
-
 def test_a_zero_weight_pack_has_a_gradient_of_zeros():
     """Every rank must run a backward pass, also one without work."""
     model = tiny_model()
@@ -184,3 +179,61 @@ def test_a_long_padding_starts_at_position_zero():
 def test_unknown_formats_are_refused():
     with pytest.raises(ConfigError, match="choose one of hf, varlen"):
         format_pack(pack_of(DOCUMENTS), "jax", 1)
+
+
+SETTINGS = """
+class Profiling:
+    local_batch_size: int = 1
+    num_tokens_per_microbatch_per_dp_rank: int = 1
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    {field}: int = 8
+    \"\"\"Not a class: local_batch_size, num_tokens_per_microbatch_per_dp_rank.\"\"\"
+"""
+
+
+def install(monkeypatch, root, source):
+    """A torchtitan whose settings are this text; None = not installed."""
+    spec = None
+    if source is not None:
+        (root / "config").mkdir()
+        (root / "config" / "configs.py").write_text(source)
+        spec = ModuleSpec("torchtitan", None, is_package=True)
+        spec.submodule_search_locations = [str(root)]
+    monkeypatch.setattr(batch_formats.importlib.util, "find_spec", lambda name: spec)
+
+
+@pytest.mark.parametrize(
+    ("field", "format"),
+    [
+        ("num_tokens_per_microbatch_per_dp_rank", "torchtitan_folded"),
+        ("local_batch_size", "torchtitan_batched"),
+    ],
+)
+def test_the_shape_is_that_of_the_installed_torchtitan(monkeypatch, tmp_path, field, format):
+    install(monkeypatch, tmp_path, SETTINGS.format(field=field))
+    assert resolve_format("torchtitan") == format
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "it is not installed"),
+        (SETTINGS.format(field="seq_len"), "has neither of"),
+        ("class TrainingConfig(:", "cannot be read"),
+    ],
+    ids=["not-installed", "unknown-names", "not-python"],
+)
+def test_what_is_not_known_is_asked_for(monkeypatch, tmp_path, source, message):
+    install(monkeypatch, tmp_path, source)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_format("torchtitan")
+    assert "torchtitan_folded" in str(caught.value)
+    assert "torchtitan_batched" in str(caught.value)
+
+
+@pytest.mark.parametrize("format", ["torchtitan_folded", "torchtitan_batched", "hf"])
+def test_an_explicit_shape_asks_nobody(monkeypatch, tmp_path, format):
+    install(monkeypatch, tmp_path, None)
+    assert resolve_format(format) == format

@@ -1,76 +1,85 @@
-import contextlib
-import os
+"""The examples: they learn, and go on where they stopped as if they had not."""
+
 import re
 import runpy
 import sys
-import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from packed_cases import write_texts
-from rank_server import run_as_torchrun
+from engine_examples import losses, write_pages
+from evenload.config.train_config import layout_of, load_train_config
+from evenload.data.hub import model_from
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.types.model_catalog import MODELS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture
-def data(tmp_path):
-    """Files that the examples read: documents of very different lengths."""
-    directory = tmp_path / "data"
-    directory.mkdir()
-    for index, text in enumerate(write_texts(tmp_path / "texts", num_documents=40, longest=400)):
-        (directory / f"{index}.md").write_text(text * 40)
-    return directory
+def test_the_trainer_learns_evaluates_and_resumes(tmp_path, monkeypatch, capsys):
+    output, data = tmp_path / "trainer", write_pages(tmp_path)
+
+    def run(steps):
+        """In this process, which has imported torch already."""
+        arguments = ["--data", data, "--steps", steps, "--output", output]
+        monkeypatch.setattr(sys, "argv", ["hf_trainer.py", *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / "hf_trainer.py"), run_name="__main__")
+        text = capsys.readouterr().out
+        return text, [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", text)]
+
+    text, found = run(5)
+    assert len(found) == 5
+    assert found[-1] < found[0]
+    assert "eval_loss" in text
+    again, rest = run(6)
+    assert len(rest) == 1
+    assert re.search(r"trained\s+\d+ documents", again)
 
 
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run an example in this process, which has imported torch already; gives what it prints."""
-
-    def run_here(name, *arguments):
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        return capsys.readouterr().out
-
-    return run_here
-
-
-def run_on_two_ranks(name, *arguments):
-    with tempfile.TemporaryDirectory() as folder:
-        run_as_torchrun(2, run_example, name, list(map(str, arguments)), folder)
-        return (Path(folder) / "0.txt").read_text()
-
-
-def run_example(name, arguments, folder):
-    sys.argv = [name, *arguments]
-    with (Path(folder) / f"{os.environ['RANK']}.txt").open("w") as file, contextlib.redirect_stdout(file):
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-
-
-def losses(output):
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
+SHARED = ("--sequence-ranks", 2)
 
 
 @pytest.mark.long
-def test_the_plain_loop_learns_and_goes_on_with_other_ranks(data, tmp_path, run):
-    whole = losses(run("plain_loop.py", "--data", data, "--steps", 4, "--output", tmp_path / "whole"))
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "package", "ranks_after", "before"),
+    [
+        ("../plain_loop.py", "torch", 1, ()),
+        ("fsdp2_train.py", "torch", 1, ()),
+        ("accelerate_train.py", "accelerate", 1, ()),
+        ("deepspeed_train.py", "deepspeed", 2, SHARED),
+        ("megatron_train.py", "megatron.core", 1, ()),
+        ("trl_sft.py", "trl", 2, ()),
+    ],
+    ids=["plain", "fsdp2", "accelerate", "deepspeed", "megatron", "trl"],
+)
+def test_an_example_learns_and_goes_on_as_if_it_had_not_stopped(tmp_path, name, package, ranks_after, before):
+    """Steps after the checkpoint have the losses of a run that never stopped; DeepSpeed's has ranks that share packs
+    before it, and none after it and in the whole run."""
+    pytest.importorskip(package)
+    data = write_pages(tmp_path)
+    whole = losses(2, name, data, tmp_path / "whole", 4)
     assert list(whole) == [1, 2, 3, 4]
     assert whole[4] < whole[1]
-    first = losses(run_on_two_ranks("plain_loop.py", "--data", data, "--steps", 2, "--output", tmp_path / "parts"))
-    rest = losses(run("plain_loop.py", "--data", data, "--steps", 4, "--output", tmp_path / "parts"))
+    first = losses(2, name, data, tmp_path / "parts", 2, *before)
+    rest = losses(ranks_after, name, data, tmp_path / "parts", 4)
     assert (list(first), list(rest)) == ([1, 2], [3, 4])
     for step, loss in (first | rest).items():
         assert loss == pytest.approx(whole[step], abs=2e-3)
 
 
-def test_the_trainer_learns_evaluates_and_resumes(data, tmp_path, run):
-    output = tmp_path / "trainer"
-    text = run("hf_trainer.py", "--data", data, "--steps", 5, "--output", output)
-    found = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", text)]
-    assert len(found) == 5
-    assert found[-1] < found[0]
-    assert "eval_loss" in text
-    again = run("hf_trainer.py", "--data", data, "--steps", 6, "--output", output)
-    assert len(re.findall(r"'loss': '?([\d.]+)", again)) == 1
-    assert re.search(r"trained\s+\d+ documents", again)
+@pytest.mark.parametrize("name", ["gpt-3.35b", "gpt-13b"])
+def test_the_example_models_are_the_planned_ones(name: str) -> None:
+    file = EXAMPLES / "flexpipe" / f"{name}.json"
+    assert msgspec.structs.replace(model_from(str(file)), name=name) == MODELS[name]
+    assert load_config(str(file)).num_hidden_layers == MODELS[name].num_layers, "and nothing refuses to train it"
+
+
+def test_its_configuration_is_complete_but_for_data() -> None:
+    folder = EXAMPLES / "flexpipe"
+    settings = ["data.sources=['docs']", f"model.path={folder / 'gpt-3.35b.json'}"]
+    config = load_train_config(folder / "train.toml", settings)
+    model = model_spec(config)
+    assert model.position_rows == config.data.max_document_tokens
+    assert layout_of(config, model.num_layers).world_size == 16

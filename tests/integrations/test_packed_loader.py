@@ -28,14 +28,19 @@ def write_sizes(root, sizes):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("strategy", WHOLE)
-def test_every_document_comes_exactly_once_an_epoch(tmp_path, strategy, world_size):
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [*((None, name) for name in WHOLE), *(("deepspeed", name) for name in ("auto", *WHOLE[1:])), ("fsdp2", "auto")],
+)
+def test_every_document_comes_exactly_once_an_epoch(tmp_path, engine, strategy, world_size):
     texts = write_texts(tmp_path)
-    ranks = epoch_of_ranks(tmp_path, world_size, strategy=strategy, epochs=1)
+    ranks = epoch_of_ranks(tmp_path, world_size, engine=engine, strategy=strategy, epochs=1)
     found = all_documents(batch for batches in ranks for batch in batches)
     if strategy == "padded":  # padding belongs to the document before it
         found = Counter(tuple(token for token in document if token) for document in found.elements())
     assert found == Counter(map(tokens_of, texts))
+    if engine != "deepspeed":
+        assert len({len(batches) for batches in ranks}) == 1
 
 
 @pytest.mark.parametrize("strategy", WHOLE)
@@ -61,13 +66,13 @@ def test_ranks_may_run_what_they_have(tmp_path):
     assert len({len(batches) for batches in ranks}) > 1
 
 
-@pytest.mark.parametrize("strategy", WHOLE)
-def test_a_fixed_number_of_micro_batches_is_exact(tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("engine", "strategy"), [*((None, name) for name in WHOLE), *(("trainer", name) for name in ("auto", "wlb"))]
+)
+def test_a_fixed_number_of_micro_batches_is_exact(tmp_path, engine, strategy):
     texts = write_texts(tmp_path, longest=30)
-    ranks = [
-        list(loader_of(tmp_path, rank=rank, world_size=2, strategy=strategy, micro_batches=8, epochs=1).steps())
-        for rank in range(2)
-    ]
+    settings = {"engine": engine, "strategy": strategy, "micro_batches": 8, "epochs": 1}
+    ranks = [list(loader_of(tmp_path, rank=rank, world_size=2, **settings).steps()) for rank in range(2)]
     assert all(len(step) == 8 for steps in ranks for step in steps)
     if strategy != "padded":
         batches = [batch for steps in ranks for step in steps for batch in step]
@@ -231,21 +236,27 @@ def test_a_model_given_later_is_the_one_that_packs_are_balanced_for(tmp_path, ca
         assumed.balance_for(config)
 
 
-def test_packs_of_a_multiple(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "lengths", "line"),
+    [
+        ({"pack_multiple": 16, "micro_batches": 8}, {16, 32, 48, 64}, "each padded to a multiple of 16 tokens"),
+        ({"fixed_shapes": True}, {64}, "each padded to 64 tokens"),
+    ],
+    ids=["multiple", "fixed"],
+)
+def test_packs_of_certain_lengths(tmp_path, settings, lengths, line):
     """Sequence parallelism stops at a pack whose tokens the tensor-parallel ranks do not divide."""
     texts = write_texts(tmp_path)
-    settings = {"epochs": 1, "micro_batches": 8, "pack_multiple": 16}
-    loader = loader_of(tmp_path, **settings)
+    loader = loader_of(tmp_path, epochs=1, **settings)
     batches = list(loader)
-    assert {batch["input_ids"].shape[1] % 16 for batch in batches} == {0}
-    assert max(batch["input_ids"].shape[1] for batch in batches) <= 64
+    assert {batch["input_ids"].shape[1] for batch in batches} <= lengths
     found = all_documents(batches)
     padding = {document for document in found if not any(document)}
     assert padding, "no pack was padded"
     for document in padding:
         del found[document]
     assert found == Counter(map(tokens_of, texts))
-    assert "each padded to a multiple of 16 tokens" in "\n".join(loader.start_lines)
+    assert line in "\n".join(loader.start_lines)
 
 
 @pytest.mark.parametrize(

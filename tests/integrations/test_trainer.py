@@ -1,14 +1,18 @@
+"""TRL's `SFTTrainer` trains from our loader as one document after another would."""
+
 import json
 import shutil
 
 import pytest
 import torch
+from test_loader_inputs import tokenizer  # noqa: F401
 
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.trainer import LOADER_STATE
 from packed_cases import documents_of, loader_of, reference_gradient, tiny_model, tokens_of, write_texts
 from rank_server import run_as_torchrun
 from trainer_cases import PackedTrainer, arguments, run, run_on_rank, weights_of
+from trl_cases import PackedSFTTrainer, kernel_in_float64, sft_arguments
 
 STEPS = 5
 LOSS = 1e-12
@@ -123,8 +127,6 @@ def test_two_processes_train_as_one_and_resume_with_one(corpus, tmp_path):
     [
         ({"gradient_accumulation_steps": 3}, {}, "gradient_accumulation_steps is 3, the loader makes 4"),
         ({"max_steps": -1}, {}, "set max_steps"),
-        ({"label_smoothing_factor": 0.1}, {}, "not tested with packs"),
-        ({"auto_find_batch_size": True}, {}, "lower its max_tokens"),
         ({}, {"compute_metrics": print}, "compute_metrics has no meaning"),
         ({}, {"data_collator": print}, "data_collator has no meaning"),
     ],
@@ -154,6 +156,8 @@ def test_loaders_of_another_kind_are_refused(corpus, tmp_path):
     trainer = PackedTrainer(tiny_model(), args, train_loader=good)
     with pytest.raises(ConfigError, match="eval_loader=PackedLoader"):
         trainer.evaluate()
+    with pytest.raises(ConfigError, match="keeps no predictions; evaluate"):
+        trainer.predict(None)
 
 
 def test_packs_are_balanced_for_the_model_that_is_trained(corpus, tmp_path, caplog):
@@ -205,3 +209,29 @@ def test_a_model_that_cannot_take_the_count_is_refused(corpus, tmp_path):
 
     with pytest.raises(ConfigError, match="Old takes no num_items_in_batch"):
         PackedTrainer(Old(), arguments(tmp_path), train_loader=loader_of(corpus, micro_batches=4))
+
+
+# Its own use of names that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture
+def sft(tmp_path, tokenizer):  # noqa: F811
+    """Makes TRL's trainer of a model and a loader; further options are those of `SFTConfig`."""
+
+    def make(model, loader, **changes):
+        args = sft_arguments(tmp_path / "out", **changes)
+        return PackedSFTTrainer(model, args, train_loader=loader, processing_class=tokenizer)
+
+    return make
+
+
+def test_sft_trainer_trains_as_documents_one_by_one(tmp_path, sft):
+    write_texts(tmp_path, num_documents=24, longest=30)
+    _, weights = reference_run(tmp_path, 4)
+    model = tiny_model()
+    loader = loader_of(tmp_path, micro_batches=4)
+    with kernel_in_float64():
+        sft(model, loader, max_steps=4).train()
+    loader.close()
+    torch.testing.assert_close(weights_of(model), weights, rtol=WEIGHTS, atol=WEIGHTS)

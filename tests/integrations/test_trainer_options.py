@@ -9,12 +9,11 @@ import dataclasses
 import pytest
 import torch
 import trl
-from test_hf_objects import tokenizer  # noqa: F401
-from test_trainer import WEIGHTS, reference_run
-from test_trl import sft  # noqa: F401
+from test_loader_inputs import tokenizer  # noqa: F401
+from test_trainer import WEIGHTS, reference_run, sft  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
-from evenload.check.exact_casts import Float64Casts
+from evenload.check.runner import Float64Casts
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.integrations.trainer import _OTHERWISE
 from packed_cases import documents_of, loader_of, reference_gradient, tiny_model, tokens_of, write_texts
@@ -107,23 +106,7 @@ def test_every_option_of_the_installed_versions_was_looked_at():
     assert set(known) - found == set(), "these are gone"
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("label_smoothing_factor", 0.1),
-        ("neftune_noise_alpha", 5.0),
-        ("auto_find_batch_size", True),
-        ("train_sampling_strategy", "batch_rebalance"),
-        ("train_sampling_strategy", "group_by_length"),
-        ("train_sampling_strategy", "sequential"),
-    ],
-)
-def test_options_of_the_trainer_that_would_not_hold_are_refused(corpus, tmp_path, option, value):
-    with pytest.raises(ConfigError, match=f"^{option} is {value}: .*; leave it out"):
-        trainer_of(corpus, tmp_path, tiny_model(), **{option: value})
-
-
-REFUSED_SFT = [
+REFUSED = [
     ("packing", True),
     ("packing_strategy", "wrapped"),
     ("eval_packing", True),
@@ -145,14 +128,14 @@ REFUSED_SFT = [
 ]
 
 
-@pytest.mark.parametrize(("option", "value"), REFUSED_SFT)
+@pytest.mark.parametrize(("option", "value"), REFUSED)
 def test_options_of_trl_that_would_do_nothing_are_refused(corpus, sft, option, value):  # noqa: F811
     with pytest.raises(ConfigError, match=f"^{option} is {value}: .*; leave it out"):
         sft(tiny_model(), loader_of(corpus, micro_batches=4), **{option: value})
 
 
 def test_every_refused_option_has_a_case():
-    assert {option for option, _ in REFUSED_SFT} == set(_OTHERWISE)
+    assert {option for option, _ in REFUSED} == set(_OTHERWISE)
 
 
 def test_a_limit_that_no_document_passes_is_not_refused(corpus, sft):  # noqa: F811

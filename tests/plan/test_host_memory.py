@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.activation import POLICIES, activation_bytes_per_token
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
+from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.data.lengths import read_lengths
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_model
-from evenload.cost.activation import OFFLOAD
+from evenload.cost.layer_counts import OFFLOAD
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.activation import OFFLOAD, RECOMPUTE, REPLAY
+from evenload.cost.layer_counts import OFFLOAD, RECOMPUTE, REPLAY
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.search.policy_order import policies_in_order, policies_within_host

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.activation import POLICIES
+from evenload.cost.layer_counts import POLICIES
 from evenload.cost.memory import static_bytes
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.planner import StepPlanner

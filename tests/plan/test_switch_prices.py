@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.copy_spec import CopySpec
+from evenload.cost.coefficients import CopySpec
 from evenload.cost.switch import switch_seconds
 from evenload.plan.reconfiguration.moves import moved_bytes
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients
-from evenload.cost.copy_spec import CopySpec
+from evenload.cost.coefficients import CopySpec
 from evenload.errors import ConfigError
 from evenload.plan.reconfiguration.moves import Moves, Piece, plan_moves
 from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds

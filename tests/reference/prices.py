@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.memory import pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.split_backward import divide_backward, gather_seconds, weight_seconds
+from evenload.cost.pipeline_tasks import divide_backward, gather_seconds, weight_seconds
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from evenload.check.smaller_run import checked_scope
+from evenload.check.runner import checked_scope
 from evenload.config.train_config import load_train_config
-from evenload.cost.flops import forward_flops
+from evenload.cost.layer_counts import forward_flops
 from evenload.cost.memory import parameters_per_rank, static_kinds
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.configured import load_config, model_spec

@@ -10,7 +10,7 @@ from adapter_cases import LORA, all_tensors, build_with_adapters, make_adapters_
 from cost_samples import sample_model
 from evenload.attention.backends import select_backend
 from evenload.config.sections import LoraConfig, with_adapters
-from evenload.cost.flops import training_flops
+from evenload.cost.layer_counts import training_flops
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.hf_model import build_stage_model

@@ -8,7 +8,7 @@ import torch
 
 from adapter_cases import LORA
 from evenload.config.sections import with_adapters
-from evenload.cost.unit_transfers import unit_buffers
+from evenload.cost.units import unit_buffers
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.types.hf_config import model_from_hf_config

@@ -1,7 +1,7 @@
 import numpy as np
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.memory_kinds import bytes_by_kind
+from evenload.cost.memory import bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.simulate.simulate import simulate

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.last_backward import pack_features, shares_left, stage_units
 from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.units import pack_features, shares_left, stage_units
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner

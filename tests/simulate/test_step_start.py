@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.first_forward import forward_units, shares_before
-from evenload.cost.last_backward import pack_features
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.unit_transfers import unit_transfers
+from evenload.cost.units import forward_units, pack_features, shares_before, unit_transfers
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner

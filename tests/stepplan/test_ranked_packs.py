@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_plans import RULES, context_plan, merged_plan
-from evenload.cost.ranked_packs import RankedPacks
+from evenload.cost.pack_split import RankedPacks
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.stepplan.rank_rows import PackRows, replica_rows
 from evenload.stepplan.ranked_packs import ranked_packs

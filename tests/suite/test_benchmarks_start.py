@@ -15,7 +15,7 @@ from sweeps import thorough
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-SOON = {"dynamic_cp", "engine_prices", "paper_flexpipe", "paper_skrull", "simulator"}
+SOON = {"engine_prices", "paper_flexpipe", "paper_skrull", "simulator"}
 """Those that end within seconds; the others take up to five minutes each."""
 NOT_ALONE = {
     "run_all": "all of them",

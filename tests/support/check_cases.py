@@ -10,14 +10,9 @@ from torch import nn
 
 from dist_training import COSTS
 from evenload.attention.backends import select_backend
-from evenload.check import step_runner
-from evenload.check.invariance import check_invariance
-from evenload.check.isolation import check_isolation
-from evenload.check.resume import check_resume
-from evenload.check.run_checks import _shared_plans
-from evenload.check.smaller_run import checked_scope
-from evenload.check.step_runner import StepRunner
-from evenload.check.verdict import Verdict
+from evenload.check import runner as step_runner
+from evenload.check.checks import _shared_plans, check_invariance, check_isolation, check_resume
+from evenload.check.runner import StepRunner, Verdict, checked_scope
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_meshes

@@ -20,10 +20,9 @@ from engine_records import (
     train_by_hand,
 )
 from evenload.errors import CheckpointError, ConfigError
-from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop
-from evenload.integrations.engines.pack_loss import model_inputs
-from evenload.integrations.engines.ulysses import sequence_share, share_sequences
-from evenload.integrations.packed_step import PackedStep
+from evenload.integrations.deepspeed_loop import DeepSpeedLoop, sequence_share, share_sequences
+from evenload.integrations.engine_loop import model_inputs
+from evenload.integrations.packed_loader import PackedStep
 from packed_cases import batch_fingerprint, loader_of
 
 

@@ -11,7 +11,7 @@ import torch
 from evenload import PackedLoader
 from evenload.feed.collate import PackBatch
 from evenload.integrations.batch_formats import format_pack
-from evenload.integrations.packed_step import PackedStep
+from evenload.integrations.packed_loader import PackedStep
 from packed_cases import loader_of, tiny_model
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from evenload.data.config import DataConfig
 from evenload.data.part_files import open_reader
-from evenload.data.records import FilePart, Record, RecordReader
+from evenload.data.records import FILE_END, FilePart, Record, RecordReader
 from evenload.data.sources import SourceFile, list_sources
 
 END_ID = 0
@@ -146,3 +146,18 @@ def values_of(records: list[Record]) -> list:
             value = value.tolist()
         found.append(value)
     return found
+
+
+def check_parts_and_offsets(file: SourceFile, reader: RecordReader, count: int, expected: list) -> None:
+    """Parts are a partition of the file in order, and every offset is a place to go on."""
+    whole = read_all(file, reader)
+    assert values_of(whole) == expected
+    assert [plain(record) for record in read_all(file, reader, count)] == [plain(record) for record in whole]
+    for index in range(count):
+        part = FilePart(index, count)
+        records = [plain(record) for record in reader.records(file, part)]
+        for at, record in enumerate(records):
+            offset, next_offset = record[:2]
+            assert next(map(plain, reader.records(file, part, offset))) == record
+            assert [plain(left) for left in reader.records(file, part, next_offset)] == records[at + 1 :]
+        assert list(reader.records(file, part, FILE_END)) == []

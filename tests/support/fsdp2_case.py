@@ -9,9 +9,9 @@ from torch.distributed.tensor import distribute_module
 
 from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
 from evenload.errors import ConfigError
-from evenload.integrations.engines.fsdp2_loop import Fsdp2Loop
-from evenload.integrations.engines.pack_loss import model_inputs
-from evenload.integrations.packed_step import PackedStep
+from evenload.integrations.engine_loop import model_inputs
+from evenload.integrations.fsdp2_loop import Fsdp2Loop
+from evenload.integrations.packed_loader import PackedStep
 from packed_cases import loader_of
 
 

@@ -6,19 +6,18 @@ import signal
 import sys
 import time
 
-from evenload.cli.child_process import call_in_child, start_fork_server
-from evenload.cli.launch import run_local
-from evenload.cli.stop_request import STOP_SIGNALS, StopLine, StopRequest
+from evenload.cli.launch import call_in_child, run_local, start_fork_server
+from evenload.cli.stop_request import STOP_SIGNALS, StopRequest
 from evenload.errors import EvenloadError
 
 
-def ends_when_asked(line: StopLine) -> int:
+def ends_when_asked() -> int:
     """As a run that finishes its step and saves at once; shows what a process that was forked could have of the one
     before it."""
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in STOP_SIGNALS]
     began = f"{handlers == expected} {'' in sys.path} {os.getcwd()} {random.random()}"
-    request = StopRequest(line)
+    request = StopRequest()
     with request.listening():
         print(f"listening {began}", flush=True)
         while not request.signal:
@@ -26,9 +25,9 @@ def ends_when_asked(line: StopLine) -> int:
     return request.signal
 
 
-def never_ends(line: StopLine) -> int:
+def never_ends() -> int:
     """As a run whose step hangs."""
-    with StopRequest(line).listening():
+    with StopRequest().listening():
         print("listening", flush=True)
         time.sleep(3600)
     return 0

@@ -15,7 +15,7 @@ from checkpoint_cases import make_trainer
 from dist_training import COSTS
 from evenload.cli.worker_setup import run_coefficients
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.coverage import missing_costs
+from evenload.cost.validity import missing_costs
 from evenload.errors import NonFiniteStepError
 from evenload.runtime.trainer import Trainer
 from quick_calibration import quick_calibration

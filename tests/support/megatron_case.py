@@ -22,9 +22,8 @@ from engine_records import (
 )
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import megatron_packed_seq_params
-from evenload.integrations.engines.megatron_attention import document_layer_spec
-from evenload.integrations.engines.megatron_step import MegatronTrainStep, gpt_forward_step
-from evenload.integrations.packed_step import PackedStep
+from evenload.integrations.megatron_step import MegatronTrainStep, document_layer_spec, gpt_forward_step
+from evenload.integrations.packed_loader import PackedStep
 from megatron_shim import megatron_on_cpu
 from packed_cases import loader_of
 

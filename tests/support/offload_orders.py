@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from evenload.cost.activation import local_kv_heads
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.layer_counts import local_kv_heads
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
 from evenload.plan.planner import StepPlanner

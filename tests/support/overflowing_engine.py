@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine_records import small_model
-from evenload.integrations.engines.deepspeed_loop import DeepSpeedLoop
+from evenload.integrations.deepspeed_loop import DeepSpeedLoop
 from packed_cases import loader_of
 
 

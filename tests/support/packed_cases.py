@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from evenload import PackedLoader
-from evenload.integrations.engines.pack_loss import model_inputs
+from evenload.integrations.engine_loop import model_inputs
 from reference_training import tiny_config
 
 EOS = 256

@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 
 from dist_training import COSTS
-from evenload.cost.coefficients import write_coefficients
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.data.hub import model_from
 from page_blocks import ROOT, Block, blocks_of, save_files
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 
 from dist_training import COSTS
-from evenload.cost.coefficients import write_coefficients
-from evenload.cost.measured_on import MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.data.hub import model_from
 from reference_training import tiny_config
 

@@ -27,10 +27,14 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 from evenload.data.tokenize import train_byte_pair_tokenizer
-from evenload.integrations.engines import torchtitan_trainer
-from evenload.integrations.engines.torchtitan_loader import PackedDataLoader
-from evenload.integrations.engines.torchtitan_model import model_of
-from evenload.integrations.engines.torchtitan_trainer import PackedTrainer, packed_config, refuse_config
+from evenload.integrations import torchtitan_trainer
+from evenload.integrations.torchtitan_trainer import (
+    PackedDataLoader,
+    PackedTrainer,
+    model_of,
+    packed_config,
+    refuse_config,
+)
 
 __all__ = [
     "DataloaderExhaustedError",

@@ -26,23 +26,25 @@ class Losses(TrainerCallback):
             self.evaluation[state.global_step] = logs["eval_loss"]
 
 
+PLAIN = {
+    "max_steps": 5,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Plain SGD without clipping, so that weights tell the gradient."""
+
+
 def arguments(output, **changes):
-    """Plain SGD without clipping, so that weights tell the gradient."""
-    settings = {
-        "max_steps": 5,
-        "gradient_accumulation_steps": 4,
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(output_dir=str(output), **(settings | changes))
+    return TrainingArguments(output_dir=str(output), **(PLAIN | changes))
 
 
 def run(root, output, *, resume=None, loader=None, evaluation=None, model=None, **changes):

@@ -21,7 +21,7 @@ from engine_records import (
     small_model,
     train_by_hand,
 )
-from evenload.integrations.engines.pack_loss import model_inputs
+from evenload.integrations.engine_loop import model_inputs
 from evenload.integrations.trainer import PackedTrainerMixin
 from packed_cases import documents_of
 from trainer_cases import arguments

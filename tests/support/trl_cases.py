@@ -7,9 +7,9 @@ from unittest import mock
 import trl
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-from evenload.check.exact_casts import Float64Casts
+from evenload.check.runner import Float64Casts
 from evenload.integrations.trainer import PackedTrainerMixin
-from trainer_cases import arguments
+from trainer_cases import PLAIN
 from trainer_engine_cases import Recording
 
 
@@ -26,8 +26,12 @@ def kernel_in_float64() -> Iterator[None]:
         yield
 
 
-class RecordingSFTTrainer(Recording, PackedTrainerMixin, trl.SFTTrainer):
+class PackedSFTTrainer(PackedTrainerMixin, trl.SFTTrainer):
     """TRL's own."""
+
+
+class RecordingSFTTrainer(Recording, PackedSFTTrainer):
+    """Writes down what it trains."""
 
     def train(self, *arguments, **settings):
         with kernel_in_float64():
@@ -36,10 +40,4 @@ class RecordingSFTTrainer(Recording, PackedTrainerMixin, trl.SFTTrainer):
 
 def sft_arguments(output, **changes):
     """As `trainer_cases.arguments`, of TRL."""
-    plain = arguments(output, **changes)
-    names = [
-        *("max_steps", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "optim", "max_grad_norm"),
-        *("logging_steps", "save_strategy", "save_steps", "report_to", "use_cpu", "disable_tqdm"),
-        *("dataloader_pin_memory", "eval_strategy", "eval_steps"),
-    ]
-    return trl.SFTConfig(output_dir=str(output), bf16=False, **{name: getattr(plain, name) for name in names})
+    return trl.SFTConfig(output_dir=str(output), **(PLAIN | {"bf16": False} | changes))

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from evenload.cost.host_memory import peak_host_bytes
-from evenload.cost.memory_kinds import bytes_by_kind
+from evenload.cost.memory import bytes_by_kind
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.static_schedules import zero_bubble_h1
 from evenload.simulate.timeline import memory_ledger

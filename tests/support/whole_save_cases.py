@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from engine_records import EngineCase
 from evenload.errors import CheckpointError, ConfigError
-from evenload.integrations.engines.whole_saves import latest_place, name_latest, new_place
+from evenload.integrations.fsdp2_loop import latest_place, name_latest, new_place
 from fsdp2_case import Fsdp2Run, fsdp2_case
 
 

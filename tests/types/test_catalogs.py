@@ -7,7 +7,7 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
-from evenload.cost.support import require_supported_layout
+from evenload.cost.layer_counts import require_supported_layout
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.explore.stage_layers import usable_bytes

@@ -44,7 +44,7 @@ from evenload.attention.range_attention import (
     range_sizes,
     rows_of_all,
 )
-from evenload.cost.attention_workspace import KEY_GRADIENT_BYTES
+from evenload.cost.layer_counts import KEY_GRADIENT_BYTES
 from evenload.errors import ConfigError
 
 IMPLEMENTATIONS = {"varlen_cuda": None, "varlen_cuda_fa3": "FA3", "varlen_cuda_fa4": "FA4"}

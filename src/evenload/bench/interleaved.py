@@ -27,7 +27,7 @@ from evenload.bench.runs import (
     recorded_batch,
     task_seconds,
 )
-from evenload.calibrate.disturbance import CoreWaits
+from evenload.calibrate.fit import CoreWaits
 from evenload.config.planner import run_planner
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts

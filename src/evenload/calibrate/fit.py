@@ -7,16 +7,33 @@ dealt into k folds, each fold is predicted by a fit to the others (k-fold cross-
 timings of a pack are in the same fold, else the fit would have seen it.
 
 Price: k + 1 solutions of n equations in five unknowns; milliseconds.
+
+Repeats of one timing: their median, and which of them lie far from it.
+
+A median, because a step in training has the average luck of a machine, not its best: the fastest of thirty repeats is
+what no step takes. Repeats that lie far off (another program, a clock that changed) hardly move a median; they are
+counted and told.
+
+Whether something else kept the machine busy while it was timed: seconds without a core, and spread of repeats.
+
+A busy neighbour that is always there slows the fastest repeat as well, so that spread alone does not show it; the
+system's own count of how long threads stood ready without a core does (Linux; elsewhere only the spread is known).
+`cost.coefficients.Disturbance` is what a cost file keeps of it.
 """
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from evenload.cost.profile_record import FitError
+from evenload.cost.coefficients import FitError
+from evenload.runtime.device import seconds_now
 
 FOLDS = 5
 
@@ -75,3 +92,73 @@ def left_out(
     errors = np.abs(predicted / y - 1)
     median, p90 = np.quantile(errors, (0.5, 0.9)).tolist()
     return LeftOut(predicted, FitError(packs=len(order), folds=folds, median=median, p90=p90))
+
+
+_FAR_DEVIATIONS = 5.0
+# A median absolute deviation of a normal distribution is this share of its standard deviation.
+_NORMAL = 0.6745
+# Clocks and interrupts: differences below this share of the median are never far.
+_LEAST_FAR_SHARE = 0.05
+
+
+def num_outliers(seconds: Sequence[float]) -> int:
+    """Repeats more than five robust standard deviations (median absolute deviation) from the median."""
+    middle = statistics.median(seconds)
+    deviation = statistics.median(abs(one - middle) for one in seconds) / _NORMAL
+    far_s = max(_FAR_DEVIATIONS * deviation, _LEAST_FAR_SHARE * middle)
+    return sum(abs(one - middle) > far_s for one in seconds)
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Median of some runs, after one that does not count."""
+    work()
+    return statistics.median(timed(work, device) for _ in range(repeats))
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run, with everything that it queues."""
+    start_s = seconds_now(device)
+    work()
+    return seconds_now(device) - start_s
+
+
+class CoreWaits:
+    """Counts from when it is made.
+
+    Args:
+        demand: threads that this machine's ranks compute with, for each core they may use; above 1, ranks wait for
+            each other in training too.
+    """
+
+    def __init__(self, demand: float) -> None:
+        self._own_share = 1 - 1 / max(1.0, demand)
+        self._from_s = time.perf_counter()
+        self._before_s = _ready_without_core_s()
+
+    def share(self) -> float:
+        """Of the time since then, in which the thread that waited longest had no core; 0 where it is not known."""
+        passed_s = max(time.perf_counter() - self._from_s, 1e-9)
+        now_s = _ready_without_core_s()
+        longest_s = max((waited - self._before_s.get(task, 0.0) for task, waited in now_s.items()), default=0.0)
+        return min(1.0, max(0.0, longest_s / passed_s - self._own_share))
+
+
+def spread_of_repeats(timings: list[list[float]]) -> float:
+    """By how much the sum of means is above the sum of minima.
+
+    Args:
+        timings: seconds of the repeats of each pack.
+    """
+    fastest = sum(min(repeats) for repeats in timings)
+    means = sum(sum(repeats) / len(repeats) for repeats in timings)
+    return means / fastest - 1 if fastest > 0 else 0.0
+
+
+def _ready_without_core_s() -> dict[str, float]:
+    found = {}
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            found[task.parent.name] = int(task.read_text().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            continue  # A thread that has just ended, or a system that does not count.
+    return found

@@ -1,10 +1,24 @@
-"""`profile`: minutes spent on one model and layout, so that predictions of this device come true.
+"""What a profile has measured so far, in a file from which a second call goes on.
+
+One JSON object beside the cost file. It is replaced as a whole after every pass, so that it is never half written, and
+belongs to one task: another model, layout, device or version begins anew.
+
+Everything that one pass of a profile times on one rank, made once; repeats of all of it are interleaved.
+
+Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
+`queue:<round>:<number>` of its host, `weights`,
+`head:<rows>`, `attention forward:<queries>:<prefix>`, `reduction:<ranks>:<bytes>` and so on. Ranks that meet time it
+together; a rank without a part in it gives no such name.
+
+What the passes of all ranks say together: medians by name, links, rates and curves.
+
+`profile`: minutes spent on one model and layout, so that predictions of this device come true.
 
     grid     packs, kernels, transfers that one pass times (`grid_choice`, `pass_work`)
     passes   over all of it, interleaved, so that a busy minute disturbs every timing alike; each pass is kept in a file
     fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile is the one with
              which packs that were left out come out best
-    record   curves, residuals, versions and counted bytes beside the coefficients (`cost.profile_record`)
+    record   curves, residuals, versions and counted bytes beside the coefficients (`cost.coefficients`)
 
 Same rounds, same fit and same transfers as at the start of a run (`calibrate`), of more sizes and for longer. Norms,
 rotary embedding and elementwise work are inside `linear_s_per_token`, launches and python of a pack inside `pack_s`:
@@ -22,27 +36,346 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+import torch
 import torch.distributed as dist
 
-from evenload.calibrate.assemble import RankMeasurement, coefficients_of, most_disturbed, pass_timings
-from evenload.calibrate.disturbance import CoreWaits
-from evenload.calibrate.fit import LeftOut, left_out
-from evenload.calibrate.grid_choice import choose_rounds, windows_of
-from evenload.calibrate.kernel_timings import matmul_flops_per_s
-from evenload.calibrate.memory_counts import activation_bytes, held_and_counted
-from evenload.calibrate.overlap import overlap_cost
-from evenload.calibrate.partial_file import TIMINGS, PartialProfile, Pass, read_partial, write_partial
-from evenload.calibrate.pass_results import DIRECTIONS, PassResults
-from evenload.calibrate.pass_work import PassWork
-from evenload.calibrate.repeats import num_outliers
-from evenload.calibrate.rounds import GRID
-from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.profile_record import Profile, TimedPack, digest_of
+from evenload.calibrate import kernels
+from evenload.calibrate.calibrate import RankMeasurement, coefficients_of, most_disturbed, pass_timings
+from evenload.calibrate.fit import CoreWaits, LeftOut, left_out, median_seconds, num_outliers, spread_of_repeats, timed
+from evenload.calibrate.kernels import (
+    activation_bytes,
+    attention_flops,
+    held_and_counted,
+    matmul_flops_per_s,
+    matmul_token_flops,
+    time_weights,
+)
+from evenload.calibrate.links import GRID_BYTES, TRANSFER_KINDS, TransferWork, link_from, overlap_cost, transfers_of
+from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
+from evenload.cost.coefficients import (
+    CostCoefficients,
+    Disturbance,
+    KernelRate,
+    Profile,
+    TimedPack,
+    TransferCurve,
+    digest_of,
+)
+from evenload.cost.layer_counts import BACKWARD_ATTENTION_RATIO, local_kv_heads
+from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.types.base import Frozen
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 from evenload.types.token_range import Range
+
+Pass = dict[str, float]
+"""Seconds of one rank's pass by what was timed."""
+TIMINGS = 4
+"""Of what a pass times; a file whose passes timed something else belongs to another task."""
+
+
+class PartialProfile(Frozen):
+    """Args:
+    task: what is measured, as text; a file of another task is not used.
+    rounds: of the grid, by index; chosen once, so that all passes time the same.
+    beside_rows: queries of the attention that runs beside a transfer; 0 = none does.
+    seconds: spent so far.
+    passes: by pass and rank.
+    """
+
+    task: str
+    rounds: tuple[int, ...] = ()
+    beside_rows: int = 0
+    seconds: float = 0.0
+    passes: tuple[tuple[Pass, ...], ...] = ()
+
+
+def partial_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.partial")
+
+
+def read_partial(path: Path, task: str) -> tuple[PartialProfile, str]:
+    """What was measured of this task, and a sentence about it where there is a file; nothing measured where it is of
+    another task or cannot be read."""
+    if not path.is_file():
+        return PartialProfile(task=task), ""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=PartialProfile)
+    except (OSError, msgspec.MsgspecError) as error:
+        return PartialProfile(task=task), f"{path} cannot be read ({error}): measured from the beginning"
+    if found.task != task:
+        return PartialProfile(task=task), (
+            f"{path} is of another measurement ({found.task}): measured from the beginning"
+        )
+    return found, f"goes on from {path}: {len(found.passes)} passes, {found.seconds:.0f} s"
+
+
+def write_partial(path: Path, partial: PartialProfile) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(msgspec.json.encode(partial))
+    new.replace(path)
+
+
+BESIDE_BYTES = 1 << 22
+"""Of a transfer that runs beside attention, a hop."""
+BESIDE_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192)
+EMBEDDED_ROWS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class _Beside:
+    """A gather of the largest group that may share documents, attention of local documents, and both at once."""
+
+    attention: kernels.AttentionWork
+    start: Callable[[], Callable[[], object]]
+
+
+class PassWork:
+    """One rank's share of a pass.
+
+    Args:
+        stage, last: whose layers are timed; whose head is, if it has one.
+        model: of the layers that are timed.
+        rounds: indices into `GRID`.
+    """
+
+    def __init__(
+        self, stage: PipelineStage, last: PipelineStage, model: ModelSpec, mesh: Mesh, rounds: Sequence[int]
+    ) -> None:
+        self._stage, self._model, self._mesh, self.rounds = stage, model, mesh, rounds
+        device, dtype, tp = stage.device, stage.dtype, mesh.layout.tp
+        self._clock = pack_clock(stage, mesh)
+        self._kernels: dict[str, Callable[[], object]] = {}
+        # Kernels by themselves, and the head, are no larger than what the layers are timed with.
+        most_flops = max(round_flops(GRID[index], model) for index in rounds)
+        if last.model.is_last:
+            heads = kernels.head_work(last, model.vocab_size, kernels.head_rows(model, tp, most_flops))
+            self._kernels |= {f"head:{rows}": work for rows, work in heads.items()}
+        if stage.model.is_first and tp == 1:
+            self._kernels["embedding"] = kernels.embedding_work(stage, model.vocab_size, EMBEDDED_ROWS)
+        products = kernels.matmul_work(model, tp, device, dtype, most_flops)
+        self._kernels |= {f"matmul:{tokens}": work for tokens, work in products.items()}
+        attention = {
+            size: self._attention(*size)
+            for size in kernels.ATTENTION_GRID
+            if size == kernels.ATTENTION_GRID[0] or kernels.attention_flops(model, tp, *size) <= most_flops
+        }
+        for (rows, prefix), work in attention.items():
+            self._kernels[f"attention forward:{rows}:{prefix}"] = work.forward
+            self._kernels[f"attention backward:{rows}:{prefix}"] = work.backward
+        self._kernels["optimizer"], self.num_parameters = kernels.optimizer_work(mesh.data_size, device)
+        self._kernels["copy"], self.copied_bytes = kernels.copy_work(model, tp, device, dtype)
+        self.transfers = list(transfers_of(mesh, all_groups=True))
+        self._calls = [(work, size, work.call(size)) for work in self.transfers for size in GRID_BYTES]
+        self._largest = max(mesh.context.values(), key=lambda group: group.size) if mesh.context else None
+        self._beside: _Beside | None = None
+
+    def choose_beside_rows(self) -> int:
+        """Queries of local attention that take at most as long as a gather; 0 where nothing is ever gathered.
+        Collective over the group."""
+        if self._largest is None:
+            return 0
+        gather = _gather(self._largest, self._stage)
+        gather_s = median_seconds(_at_once(gather), self._stage.device)
+        attention = self._attention(BESIDE_ROWS[0], 0)
+        unit_s = median_seconds(attention.forward, self._stage.device)
+        # Attention of so many rows takes so many times as long, squared.
+        fitting = [rows for rows in BESIDE_ROWS if unit_s * (rows / BESIDE_ROWS[0]) ** 2 <= gather_s]
+        return max(fitting, default=BESIDE_ROWS[0])
+
+    def set_beside_rows(self, rows: int) -> None:
+        if rows and self._largest is not None:
+            self._beside = _Beside(self._attention(rows, 0), _gather(self._largest, self._stage))
+
+    def run(self) -> Pass:
+        """Time everything once. Collective over all ranks."""
+        seconds: Pass = {}
+        device, control = self._stage.device, self._mesh.control
+        for index in self.rounds:
+            dist.barrier(group=control)
+            for number, sample in enumerate(time_round(self._stage, GRID[index], self._clock)):
+                seconds[f"pack:{index}:{number}"] = sample.seconds
+                if sample.host_s:
+                    seconds[f"queue:{index}:{number}"] = sample.host_s
+        seconds["weights"] = time_weights(self._stage, self._clock)
+        for name, work in self._kernels.items():
+            seconds[name] = timed(work, device)
+        dist.barrier(group=control)
+        for work, size, call in self._calls:
+            if size == GRID_BYTES[0]:
+                call()  # ranks that come late do so here
+            seconds[transfer_name(work, size)] = timed(call, device) / work.hops
+        dist.barrier(group=control)
+        if (beside := self._beside) is not None:
+            seconds["beside:attention"] = timed(beside.attention.forward, device)
+            seconds["beside:transfer"] = timed(_at_once(beside.start), device)
+
+            def both() -> None:
+                finish = beside.start()
+                beside.attention.forward()
+                finish()
+
+            seconds["beside:both"] = timed(both, device)
+        return seconds
+
+    def _attention(self, rows: int, prefix: int) -> kernels.AttentionWork:
+        stage, model, tp = self._stage, self._model, self._mesh.layout.tp
+        heads, groups = model.num_heads // tp, local_kv_heads(model, tp)
+        return kernels.AttentionWork(
+            stage.backend, rows, prefix, heads, groups, model.head_dim, stage.device, stage.dtype
+        )
+
+
+def transfer_name(work: TransferWork, num_bytes: int) -> str:
+    return f"{work.kind}:{work.ranks}:{num_bytes}"
+
+
+def _at_once(start: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """Starts a transfer and waits for it."""
+
+    def work() -> None:
+        finish = start()
+        finish()
+
+    return work
+
+
+def _gather(group: ContextGroup, stage: PipelineStage) -> Callable[[], Callable[[], object]]:
+    """Starts a gather and gives what waits for it."""
+    rows = torch.zeros(BESIDE_BYTES // 4, device=stage.device)
+    return lambda: group.all_gather(rows, "calibration").wait
+
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PassResults:
+    """Args:
+    passes: seconds by pass, rank and name (`pass_work`); every pass of a rank has the same names.
+    layers: that a pack went through.
+    """
+
+    passes: Sequence[Sequence[Pass]]
+    layers: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.passes[0])
+
+    def repeats(self, rank: int, name: str) -> list[float]:
+        return [one[rank][name] for one in self.passes]
+
+    def median(self, rank: int, name: str) -> float:
+        return statistics.median(self.repeats(rank, name))
+
+    def names(self, rank: int, start: str = "") -> list[str]:
+        return [name for name in self.passes[0][rank] if name.startswith(start)]
+
+    def all_repeats(self) -> list[list[float]]:
+        """Of everything on every rank."""
+        return [self.repeats(rank, name) for rank in range(self.num_ranks) for name in self.names(rank)]
+
+    def measurement(
+        self, rank: int, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
+    ) -> RankMeasurement:
+        """What coefficients are made of, of the rank that did the `work`."""
+        packs = self.names(rank, "pack:")
+        spread = spread_of_repeats([self.repeats(rank, name) for name in packs])
+        return RankMeasurement(
+            disturbance=Disturbance(waited_share=waited_share, spread=spread),
+            packs=tuple(
+                Sample(
+                    direction,
+                    ranges,
+                    self.median(rank, f"pack:{index}:{number}") / self.layers,
+                    self._queue_s(rank, f"queue:{index}:{number}") / self.layers,
+                    windows,
+                )
+                for index in work.rounds
+                for number, (direction, ranges) in enumerate(_order(index))
+            ),
+            head=tuple((int(name.partition(":")[2]), self.median(rank, name)) for name in self.names(rank, "head:")),
+            peak_flops_per_s=peak_flops_per_s,
+            optimizer_s=self.median(rank, "optimizer") / work.num_parameters,
+            copy_s_per_byte=self.median(rank, "copy") / work.copied_bytes,
+            weight_s=self.median(rank, "weights") / self.layers,
+            links={
+                transfer.kind: link_from(
+                    GRID_BYTES, [self.median(rank, transfer_name(transfer, size)) for size in GRID_BYTES]
+                )
+                for transfer in work.transfers  # the largest group of a kind comes last
+            },
+        )
+
+    def _queue_s(self, rank: int, name: str) -> float:
+        """0 where the device is its own host."""
+        return self.median(rank, name) if name in self.passes[0][rank] else 0.0
+
+    def embedding_s_per_token(self) -> float | None:
+        """Of a forward or a backward; None where no rank timed it."""
+        found = [self.median(rank, "embedding") for rank in range(self.num_ranks) if self.names(rank, "embedding")]
+        # What was timed is both.
+        return statistics.median(found) / EMBEDDED_ROWS / 2 if found else None
+
+    def rates(self, model: ModelSpec, tp: int) -> tuple[KernelRate, ...]:
+        """FLOP/s that matrix products and attention reach by themselves, on rank 0."""
+        rates = []
+        for name in self.names(0, "matmul:"):
+            tokens = int(name.partition(":")[2])
+            flops_per_s = tokens * matmul_token_flops(model, tp) / self.median(0, name)
+            rates.append(KernelRate(kernel="matmul", rows=tokens, prefix=0, flops_per_s=flops_per_s))
+        for kernel, ratio in (("attention forward", 1.0), ("attention backward", BACKWARD_ATTENTION_RATIO)):
+            for name in self.names(0, kernel):
+                rows, prefix = (int(part) for part in name.split(":")[1:])
+                flops_per_s = ratio * attention_flops(model, tp, rows, prefix) / self.median(0, name)
+                rates.append(KernelRate(kernel=kernel, rows=rows, prefix=prefix, flops_per_s=flops_per_s))
+        return tuple(rates)
+
+    def curves(self) -> tuple[TransferCurve, ...]:
+        """Of every kind of transfer and size of group, medians over ranks."""
+        members: dict[tuple[str, int], list[int]] = {}
+        for rank in range(self.num_ranks):
+            for name in self.names(rank):
+                kind, *sizes = name.split(":")
+                if kind in TRANSFER_KINDS and sizes[1] == str(GRID_BYTES[0]):
+                    members.setdefault((kind, int(sizes[0])), []).append(rank)
+        largest = max((size for kind, size in members if kind == "context"), default=0)
+        curves = []
+        for (kind, size), ranks in members.items():
+            names = [f"{kind}:{size}:{num_bytes}" for num_bytes in GRID_BYTES]
+            seconds = [statistics.median(self.median(rank, name) for rank in ranks) for name in names]
+            link = link_from(GRID_BYTES, seconds)
+            curve = TransferCurve(
+                kind=kind,  # type: ignore[arg-type]
+                ranks=size,
+                num_bytes=GRID_BYTES,
+                seconds=tuple(seconds),
+                latency_s=link.latency_s,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+                hidden_share=self._hidden_share(ranks) if (kind, size) == ("context", largest) else None,
+            )
+            curves.append(curve)
+        return tuple(curves)
+
+    def _hidden_share(self, ranks: Sequence[int]) -> float:
+        """(attention + transfer - both at once) / attention, median over passes and ranks."""
+        shares = []
+        for rank in ranks:
+            columns = (self.repeats(rank, f"beside:{name}") for name in ("attention", "transfer", "both"))
+            shares += [
+                (alone_s + moved_s - both_s) / alone_s for alone_s, moved_s, both_s in zip(*columns, strict=True)
+            ]
+        return statistics.median(shares)
+
+
+def _order(index: int) -> list[tuple[Direction, tuple[Range, ...]]]:
+    """Packs of a round as `time_round` gives them."""
+    packs = GRID[index]
+    return [("forward", ranges) for ranges in packs] + [("backward", ranges) for ranges in packs[::-1]]
+
 
 MIN_PASSES, MAX_PASSES = 3, 25
 TILES = (1, 16, 32, 64, 128, 256)

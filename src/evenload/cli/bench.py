@@ -14,7 +14,6 @@ from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.bench_worker import BenchPlan
-    from evenload.cli.stop_request import StopLine
     from evenload.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
@@ -48,8 +47,7 @@ def bench_command(
     Spread: what rounds differ by, slowest to fastest. Errors are predicted / measured - 1: of the step time, of packs
     the median of absolute values, of the peak memory the largest.
     """
-    from evenload.cli.child_process import call_in_child, start_fork_server
-    from evenload.cli.launch import require_own_launch, run_local
+    from evenload.cli.launch import call_in_child, require_own_launch, run_local, start_fork_server
     from evenload.cli.plan_arguments import asked_strategies
     from evenload.config.train_config import load_train_config
 
@@ -87,12 +85,10 @@ def _checked(
     return checked_bench(config, asked, steps, rounds)
 
 
-def _run_rank(
-    config: "TrainConfig", plan: "BenchPlan", cache: Path, answer: Path, page: Path | None, line: "StopLine"
-) -> int:
+def _run_rank(config: "TrainConfig", plan: "BenchPlan", cache: Path, answer: Path, page: Path | None) -> int:
     from evenload.cli.bench_worker import run_bench_worker
 
-    return run_bench_worker(config, plan, cache, answer, page, line)
+    return run_bench_worker(config, plan, cache, answer, page)
 
 
 def show_result(result: BenchResult, seconds: float) -> None:

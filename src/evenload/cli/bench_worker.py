@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from evenload.bench.interleaved import run_interleaved
 from evenload.bench.runs import BenchInputs, BenchResult, StrategyRuns, loss_difference, option_tables_of
 from evenload.cli.plan_arguments import chosen_strategies
-from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, require_runnable, run_coefficients, started_rank
 from evenload.config.planner import run_host
 from evenload.config.train_config import TrainConfig, layout_of
@@ -139,9 +138,7 @@ def checked_bench(
     return plan, layout
 
 
-def run_bench_worker(
-    config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path, page: Path | None, line: StopLine
-) -> int:
+def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: Path, page: Path | None) -> int:
     """One rank of a comparison; rank 0 leaves the result in a file. It ends at once when it is asked to stop.
 
     Args:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from evenload.config.sections import LogConfig, Tracker, require_trackers
 from evenload.errors import CallbackError, EvenloadError
-from evenload.integrations.callback import Callback, EndReason, RunEnd, RunStart
-from evenload.integrations.tensorboard_log import TensorBoardLog
-from evenload.integrations.wandb_log import WandbLog
+from evenload.integrations.callback import Callback, EndReason, RunEnd, RunStart, TensorBoardLog, WandbLog
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.counted import counted

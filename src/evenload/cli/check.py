@@ -12,9 +12,7 @@ from evenload.cli.options import calibration_cache
 from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
-    from evenload.check.smaller_run import Scope
-    from evenload.check.verdict import Verdict
-    from evenload.cli.stop_request import StopLine
+    from evenload.check.runner import Scope, Verdict
     from evenload.config.train_config import TrainConfig
     from evenload.types.layout import ParallelLayout
 
@@ -38,9 +36,8 @@ def check_command(
     import msgspec
     from rich.console import Console
 
-    from evenload.check.verdict import Verdict, exit_code
-    from evenload.cli.child_process import call_in_child, start_fork_server
-    from evenload.cli.launch import require_own_launch, run_local
+    from evenload.check.runner import Verdict, exit_code
+    from evenload.cli.launch import call_in_child, require_own_launch, run_local, start_fork_server
     from evenload.config.train_config import load_train_config
 
     require_train_extra("evenload check")
@@ -72,10 +69,10 @@ def _prepared(config: "TrainConfig", directory: Path) -> "tuple[Scope, ParallelL
     return prepared_check(config, directory)
 
 
-def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path, line: "StopLine") -> int:
+def _run_rank(config: "TrainConfig", scope: "Scope", cache: Path, answer: Path) -> int:
     from evenload.cli.check_worker import run_check_worker
 
-    return run_check_worker(config, scope, cache, answer, line)
+    return run_check_worker(config, scope, cache, answer)
 
 
 def _show(verdicts: list["Verdict"], seconds: float) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from evenload.check.run_checks import run_checks
-from evenload.check.smaller_run import Scope, checked_scope
-from evenload.cli.stop_request import StopLine
+from evenload.check.checks import run_checks
+from evenload.check.runner import Scope, checked_scope
 from evenload.cli.worker_setup import memory_for_rank, require_runnable, run_coefficients, started_rank
 from evenload.config.tokenizer import tokenizer_fact, tokenizer_warnings
 from evenload.config.train_config import TrainConfig, layout_of
@@ -39,7 +38,7 @@ def prepared_check(config: TrainConfig, directory: Path) -> tuple[Scope, Paralle
     return scope, layout, tuple(lines)
 
 
-def run_check_worker(config: TrainConfig, scope: Scope, cache: Path, answer: Path, line: StopLine) -> int:
+def run_check_worker(config: TrainConfig, scope: Scope, cache: Path, answer: Path) -> int:
     """One rank of the checks; rank 0 leaves the verdicts in a file. They end at once when they are asked to stop."""
     layout = layout_of(scope.config, model_spec(scope.config).num_layers)
     users = layout_of(config, model_spec(config).num_layers)

@@ -1,7 +1,7 @@
 """What the fork server does before it imports anything large; imported by name there, and nowhere else.
 
 Signals to the whole process group (Ctrl-C, a closed terminal, `kill -TERM -pgid`) are for the launcher and its ranks.
-The server only has to outlive them: it passes on how its ranks ended. `child_process` undoes this in every child.
+The server only has to outlive them: it passes on how its ranks ended. `launch` undoes this in every child.
 """
 
 import os

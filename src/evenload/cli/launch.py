@@ -1,7 +1,18 @@
-"""Starts local training processes and watches them: when one fails, the others stop and its error is shown.
+"""Local processes of a command: ranks, through torch's elastic launcher, and errands before them.
 
-Built on torch's elastic launcher, the same that `torchrun` uses, so a run started here and one started by
-`torchrun` are the same run. Signals are our own: the first one asks the ranks to end after the running step.
+    launcher -- starts --> fork server -- forks --> what is checked before the run; ranks
+
+The elastic launcher is the one that `torchrun` uses, so a run started here and one started by `torchrun` are the same
+run: ranks see the same environment and get stop signals as signals (`stop_request`). What is ours is how they start,
+the time that they have after a signal, and that a failure is one line.
+
+Processes come from a fork server that has imported torch, transformers and our modules once. Importing these takes
+seconds of a core, so a process that imported them anew would cost more than all of a small run. The server only imports
+and forks: no thread pool of torch's and nothing of CUDA is started there, which a child could not use. A child has the
+environment of its launcher's start, as a spawned one would.
+
+Children end with the launcher, however that ends: each watches a pipe that multiprocessing keeps open in its parent
+(`parent_process`), which is the launcher and not the server. The server ends by itself after launcher and children.
 """
 
 import logging
@@ -9,19 +20,25 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from typing import ParamSpec, TypeVar
 
 from evenload import errors
-from evenload.cli.child_process import begin_rank, start_fork_server
-from evenload.cli.stop_request import SAME_REQUEST_S, STOP_SIGNALS, StopLine, signal_name
+from evenload.cli.stop_request import SAME_REQUEST_S, STOP_SIGNALS, signal_name
 from evenload.errors import ConfigError, EvenloadError
 
-_END_AFTER_FAILURE_S = 10.0
-"""How long ranks may take to end after another has failed; a stopped process never would."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MOST_BYTES = 103 - len("/pymp-12345678/listener-12345678")  # of a socket's path on macOS; Linux takes 4 more
+_SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def require_own_launch(command: str) -> None:
@@ -30,15 +47,46 @@ def require_own_launch(command: str) -> None:
         raise ConfigError(f"{command} starts its own processes on one machine; run it without torchrun")
 
 
-def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float | None = None) -> None:
-    """Run `function(*arguments, line)` in that many processes with the environment of `torchrun`.
+def start_fork_server(*modules: str) -> None:
+    """Let a fork server import these while this process goes on; nothing happens where one runs already."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["evenload.cli.fork_server_start", *modules])
+    own = tempfile.gettempdir()
+    short = [
+        one for one in (own, *_SHORT_DIRECTORIES) if len(os.fsencode(one)) <= _MOST_BYTES and os.access(one, os.W_OK)
+    ]
+    if not short:
+        raise ConfigError(f"TMPDIR is {own}, too long for paths of sockets; set one of at most {_MOST_BYTES} bytes")
+    tempfile.tempdir = short[0]  # children make their sockets beside the server's, and other files where TMPDIR says
+    try:
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = own
 
-    SIGTERM, SIGHUP and Ctrl-C end this process with exit code 128 + signal, after the ranks.
+
+def call_in_child(function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
+    """Call a function in a process that has imported everything already, and return its result.
+
+    It, its arguments and what it returns are importable by name, and not large. Raises what the function raises, and
+    `EvenloadError` where the process was killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    try:
+        with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_errand) as pool:
+            return pool.submit(function, *arguments, **options).result()
+    except BrokenProcessPool as error:
+        raise EvenloadError(f"the process that checks the settings ended before it had an answer ({error})") from error
+
+
+def run_local(function: Callable[..., int], arguments: tuple, num_processes: int, *, grace_s: float = 0.0) -> None:
+    """Run `function(*arguments)` in that many processes with the environment of `torchrun`.
+
+    SIGTERM, SIGHUP and Ctrl-C go to the ranks, and end this process with exit code 128 + signal after them. Where a
+    rank fails the others are stopped, and killed after the 30 s of torch.
 
     Args:
-        function: importable by name in a new process; its last argument is a `StopLine`. Returns the number of
-            the signal because of which it ended early, or 0.
-        grace_s: seconds that ranks which train have after the first signal before they are killed; None = none.
+        function: importable by name in a new process. Returns the number of the signal because of which it ended
+            early, or 0.
+        grace_s: seconds that ranks have after the first signal before they are killed.
 
     Raises:
         EvenloadError: the first failing process's error, with its rank.
@@ -64,12 +112,13 @@ def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float 
         start_method="forkserver",
         signals_to_handle="SIGQUIT",
     )
-    line = StopLine()
-    guard = SignalGuard(line, grace_s, SignalException)
+    signals = _StopSignals(grace_s, SignalException)
     try:
-        with guard.watching():
-            returned = elastic_launch(config, _run_rank)(function, arguments, line)
+        with signals.handled():
+            returned = elastic_launch(config, _run_rank)(function, arguments)
     except ChildFailedError as failed:
+        if signals.first:  # a rank that did not listen yet has ended by it
+            raise SystemExit(128 + signals.first) from None
         rank, failure = failed.get_first_failure()
         raise _as_evenload_error(rank, failure) from None
     except SignalException as stopped:
@@ -78,91 +127,92 @@ def run_local(function, arguments: tuple, num_processes: int, *, grace_s: float 
         raise SystemExit(128 + number)
 
 
-def _run_rank(function: Callable[..., int | None], arguments: tuple, line: StopLine) -> int | None:
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    begin_rank()
-    try:
-        return record(function)(*arguments, line)
-    except BaseException:
-        line.has_failed.value = True
-        raise
-
-
-class SignalGuard:
-    """Signals to the launcher, and ranks that do not end. All killing happens in signal handlers, on the main thread,
-    which alone looks after the child processes."""
-
-    def __init__(self, line: StopLine, grace_s: float | None, ended: type[Exception]) -> None:
-        self._line, self._grace_s, self._ended = line, grace_s, ended
-        self._signal = 0
-        self._since_s = 0.0
-        self._over = threading.Event()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
-        # Stays: the watch may still send its signal when all is over, and there is nobody left to kill then.
-        signal.signal(signal.SIGALRM, self._on_alarm)
-        watch = threading.Thread(target=self._watch_failures, name="evenload-launcher", daemon=True)
-        watch.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        if self._signal:
-            if time.monotonic() - self._since_s >= SAME_REQUEST_S:
-                self._end(number)
-            return
-        self._signal, self._since_s = number, time.monotonic()
-        if self._grace_s is None:
-            self._end(number)
-        if not self._line.is_training.value:
-            tell(f"{signal_name(number)} before training began: ended, there is nothing to save")
-            self._end(number)
-        self._line.asked.value = number
-        tell(
-            f"{signal_name(number)}: the running step is finished and a checkpoint saved, for which there are "
-            f"{self._grace_s:.0f} s (train.stop_grace_s); a second signal ends the run at once"
-        )
-        signal.setitimer(signal.ITIMER_REAL, self._grace_s or 0.0)
-
-    def _on_alarm(self, number: int, frame: object) -> None:
-        if self._signal and time.monotonic() - self._since_s >= (self._grace_s or 0.0) - 0.1:
-            tell(f"no checkpoint within train.stop_grace_s = {self._grace_s:.0f}: killed; the one before is complete")
-            self._end(self._signal)
-        _kill_ranks()
-
-    def _end(self, number: int) -> None:
-        _kill_ranks()
-        raise self._ended(f"stopped by {signal_name(number)}", signal.Signals(number))
-
-    def _watch_failures(self) -> None:
-        """When a rank has failed, see that the others end, too."""
-        while not self._over.wait(0.25):
-            if self._line.has_failed.value:
-                if not self._over.wait(_END_AFTER_FAILURE_S):
-                    os.kill(os.getpid(), signal.SIGALRM)
-                return
-
-
-def _kill_ranks() -> None:
-    for process in multiprocessing.active_children():
-        process.kill()
-
-
 def tell(text: str) -> None:
-    """A line to people."""
+    """Write a line to people."""
     try:
         sys.stderr.write(f"evenload: {text}\n")
         sys.stderr.flush()
     except OSError:
         pass  # SIGHUP: the terminal is gone.
+
+
+class _StopSignals:
+    """Passes the first stop signal on to the ranks, and kills them at the second, or when the grace is over.
+
+    All of it happens in signal handlers, on the main thread, which alone looks after the child processes.
+    """
+
+    def __init__(self, grace_s: float, ended: type[Exception]) -> None:
+        self.first = 0
+        """The number of the first signal; 0 = none has come."""
+        self._grace_s, self._ended = grace_s, ended
+        self._since_s = 0.0
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        ranks = multiprocessing.active_children()
+        if self.first:
+            if time.monotonic() - self._since_s >= SAME_REQUEST_S:
+                self._kill(number)
+            return
+        self.first, self._since_s = number, time.monotonic()
+        if not ranks or not self._grace_s:
+            self._kill(number)
+        tell(
+            f"{signal_name(number)}: the running step is finished and a checkpoint saved, for which there are "
+            f"{self._grace_s:.0f} s (train.stop_grace_s); a second signal ends the run at once"
+        )
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid or 0, number)
+
+    def _on_alarm(self, number: int, frame: object) -> None:
+        tell(f"no checkpoint within train.stop_grace_s = {self._grace_s:.0f}: killed; the one before is complete")
+        self._kill(self.first)
+
+    def _kill(self, number: int) -> None:
+        for rank in multiprocessing.active_children():
+            rank.kill()
+        raise self._ended(f"stopped by {signal_name(number)}", signal.Signals(number))
+
+
+def _run_rank(function: Callable[..., int], arguments: tuple) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    for number in STOP_SIGNALS:  # the fork server ignores them
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _end_with_launcher()
+    return record(function)(*arguments) or 0
+
+
+def _begin_errand() -> None:
+    # Ctrl-C stays ignored, as in the server: the launcher gets it, too, and says what there is to say.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    _end_with_launcher()
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        # Not an exception: the main thread may wait for another rank, and nobody is left to tell.
+        os._exit(1)
+
+    threading.Thread(target=watch, name="evenload-life-line", daemon=True).start()
 
 
 def _as_evenload_error(rank: int, failure) -> EvenloadError:

@@ -23,8 +23,8 @@ from evenload.data.lengths import LengthTable, count_documents, read_length_tabl
 from evenload.data.number_files import holds_numbers
 from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import open_tokenizer
-from evenload.engines.catalog import ENGINES
 from evenload.errors import ConfigError
+from evenload.integrations.catalog import ENGINES
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.plan.strategies.strategy import LeftOutStrategy, Strategy

@@ -18,12 +18,12 @@ from evenload.cli.plan_arguments import LengthSource, PlanArguments
 from evenload.cli.plan_found import FoundPlans, find_plans
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
 from evenload.data.lengths import LengthTable, checked_lengths
-from evenload.engines.evaluate import EngineEvaluation
 from evenload.errors import ConfigError, DataError
 from evenload.explore.evaluate import StrategyResult
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.worst_batch import WorstBatch
+from evenload.integrations.evaluate import EngineEvaluation
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import strategies_table, write_report
 from evenload.report.table import is_feasible, shown_columns

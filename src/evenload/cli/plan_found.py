@@ -35,18 +35,17 @@ from evenload.cli.plan_layout import (
 )
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.lengths import LengthTable
-from evenload.engines.catalog import engine_named
-from evenload.engines.engine_planner import EnginePlanner
-from evenload.engines.evaluate import EngineEvaluation, evaluate_engine
-from evenload.engines.profile import EngineProfile
-from evenload.engines.projection import StepShape
-from evenload.engines.refusals import BEST, require_heads, require_strategy
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, Headline, StrategyPlanners, evaluate_strategies, headline
 from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult, layout_sizes
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.explore.worst_batch import WorstBatch, find_worst
+from evenload.integrations.catalog import engine_named
+from evenload.integrations.engine_profile import BEST, EngineProfile, require_heads, require_strategy
+from evenload.integrations.evaluate import EngineEvaluation, evaluate_engine
+from evenload.integrations.planner import EnginePlanner
+from evenload.integrations.projection import StepShape
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.plan.strategies.best_fit import BEST_FIT

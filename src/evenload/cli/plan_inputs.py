@@ -22,19 +22,19 @@ from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
-from evenload.cost.coverage import (
+from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
+from evenload.cost.validity import (
     completed_from_cluster,
     in_measured_precision,
     require_measured_on,
 )
-from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.data.hub import model_from
-from evenload.engines.catalog import engine_named
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
 from evenload.explore.stage_layers import usable_bytes
+from evenload.integrations.catalog import engine_named
 from evenload.plan.problem.options import PlanOptions
 from evenload.report.units import format_percent
 from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec

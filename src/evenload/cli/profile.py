@@ -15,7 +15,6 @@ from evenload.types.train_extra import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.profile_worker import ProfileOptions
-    from evenload.cli.stop_request import StopLine
     from evenload.types.layout import ParallelLayout
 
 _LEAST_LONGEST = 1024
@@ -56,8 +55,7 @@ def profile_command(
 
     The file says what it was measured on, and how far predictions were off on packs that the fit had not seen.
     """
-    from evenload.cli.child_process import call_in_child, start_fork_server
-    from evenload.cli.launch import run_local
+    from evenload.cli.launch import call_in_child, run_local, start_fork_server
 
     require_train_extra("evenload profile")
     if not minutes > 0:
@@ -109,7 +107,7 @@ def _run_under_torchrun(given: dict, output: Path) -> None:
 
 
 def _finish(found: CostCoefficients, output: Path) -> None:
-    from evenload.calibrate.partial_file import partial_path
+    from evenload.calibrate.profile import partial_path
 
     new = output.with_name(f"{output.name}.new")
     write_output(new, encode_coefficients(found))
@@ -128,7 +126,7 @@ def _checked(given: dict) -> "tuple[ProfileOptions, ParallelLayout]":
     return options, checked_profile(options, None)
 
 
-def _run_rank(options: "ProfileOptions", answer: Path, line: "StopLine") -> int:
+def _run_rank(options: "ProfileOptions", answer: Path) -> int:
     from evenload.cli.profile_worker import run_profile_worker
 
-    return run_profile_worker(options, answer, line)
+    return run_profile_worker(options, answer)

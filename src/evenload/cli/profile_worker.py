@@ -12,11 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
-from evenload.calibrate.memory_counts import resident_bytes
-from evenload.calibrate.partial_file import partial_path
-from evenload.calibrate.profile import ProfileTask, profile
+from evenload.calibrate.kernels import resident_bytes
+from evenload.calibrate.profile import ProfileTask, partial_path, profile
 from evenload.cli.options import parse_layout
-from evenload.cli.stop_request import StopLine
 from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
 from evenload.config.sections import RunConfig
 from evenload.config.train_config import BYTES_PER_ELEMENT
@@ -80,7 +78,7 @@ def checked_profile(options: ProfileOptions, processes_here: int | None) -> Para
     return layout
 
 
-def run_profile_worker(options: ProfileOptions, answer: Path | None, line: StopLine | None = None) -> int:
+def run_profile_worker(options: ProfileOptions, answer: Path | None) -> int:
     """One rank of a profile; rank 0 leaves the coefficients in a file. It ends at once when it is asked to stop; passes
     that are done are kept."""
     config, model = _model(options)

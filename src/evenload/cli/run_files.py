@@ -24,8 +24,8 @@ import msgspec
 
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
-from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.validity import completed_between_layouts
 from evenload.errors import DataError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_planned_step

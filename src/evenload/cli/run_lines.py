@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenload.bench.runs import QUIET_WAITED_SHARE
 from evenload.cost.coefficients import CostCoefficients, OverlapCost
-from evenload.cost.coverage import completed_between_layouts
+from evenload.cost.validity import completed_between_layouts
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
@@ -181,7 +181,7 @@ def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_
 
     Args:
         ratios: measured over predicted seconds of the steps after the first.
-        waited_share: of the time, in which this rank stood without a core (`cost.measured_on.Disturbance`).
+        waited_share: of the time, in which this rank stood without a core (`cost.coefficients.Disturbance`).
     """
     if not ratios:
         return ""

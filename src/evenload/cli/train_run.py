@@ -16,7 +16,6 @@ from evenload.types.counted import counted
 from evenload.types.train_extra import needs_train_extra
 
 if TYPE_CHECKING:
-    from evenload.cli.stop_request import StopLine
     from evenload.config.train_config import TrainConfig
     from evenload.integrations.callback import Callback
     from evenload.types.layout import ParallelLayout
@@ -74,8 +73,7 @@ def train_run(
 def _run_in_processes(
     settings: "TrainConfig", command: str, callbacks: "tuple[Callback, ...]", nproc: int | None
 ) -> int:
-    from evenload.cli.child_process import call_in_child, start_fork_server
-    from evenload.cli.launch import run_local
+    from evenload.cli.launch import call_in_child, run_local, start_fork_server
 
     # Everything a user can get wrong is checked here, once, before ranks start.
     start_fork_server("evenload.cli.train_worker", "evenload.cli.worker_setup")
@@ -151,13 +149,7 @@ def _checked_layout(settings: "TrainConfig") -> "ParallelLayout":
     return layout
 
 
-def _run_rank(
-    settings: "TrainConfig",
-    cache: Path,
-    command: str,
-    callbacks: "tuple[Callback, ...]",
-    line: "StopLine | None" = None,
-) -> int:
+def _run_rank(settings: "TrainConfig", cache: Path, command: str, callbacks: "tuple[Callback, ...]") -> int:
     from evenload.cli.train_worker import RunTask, run_worker
 
-    return run_worker(RunTask(config=settings, cache=cache, command=command, callbacks=callbacks), line)
+    return run_worker(RunTask(config=settings, cache=cache, command=command, callbacks=callbacks))

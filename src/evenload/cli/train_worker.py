@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from evenload.calibrate.deterministic_price import deterministic_price
-from evenload.calibrate.disturbance import CoreWaits
+from evenload.calibrate.fit import CoreWaits
+from evenload.calibrate.kernels import deterministic_price
 from evenload.cli.callback_calls import CallbackCalls
 from evenload.cli.run_end import leave_finished, show_stopped
 from evenload.cli.run_files import RunWriter
@@ -33,7 +33,7 @@ from evenload.cli.run_lines import (
     validation_lines,
 )
 from evenload.cli.step_profile import StepProfile
-from evenload.cli.stop_request import StopLine, StopRequest
+from evenload.cli.stop_request import StopRequest
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.config.layouts import fitted_config, layouts_of
 from evenload.config.train_config import TrainConfig, layout_of
@@ -72,14 +72,11 @@ class RunTask:
     callbacks: tuple[Callback, ...] = ()
 
 
-def run_worker(task: RunTask, line: StopLine | None = None) -> int:
+def run_worker(task: RunTask) -> int:
     """Train with this process as one rank; rank 0 shows and writes. Returns the signal that stopped the run, or 0.
 
     Under a torchrun that restarts processes (`--max-restarts`) the layout is fitted to the ranks that it has started,
     and a rank that loses another one ends at once, so that its agent acts.
-
-    Args:
-        line: to our launcher; None under another one.
 
     Raises:
         ConfigError: settings that do not go together, or another number of ranks than the layout has.
@@ -92,7 +89,7 @@ def run_worker(task: RunTask, line: StopLine | None = None) -> int:
         return 0
     try:
         with started_rank(task.config, *layouts) as setup:
-            return train_as_rank(task, setup, StopRequest(line))
+            return train_as_rank(task, setup, StopRequest())
     except Exception as error:
         if may_restart and (isinstance(error, RankLostError) or comes_of_transport(error)):
             # Threads and groups may wait for ranks that are gone, and the agent waits for this process.

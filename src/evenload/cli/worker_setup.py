@@ -24,9 +24,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenload.attention.backends import select_backend
-from evenload.calibrate.calibrate import calibrate
-from evenload.calibrate.cost_cache import cached_path, read_cached, write_cached
-from evenload.calibrate.overlap import measured_overlap
+from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
+from evenload.calibrate.links import measured_overlap
 from evenload.cli.plan_inputs import cost_file_warnings
 from evenload.config.layouts import layouts_of, require_optimizer
 from evenload.config.planner import process_memory_bytes
@@ -34,7 +33,7 @@ from evenload.config.sections import RunConfig, validation_data
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
-from evenload.cost.coverage import missing_costs, require_covered
+from evenload.cost.validity import missing_costs, require_covered
 from evenload.data.config import mixture_configs
 from evenload.data.hub import local_path
 from evenload.data.part_files import open_part

@@ -8,8 +8,8 @@ import msgspec
 
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.coverage import completed_between_layouts
 from evenload.cost.host_memory import HostMemory, host_memory_of_node
+from evenload.cost.validity import completed_between_layouts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner

@@ -7,9 +7,9 @@
                           prefix's keys are read inside the kernel)
     pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens: see `cost.coefficients` why the
                           loss of small products is a constant
-    tensor_exposed_share  1 - hidden share: of the 10 transfers of a layer (`cost.group_comm`) 6 are in 4 chunks, all
+    tensor_exposed_share  1 - hidden share: of the 10 transfers of a layer (`cost.groups`) 6 are in 4 chunks, all
                           but the first of which products hide, and 4 hide whole behind weight gradients; a hidden
-                          second costs the products 0.2 (`BesideCompute`). Half of the products hide something at most
+                          second costs the products 0.2 (`OverlapCost`). Half of the products hide something at most
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
 All are of one device that computes whole layers, except the constants of a pack; `cost.pack_cost` divides by tp and
@@ -20,11 +20,14 @@ strategies are trustworthy, absolute seconds need calibration.
 
 import msgspec
 
-from evenload.cost.activation import kv_gradient_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
-from evenload.cost.flops import BACKWARD_ATTENTION_RATIO, backward_linear_ratio
-from evenload.cost.group_comm import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ring_seconds
-from evenload.cost.support import require_supported_layout
+from evenload.cost.groups import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ring_seconds
+from evenload.cost.layer_counts import (
+    BACKWARD_ATTENTION_RATIO,
+    backward_linear_ratio,
+    kv_gradient_bytes_per_token,
+    require_supported_layout,
+)
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec
 from evenload.types.counted import counted

@@ -1,8 +1,18 @@
-"""`CostCoefficients`: everything the cost model knows about a device, in seconds and bytes, by value.
+"""What the coefficients of a cost file were measured on: the model, the layout, and how busy the machine was
+meanwhile.
+
+`Profile`: what stands beside the coefficients of a cost file that `evenload profile` measured.
+
+How, when and on what it was measured, how far the fit is off on packs that it had not seen, and the curves behind
+coefficients that are one number each. Planning reads none of it; people, reports and the intervals of predictions do.
+
+`CopySpec`: what a change of the layout takes between processes of a machine that read each other's memory.
+
+`CostCoefficients`: everything the cost model knows about a device, in seconds and bytes, by value.
 
 The analytic model (`cost.analytic`) and the calibration on the user's device fill the same struct, so that
 planners and the simulator never know where a number came from. A file of it is plain JSON and is the only way
-in which measurements return to planning; it says what it was measured on (`cost.coverage` compares that with what is
+in which measurements return to planning; it says what it was measured on (`cost.validity` compares that with what is
 planned), and what was not measured is absent rather than free.
 
 Time of a pack on one layer is linear in five features of the pack:
@@ -23,21 +33,288 @@ A device that its host only queues work for is never ahead of its host, which ne
 
     host_slice_s · slices + host_pack_s
 
-A pack on a stage takes the longer of the two. Where both were measured (`calibrate.pack_clock`) small packs take their
+A pack on a stage takes the longer of the two. Where both were measured (`calibrate.rounds`) small packs take their
 host's seconds; data sheets have none and put launches into `pack_s`, on top of the device's, which is never less.
 """
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from evenload.cost.copy_spec import CopySpec
-from evenload.cost.measured_on import Disturbance, MeasuredOn
-from evenload.cost.profile_record import Profile, digest_of
 from evenload.errors import ConfigError, unreadable
 from evenload.types.base import Frozen
 from evenload.types.cluster import LinkSpec, device_share, group_link
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+# Above these, predicted seconds are off by more than what plans decide by. A quiet machine stays far below.
+_MOST_WAITED_SHARE = 0.15
+_MOST_SPREAD = 0.5
+
+
+class Disturbance(Frozen):
+    """How busy something else kept the machine while it was timed; of several ranks, the most that any had.
+
+    Args:
+        waited_share: of the time, in which its busiest thread stood ready and had no core, beyond what the run's own
+            processes take from each other.
+        spread: by how much the mean of repeated timings is above the fastest, over all packs together.
+    """
+
+    waited_share: float
+    spread: float
+
+    @property
+    def is_noisy(self) -> bool:
+        """Too much for what was timed to be believed."""
+        return self.size > 1
+
+    @property
+    def size(self) -> float:
+        """To tell the quieter of two measurements."""
+        return max(self.waited_share / _MOST_WAITED_SHARE, self.spread / _MOST_SPREAD)
+
+    def describe(self) -> str:
+        return (
+            f"processes stood without a core for {self.waited_share:.0%} of the time, and repeated timings were "
+            f"{self.spread:.0%} above the fastest"
+        )
+
+
+class MeasuredOn(Frozen):
+    """What measured coefficients were measured on.
+
+    Args:
+        model: whose layers were timed, in the precision that they computed in.
+        dp, cp, pp, tp: sizes of the layout that ran; links between more devices than those are not known.
+        disturbance: of the machine meanwhile; None = not known (cost files of older versions).
+    """
+
+    model: ModelSpec
+    dp: int
+    cp: int
+    pp: int
+    tp: int
+    disturbance: Disturbance | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("dp", "cp", "pp", "tp"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"measured_on: {field} is {getattr(self, field)}, must be at least 1")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp * self.pp * self.tp
+
+
+class FitError(Frozen):
+    """Seconds predicted / measured - 1 of packs that were left out of the fit (k-fold), as absolute values.
+
+    Args:
+        packs: that were timed; folds: into which they were dealt.
+        median, p90: of all of them; 0.05 = 5 %.
+    """
+
+    packs: int
+    folds: int
+    median: float
+    p90: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.median <= self.p90):
+            raise ConfigError(
+                f"profile: errors of a fit are median {self.median} and p90 {self.p90}; 0 <= median <= p90"
+            )
+
+
+class TimedPack(Frozen):
+    """One pack of the grid on one layer.
+
+    Args:
+        slices: (start, stop, how many documents have this slice).
+        measured_s: median over passes and ranks.
+        left_out_s: what the fit says that had not seen this pack.
+    """
+
+    direction: Literal["forward", "backward"]
+    slices: tuple[tuple[int, int, int], ...]
+    measured_s: float
+    left_out_s: float
+
+
+class KernelRate(Frozen):
+    """What a kernel reaches at one size.
+
+    Args:
+        rows: tokens, or queries; prefix: keys before the first query, for attention.
+    """
+
+    kernel: Literal["matmul", "attention forward", "attention backward"]
+    rows: int
+    prefix: int
+    flops_per_s: float
+
+
+class TransferCurve(Frozen):
+    """Seconds of one kind of transfer over sizes, and what is read from them (Skrull, Table 5 and Eq. 16).
+
+    Args:
+        ranks: of the group.
+        num_bytes: that one link carries, ascending; seconds: of each, median.
+        latency_s, bandwidth_bytes_per_s: seconds = latency + bytes / bandwidth. Below `threshold_bytes` the latency
+            is more than half of it.
+        hidden_share: of local attention's seconds, those behind which the transfer hid when both ran at once; None
+            where they were not tried together. Negative: attention was slowed down by more than what was hidden.
+    """
+
+    kind: Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
+    ranks: int
+    num_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    hidden_share: float | None = None
+
+    @property
+    def threshold_bytes(self) -> float:
+        """Below this the constant part is the larger one."""
+        return self.latency_s * self.bandwidth_bytes_per_s
+
+
+class Profile(Frozen):
+    """How coefficients were measured.
+
+    Args:
+        date: of the end, ISO 8601 in UTC.
+        versions: of what computes, by name.
+        dtype, attention: of the layers that were timed, and their attention backend.
+        layers: that were timed on every rank; seconds in the cost file are of one.
+        passes: over the whole grid, interleaved; measured seconds are medians over them.
+        seconds: that measuring took, all calls together.
+        outliers, timings: repeats that lay far from the median of their pack (more than 5 deviations), of so many.
+        waited_share, spread: how much the machine was disturbed, see `cost.coefficients.Disturbance`.
+        forward, backward: the fit's error on packs that it had not seen.
+        packs: the grid with its residuals.
+        activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
+        held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 where the system does not
+            say), at the peak of the longest round; counted_bytes: that its tensors needed.
+        has_overlap: it measured `CostCoefficients.overlap`; else a run measures it.
+        digest: of the coefficients as they were measured, to notice a later change by hand.
+    """
+
+    date: str
+    versions: dict[str, str]
+    dtype: str
+    attention: str
+    layers: int
+    passes: int
+    seconds: float
+    outliers: int
+    timings: int
+    waited_share: float
+    spread: float
+    forward: FitError
+    backward: FitError
+    packs: tuple[TimedPack, ...]
+    kernels: tuple[KernelRate, ...]
+    transfers: tuple[TransferCurve, ...]
+    activation_bytes: dict[str, int]
+    held_bytes: int
+    counted_bytes: int
+    has_overlap: bool = False
+    digest: str = ""
+
+
+def digest_of(coefficients: msgspec.Struct) -> str:
+    """Of all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
+    default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and what it
+    overlaps, which it chooses, and what copies take between its processes, which it measures."""
+    tree = _said(coefficients)
+    for of_run in (
+        "context_exchange",
+        "overlap_reduction",
+        "overlap_gather",
+        "copies",
+    ):
+        tree.pop(of_run, None)
+    if "profile" in tree:
+        tree["profile"].pop("digest", None)
+        if not tree["profile"].get("has_overlap"):
+            tree.pop("overlap", None)
+    return hashlib.sha256(msgspec.json.encode(tree, order="deterministic")).hexdigest()[:16]
+
+
+def _said(value: Any) -> Any:
+    if not isinstance(value, msgspec.Struct):
+        return [_said(one) for one in value] if isinstance(value, tuple) else value
+    fields = msgspec.structs.fields(value)
+    return {f.name: _said(own) for f in fields if (own := getattr(value, f.name)) != f.default}
+
+
+class CopySpec(Frozen):
+    """Measured between the ranks of a machine.
+
+    Args:
+        rank_bytes_per_s: of one rank that reads alone.
+        machine_bytes_per_s: of all ranks of a machine together when all read at once; they share its cores and memory.
+        taken_bytes_per_s: the same, of memory that is touched for the first time.
+        fixed_s: what a switch takes whatever moves: ranks meet, and know what moves.
+        layer_s: for each layer that a rank holds in the new layout: stages are arranged anew.
+        gained_s, left_s: for each piece of the model that a rank comes to hold, beside its bytes, and that it holds no
+            more.
+        num_ranks: of the run that measured: with another number others share cores and memory; 0 = unknown.
+
+    Raises:
+        ConfigError: a rate that is not above 0, or negative seconds or ranks.
+    """
+
+    rank_bytes_per_s: float
+    machine_bytes_per_s: float
+    taken_bytes_per_s: float
+    fixed_s: float
+    layer_s: float = 0.0
+    gained_s: float = 0.0
+    left_s: float = 0.0
+    num_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("rank_bytes_per_s", "machine_bytes_per_s", "taken_bytes_per_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be > 0")
+        for field in ("fixed_s", "layer_s", "gained_s", "left_s"):
+            if not getattr(self, field) >= 0:
+                raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be >= 0 seconds")
+        if self.num_ranks < 0:
+            raise ConfigError(f"copies of a cost file: num_ranks is {self.num_ranks}, must be >= 0; 0 = unknown")
+
+    def arranging_seconds(self, num_layers: int, num_gained: int, num_left: int) -> float:
+        """What a switch takes whatever moves, on a rank that holds so many layers afterwards, and comes to hold and
+        leaves so many pieces."""
+        return self.fixed_s + self.layer_s * num_layers + self.gained_s * num_gained + self.left_s * num_left
+
+    def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int, tp: int) -> float:
+        """Until every rank has read what it lacks; without `arranging_seconds`.
+
+        Args:
+            read_bytes: by rank, of one tensor-parallel place; each of the `tp` reads as much beside it.
+        """
+        machines: dict[int, float] = {}
+        for rank, count in read_bytes.items():
+            machines[rank // ranks_per_machine] = machines.get(rank // ranks_per_machine, 0.0) + count
+        alone_s = max(read_bytes.values(), default=0.0) / self.rank_bytes_per_s
+        return max(alone_s, tp * max(machines.values(), default=0.0) / self.machine_bytes_per_s)
+
+
+def most_layers(layout: ParallelLayout) -> int:
+    """That one pipeline rank holds."""
+    held: dict[int, int] = {}
+    for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
+        held[rank] = held.get(rank, 0) + last - first
+    return max(held.values())
+
 
 _SECONDS = (
     "embedding_s_per_token", "head_s_per_token", "head_pack_s", "optimizer_s_per_parameter", "p2p_latency_s",
@@ -125,7 +402,7 @@ class CostCoefficients(Frozen):
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
         weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Less than
             half where elementwise work, which stays in I, is a part of these seconds; None = not measured, and half is
-            taken, which it is by count of products (`cost.split_backward`).
+            taken, which it is by count of products (`cost.pipeline_tasks`).
         context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
             V of others hide; below 1 because both slow each other down.
         copy_s_per_byte: read one byte and write it elsewhere on the device.
@@ -235,6 +512,13 @@ class CostCoefficients(Frozen):
 
     def _overlap_if(self, *, is_wanted: bool) -> OverlapCost | None:
         return self.overlap if is_wanted and self.overlap is not None and self.overlap.pays else None
+
+    def split_share(self, model: ModelSpec) -> float:
+        """Return, of the backward of linear layers, the share that W of a split backward defers: `weight_share`, half
+        where it was not measured, nothing where the matrices are frozen (LoRA)."""
+        if model.adapter_parameters_per_layer:
+            return 0.0
+        return 0.5 if self.weight_share is None else self.weight_share
 
     def stage_link(self) -> LinkSpec:
         """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""

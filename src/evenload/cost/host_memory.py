@@ -1,6 +1,6 @@
 """Host memory that offloaded activations take on a node.
 
-What a rank holds there follows its actions: a forward's offloaded rows from its start on (`cost.activation`: all that
+What a rank holds there follows its actions: a forward's offloaded rows from its start on (`cost.layer_counts`: all that
 `replay` would keep), until the backward that contains a chunk's first token ends, as on the device. The memory is
 page-locked and not given back within a run (`runtime/replay/host_arena.py`), so a rank's peak is what it holds, and a
 node's need is the sum of the peaks of its ranks, whenever each of them is.
@@ -13,6 +13,20 @@ Of a node's memory `OFFLOAD_SHARE` is for this. Of 2 TB it leaves 300 GB: 80 GB 
 pinned memory rounds up, about 100 GB of llama-150b on 32 nodes; 1 % of what is offloaded for what the arena holds
 beyond it (tests/runtime/test_host_arena.py); 100 GB for the system and its page cache. A
 large model on few nodes has a larger copy: there `host_memory_bytes` is to be lowered by it.
+
+Main memory of a whole training process on a CPU: what a system's monitor shows, and a container limits.
+
+    fixed       interpreter, libraries, process groups, loader: measured by the run itself before its first step
+    static      weights, gradients and optimizer state (`cost.memory`), all touched before the first step
+    first use   what kernels load when they first run
+    step        activations and buffers at their simulated peak, and what the C library's allocator holds beyond it:
+                freed tensors below its threshold stay with the process, in pieces that others do not fill
+    update      gloo's copy of the largest unit's gradients, which may come beside the last backward, and the norm's
+                fp64 copy of a shard: above the threshold on top of what is kept of the step, below it out of that
+
+The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc). What is kept of a
+step is still there in the next, so a run's prediction never falls. On a GPU nothing of this holds: the fixed part is
+the driver's, the allocator torch's (`reserved_bytes` and `fragmentation_share` of a device).
 """
 
 from collections.abc import Sequence
@@ -22,13 +36,19 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import OFFLOAD, activation_bytes_per_token
-from evenload.cost.memory import count_tokens
+from evenload.cost.layer_counts import OFFLOAD, activation_bytes_per_token
+from evenload.cost.memory import (
+    count_tokens,
+    embedding_parameters,
+    static_bytes,
+    trained_layer_parameters,
+)
 from evenload.types.cluster import ClusterSpec
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns
+from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS
 
 OFFLOAD_SHARE = 0.85
@@ -82,7 +102,7 @@ def peak_host_bytes(
     Args:
         forward, backward: the replica's packs.
         num_tokens: int64[num_documents] of the replica's documents.
-        policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
+        policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
         actions: the order in which ranks run the packs.
     """
     if policy is None or not (policy == OFFLOAD).any():
@@ -136,3 +156,35 @@ def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]
     padded = np.zeros(-(-len(of_devices) // devices_per_node) * devices_per_node, np.int64)
     padded[: len(of_devices)] = of_devices
     return int(padded.reshape(-1, devices_per_node).sum(axis=1).max())
+
+
+ALLOCATOR_SHARE = 0.3
+"""Of activations and buffers at their peak, held by the allocator beyond them."""
+FIRST_USE_BYTES = 44 * 2**20
+"""Of oneDNN, MKL and autograd's threads."""
+MAPPED_BYTES = 32 * 2**20
+"""Above it glibc maps memory for a tensor alone and unmaps it at once (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
+
+
+def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
+    """Predicted peak of the fullest process while it runs a plan, alone or after lighter ones.
+
+    Args:
+        fixed_bytes: resident bytes before the first step beside weights, gradients and optimizer state.
+    """
+    layout = plan.layout
+    static = int(static_bytes(model, layout).max())
+    activations = plan.predicted.peak_memory_bytes - static
+    # The fewest have the largest shards; only ranks that share weights reduce anything.
+    copies, element = min(layout.data_sizes), max(model.bytes_per_element, 4)
+    unit = max(trained_layer_parameters(model, layout.tp), _trained_embedding(model, layout.tp))
+    after = [8 * -(-unit // copies)]
+    if max(layout.data_sizes) > 1:
+        after.append(element * unit)
+    mapped = sum(one for one in after if one > MAPPED_BYTES)
+    kept = max(round((1 + ALLOCATOR_SHARE) * activations), sum(after) - mapped)
+    return fixed_bytes + static + FIRST_USE_BYTES + kept + mapped
+
+
+def _trained_embedding(model: ModelSpec, tp: int) -> int:
+    return 0 if model.adapter_parameters_per_layer else embedding_parameters(model, tp) + model.position_parameters

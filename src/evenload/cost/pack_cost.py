@@ -1,34 +1,71 @@
-"""`PackCosts`: seconds of packs, documents and transfers for one model, one device and one layout.
+"""`SliceFeatures`: what the cost of a slice, or of a pack, is linear in.
 
-Every pack is reduced to a few features (`cost.slice_features`); a stage is a row of rates (`cost.stage_rates`); seconds
+Columns: tokens, slices, 1, then pairs and prefix of each distinct window of the model.
+
+- Sliding windows: layers with equal windows share one pair count.
+- Tiles: flash attention computes whole blocks of `tile` query rows. The rows a slice lacks to full blocks cost like its
+  last row, which sees `min(stop, window)` keys (WLB §5.2).
+- Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes one
+  near the start and one near the end; a shorter one stays whole on some rank where the sharding leaves it whole
+  (`mixed`). Features are those of one rank, on average over the ranks.
+
+`StageRates`: seconds that a feature of a pack (`cost.pack_cost`) costs on every virtual stage of one layout.
+
+The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head. Tensor parallelism
+divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.groups`). Who shares a pack, and
+policies, are `cost.pack_cost`'s.
+
+`CostTable`: one model, device and layout as the plain numbers that native prices are made of (`native/price.h`).
+
+Formulas stay in `cost.pack_cost`, `cost.memory`, `cost.groups` and `cost.pipeline_tasks`; here they are only
+evaluated per stage. Made once for a planner; pricing a pack then multiplies and adds in the core.
+
+`PackCosts`: seconds of packs, documents and transfers for one model, one device and one layout.
+
+Every pack is reduced to a few features (`cost.pack_cost`); a stage is a row of rates (`cost.pack_cost`); seconds
 are one small matrix product. O(slices) numpy per direction, no Python loop.
 
 Details that matter:
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
 - A stage's host may take longer to queue a pack than its device to compute it: a pack takes the longer of the two.
 - Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
-  pack costs what its ranks take on average. K and V travel for slices that are cut (`cost.group_comm`). That is
-  what searches compare; what a plan promises is the slowest rank by its own rows (`cost.ranked_packs`).
+  pack costs what its ranks take on average. K and V travel for slices that are cut (`cost.groups`). That is
+  what searches compare; what a plan promises is the slowest rank by its own rows (`cost.pack_split`).
 - Recomputed layers of the layout (`ParallelLayout.stage_recomputed`): part of what a token and a pack cost in backward.
-- Policies (`cost.activation`): a recomputed document pays the matrix products that are made again in backward, which
+- Policies (`cost.layer_counts`): a recomputed document pays the matrix products that are made again in backward, which
   is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
   its copies to or from the host.
 """
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload import _native
-from evenload.cost.activation import OFFLOAD, RECOMPUTE, activation_bytes_per_token
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.group_comm import context_seconds
-from evenload.cost.memory import trained_parameters_per_rank
-from evenload.cost.native_table import native_table
-from evenload.cost.slice_features import SliceFeatures, pairs_column, policy_tokens, prefix_column, weighted
-from evenload.cost.stage_rates import StageRates
-from evenload.cost.support import require_supported_layout
+from evenload.cost.groups import (
+    ContextTraffic,
+    context_seconds,
+    context_traffic,
+    recompute_seconds,
+    ring_home,
+    tensor_seconds,
+    weight_gather_seconds,
+)
+from evenload.cost.layer_counts import (
+    KEY_GRADIENT_BYTES,
+    OFFLOAD,
+    POLICIES,
+    RECOMPUTE,
+    activation_bytes_per_token,
+    recomputed_share,
+    require_supported_layout,
+    slice_pairs,
+    weight_elements_per_token,
+)
+from evenload.cost.memory import HEAD_ROWS, byte_rates, trained_parameters_per_rank
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns
@@ -36,6 +73,277 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 from evenload.types.work import WorkCurve
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceFeatures:
+    """Of slices of one model.
+
+    Args:
+        windows: the distinct ones of its layers, 0 = full.
+        tile: query rows of one attention block; an incomplete block costs a whole one.
+        causal: every token sees those before it; else the whole document.
+        keeps_short_whole: short slices of a shared pack stay whole on one rank.
+    """
+
+    windows: tuple[int, ...]
+    tile: int
+    causal: bool
+    keeps_short_whole: bool
+
+    def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+        """float64[num_packs, num_columns], of one of the ranks that share each pack.
+
+        Args:
+            chosen: bool[num_slices] that count; None = all.
+        """
+        pack = columns.pack_of_slice()
+        stop = columns.start + columns.slice_tokens()
+        slices = self.of_slices(columns.start, stop, columns.cp)
+        if chosen is not None:
+            slices = slices * chosen[:, None]
+        packs = columns.num_packs
+        out = np.empty((packs, slices.shape[1]))
+        for column in (0, 1, *range(3, slices.shape[1])):
+            out[:, column] = np.bincount(pack, weights=slices[:, column], minlength=packs)
+        out[:, 2] = 1.0
+        return out
+
+    def of_slices(
+        self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None, tile: int | None = None
+    ) -> NDArray[np.float64]:
+        """float64[num_slices, num_columns]; column 2 is left 1 for the pack constant.
+
+        Args:
+            ranks: int64[num_slices] that share each slice; None = 1.
+            tile: other than this model's attention has.
+        """
+        if ranks is not None and (ranks > 1).any():
+            return self._of_shared_slices(start, stop, ranks)
+        tile = self.tile if tile is None else tile
+        rows = stop - start
+        out = np.ones((len(rows), num_columns(len(self.windows))))
+        out[:, 0] = rows
+        missing_rows = -rows % tile
+        for index, window in enumerate(self.windows):
+            last_row_keys = np.minimum(stop, window) if window else stop
+            pairs = slice_pairs(start, stop, window, causal=self.causal)
+            out[:, pairs_column(index)] = pairs + missing_rows * last_row_keys
+            out[:, prefix_column(index)] = np.minimum(start, window) if window else start
+        return out
+
+    def is_sharded(self, rows: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Slices that are cut over their ranks; the others stay whole on one of them."""
+        shortest = 2 * ranks * self.tile if self.keeps_short_whole else 0
+        return (ranks > 1) & (rows >= shortest)
+
+    def _of_shared_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """As `of_slices` of one of the ranks that share each slice, on average over them."""
+        rows = stop - start
+        sharded = self.is_sharded(rows, ranks)
+        share = 1.0 / ranks
+        out = np.ones((len(rows), num_columns(len(self.windows))))
+        out[:, 0] = rows * share
+        out[:, 1] = np.where(sharded, 2.0, share)
+        chunk = -(-rows // (2 * ranks))
+        # Chunks i and 2·ranks - 1 - i of a rank begin and end, on average, here: the rows they lack to tiles see so
+        # many keys.
+        chunk_start = start + rows * (2 * ranks - 1) / (4.0 * ranks)
+        chunk_end = start + rows * (2 * ranks + 1) / (4.0 * ranks)
+        for index, window in enumerate(self.windows):
+            last_row_keys = np.minimum(stop, window) if window else stop
+            chunk_keys = np.minimum(chunk_end, window) if window else chunk_end
+            missing_if_cut = 2 * (-chunk % self.tile) * chunk_keys
+            missing_if_whole = (-rows % self.tile) * last_row_keys * share
+            missing = np.where(sharded, missing_if_cut, missing_if_whole)
+            out[:, pairs_column(index)] = slice_pairs(start, stop, window) * share + missing
+            prefix, chunk_prefix = (np.minimum(keys, window) if window else keys for keys in (start, chunk_start))
+            out[:, prefix_column(index)] = np.where(sharded, 2 * chunk_prefix, prefix * share)
+        return out
+
+
+def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
+    """Tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
+    pack = columns.pack_of_slice()
+    tokens = columns.slice_tokens() / columns.cp
+    sums = np.bincount(
+        pack * len(POLICIES) + policy[columns.doc], weights=tokens, minlength=columns.num_packs * len(POLICIES)
+    )
+    return sums.astype(np.float64, copy=False).reshape(columns.num_packs, len(POLICIES))
+
+
+def weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`features @ matrix`, summed in the order of the features: every machine gives the same bits, as the core does."""
+    total = features[:, :1] * matrix[0]
+    for feature in range(1, len(matrix)):
+        total += features[:, feature, None] * matrix[feature]
+    return total
+
+
+def num_columns(num_windows: int) -> int:
+    return pairs_column(num_windows)
+
+
+def pairs_column(window_index: int) -> int:
+    """Of a window's pairs."""
+    return 3 + 2 * window_index
+
+
+def prefix_column(window_index: int) -> int:
+    """Of a window's prefix tokens."""
+    return 4 + 2 * window_index
+
+
+@dataclass(frozen=True)
+class StageRates:
+    """Of one model, device and layout.
+
+    Args:
+        windows: the distinct ones of the model's layers, 0 = full; in the order of a pack's features.
+    """
+
+    model: ModelSpec
+    coefficients: CostCoefficients
+    layout: ParallelLayout
+    windows: tuple[int, ...]
+
+    def features(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
+        """Seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
+        tp = self.layout.tp if tp is None else tp
+        layer = self.coefficients.of_pass(direction)
+        stages = self.layout.stage_layers
+        matrix = np.zeros((num_columns(len(self.windows)), len(stages)))
+        matrix[0], matrix[2] = self._linear(direction, tp)
+        for stage, (first, last) in enumerate(stages):
+            matrix[1, stage] = (last - first) * layer.slice_s
+            for index, window in enumerate(self.windows):
+                count = self.model.windows[first:last].count(window)
+                matrix[pairs_column(index), stage] = count * layer.attention_s_per_pair / tp
+                matrix[prefix_column(index), stage] = count * layer.prefix_s_per_token / tp
+        # The embedding's rows are split over the vocabulary, its sums scattered over tokens.
+        matrix[0, 0] += self.coefficients.embedding_s_per_token / tp
+        if direction == "backward":
+            matrix[0, -1] += self.coefficients.head_s_per_token / tp
+            matrix[2, -1] += self.coefficients.head_pack_s
+        return matrix
+
+    def host(self, direction: Direction) -> NDArray[np.float64]:
+        """Seconds of the host a slice and a pack; float64[2, P]. No axis divides them: every rank queues its own."""
+        layer = self.coefficients.of_pass(direction)
+        return np.outer((layer.host_slice_s, layer.host_pack_s), self.layers())
+
+    def linear_again(self, layers: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
+        """Of what recomputing makes again in so many layers of every stage: (seconds a token, seconds a pack);
+        float64[P] each."""
+        model, tp = self.model, self.layout.tp
+        layer, share = self.coefficients.forward, recomputed_share(model)
+        token_s, pack_s = recompute_seconds(model, self.coefficients, tp)
+        return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
+
+    def layers(self) -> NDArray[np.int64]:
+        """Layers of every virtual stage."""
+        return np.array(self.layout.stage_counts, np.int64)
+
+    def _linear(self, direction: Direction, tp: int) -> tuple[NDArray, NDArray]:
+        """Of every stage's layers without attention: (seconds a token, seconds a pack); float64[P] each."""
+        layer, layers = self.coefficients.of_pass(direction), self.layers()
+        token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
+        return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
+
+
+def native_table(
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    layout: ParallelLayout,
+    stage_seconds: dict[Direction, NDArray[np.float64]],
+    host_seconds: dict[Direction, NDArray[np.float64]],
+    linear_again_s: tuple[NDArray[np.float64], NDArray[np.float64]],
+    *,
+    keeps_short_whole: bool,
+) -> _native.CostTable:
+    """The numbers of one `PackCosts`.
+
+    Args:
+        stage_seconds: float64[features, P] of each direction, seconds per feature of a pack.
+        host_seconds: float64[2, P] of each direction, of the host a slice and a pack.
+        linear_again_s: float64[P] each, seconds a token and a pack of what recomputing pays again.
+        keeps_short_whole: see `PackCosts`.
+    """
+    table = _native.CostTable()
+    table.num_stages, table.num_ranks = layout.num_stages, layout.pipeline_ranks
+    table.layout_cp, table.layout_tp = layout.cp, layout.tp
+    table.tile, table.causal = coefficients.attention_tile, model.causal
+    table.shared_tile = coefficients.attention_tile if keeps_short_whole else 0
+    table.devices_per_node = coefficients.devices_per_node
+    table.windows = sorted(set(model.windows))
+    table.forward, table.backward = (
+        _pass_table(model, coefficients, layout.tp, direction, stage_seconds[direction], host_seconds[direction])
+        for direction in ("forward", "backward")
+    )
+    table.context_hidden_share = coefficients.context_hidden_share
+    table.copy_s_per_byte = coefficients.copy_s_per_byte
+    table.context_ring = coefficients.context_exchange == "ring"
+    # In the core only groups at stride tp choose between the two, and what they get between nodes does not depend on
+    # how many they are: the link of one that leaves its node is that of all.
+    between = coefficients.group_link_or_none(coefficients.devices_per_node + 1, layout.tp)
+    table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(between)
+    table.host = _link(coefficients.host_link)
+    layers = np.array(layout.stage_counts, np.int64)
+    table.layers = layers.astype(float).tolist()
+    table.linear_again_token_s, table.linear_again_pack_s = (column.tolist() for column in linear_again_s)
+    offloaded = activation_bytes_per_token(model, "replay", layout.tp)
+    table.offload_bytes_per_token = (layers * offloaded).astype(float).tolist()
+    table.p2p_bytes_per_token = model.hidden_size * model.bytes_per_element / layout.tp
+    # One stage sends nothing, so nothing has to be known.
+    table.p2p = _link(coefficients.stage_link() if layout.num_stages > 1 else None)
+    table.stage_to_rank = list(layout.stage_to_rank)
+    rates = byte_rates(model, layout)
+    table.static_bytes = rates.static_bytes.tolist()
+    table.chunk_bytes = rates.chunk.ravel().tolist()
+    table.forward_temp_bytes = rates.forward_temp.ravel().tolist()
+    table.backward_temp_bytes = rates.backward_temp.ravel().tolist()
+    table.kv_bytes, table.kv_gradient_bytes = rates.kv.tolist(), rates.kv_gradient.tolist()
+    table.logits_bytes_per_row = rates.logits_per_row.tolist()
+    table.head_rows = HEAD_ROWS
+    table.slice_temp_bytes, table.prefix_key_bytes = rates.attention.piece, rates.attention.prefix_key
+    table.grouped_key_bytes, table.grouped_key_head_bytes = (
+        rates.attention.grouped_key,
+        rates.attention.grouped_key_head,
+    )
+    table.grouped_key_most_bytes = KEY_GRADIENT_BYTES
+    table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
+    table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
+    table.weight_pack_s = coefficients.backward.pack_s
+    table.weight_share = coefficients.split_share(model)
+    table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
+    held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
+    table.weight_held_bytes = table.weight_new_bytes = held
+    return table
+
+
+def _pass_table(
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    tp: int,
+    direction: Direction,
+    stage_seconds: NDArray[np.float64],
+    host_seconds: NDArray[np.float64],
+) -> _native.PassTable:
+    return _native.PassTable(
+        stage_seconds.ravel().tolist(),
+        host_seconds.ravel().tolist(),
+        _traffic(context_traffic(model, coefficients, tp, direction, is_cut=False)),
+        _traffic(context_traffic(model, coefficients, tp, direction, is_cut=True)),
+        *map(float, ring_home(model, coefficients, tp, direction)),
+    )
+
+
+def _traffic(found: ContextTraffic) -> _native.ContextTraffic:
+    return _native.ContextTraffic(float(found.token_bytes), float(found.rings), float(found.placed_bytes))
+
+
+def _link(link: LinkSpec | None) -> _native.Link:
+    return _native.Link(0.0, 0.0) if link is None else _native.Link(link.bandwidth_bytes_per_s, link.latency_s)
 
 
 class PackCosts:
@@ -119,7 +427,7 @@ class PackCosts:
         """Seconds of every pack on every virtual stage, where it is shared the mean over ranks; float64[num_packs, P].
 
         Args:
-            policy: int8[num_documents], indices into `cost.activation.POLICIES`; None = all replay.
+            policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
             is_cut: bool[num_documents], in this direction or in the other; None = those cut in these columns.
 
         Raises:
@@ -192,7 +500,7 @@ class PackCosts:
         """Copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs, P].
 
         Args:
-            policy: int8[num_documents], indices into `cost.activation.POLICIES`.
+            policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`.
         """
         tokens = policy_tokens(columns, policy)[:, OFFLOAD]
         return self._copy_seconds(tokens) if tokens.any() else np.zeros((len(tokens), self.layout.num_stages))
@@ -227,12 +535,6 @@ class PackCosts:
             recomputed_share: of the tokens, those whose documents are recomputed; a curve knows no documents.
         """
         return self._work("backward", stage, recomputed_share)
-
-    def prefix_seconds(self, direction: Direction) -> tuple[tuple[float, int], ...]:
-        """(seconds a token, window) of the prefix of a rank's token range, on the stage where it costs most."""
-        matrix = self.stage_seconds[direction]
-        found = ((float(matrix[prefix_column(index)].max()), window) for index, window in enumerate(self.windows))
-        return tuple(term for term in found if term[0])
 
     def reduction_seconds(self) -> float:
         """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank, in full:

@@ -23,8 +23,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory_kinds import bytes_by_kind
-from evenload.cost.owned_bytes import rank_view
+from evenload.cost.memory import bytes_by_kind, rank_view
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import split_pack_seconds
 from evenload.simulate.critical_path import critical_path, p2p_transfers

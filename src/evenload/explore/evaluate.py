@@ -4,7 +4,7 @@
 `time_split`: where the mean step time goes. Figures are means over the steps unless they say otherwise.
 `lower_bound_s` is all useful work at the cost model's rates on all devices evenly, `physical_bound_s` all model FLOPs
 at the devices' peak (`mfu` is the share of it that is reached), `layout_bound_s` the least that any plan in this layout
-takes (`cost.step_bounds`). `speedup_over_best_fit` is over `best_fit` as it was asked for, `speedup_over_baseline` over
+takes (`cost.units`). `speedup_over_best_fit` is over `best_fit` as it was asked for, `speedup_over_baseline` over
 `best_fit` in the windows that suit it best (`explore.fair_baseline`), `window_tokens`.
 `step_time_interval_s` is where nine of ten measured step times lie, by our ledger of errors or by what others published
 (`explore.prediction_interval`); `max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node` are maxima,
@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.step_bounds import layout_bound_seconds, physical_bound_seconds
+from evenload.cost.units import layout_bound_seconds, physical_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
 from evenload.explore.prediction_interval import prediction_interval

@@ -5,7 +5,7 @@ Layout decides more than any packer: up to 2-3x in simulations, and no pipeline 
 virtual stages a rank, too, and the best of all these again on all batches with the whole search.
 Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
 
-Layouts come by the least time that any plan in them takes, whichever stages have its layers (`cost.step_bounds`), then
+Layouts come by the least time that any plan in them takes, whichever stages have its layers (`cost.units`), then
 with most replicas, which plan fastest; before all those in which another strategy was fast. One is left out unplanned
 only where that least time is more than as many others take as go on, which is exact, or where time is up, which the
 result says. Above `coarse_batch.LARGE_CLUSTER` devices layouts are rated on a part of the replicas and documents
@@ -34,9 +34,9 @@ import numpy as np
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import host_memory
+from evenload.cost.layer_counts import require_supported_layout
 from evenload.cost.memory import static_bytes
-from evenload.cost.step_bounds import sizes_bound_seconds
-from evenload.cost.support import require_supported_layout
+from evenload.cost.units import sizes_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
 from evenload.explore.stage_layers import balanced_layout, usable_bytes

@@ -17,7 +17,7 @@ import numpy as np
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
-from evenload.cost.split_backward import gather_seconds
+from evenload.cost.pipeline_tasks import gather_seconds
 from evenload.plan.planner import Proposal
 from evenload.plan.problem.candidate import Candidate
 from evenload.plan.problem.step_problem import ReplicaChoice

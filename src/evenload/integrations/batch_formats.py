@@ -10,9 +10,9 @@
 | `megatron` | Megatron-Core, fields of `PackedSeqParams` | shifted, 0 with `loss_mask` 0 where there is no loss |
 | `pack` | everything else | the `PackBatch` itself |
 
-Every format says where documents begin: cumulative lengths in int32 from 0, the longest as host integers (so that no
-kernel asks the device), positions from 0 in every document. No attention mask is made. T = tokens of the pack, all on
-the CPU. Price: a copy of the labels; everything else shares the pack's memory.
+Every format marks where documents begin: cumulative lengths in int32 from 0, the longest as host integers (so that no
+kernel waits for the device), positions from 0 in every document. No attention mask is made. T = tokens of the pack, all
+on the CPU; everything but the labels shares the pack's memory.
 """
 
 import ast
@@ -30,25 +30,15 @@ from evenload.feed.collate import PackBatch
 BatchFormat = Literal["hf", "varlen", "torchtitan", "torchtitan_folded", "torchtitan_batched", "megatron", "pack"]
 BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
-"""Those whose keys can say that the keys of attention are more than the queries."""
+"""Those in which attention may have more keys than queries."""
 
 # Size of a batch in torchtitan's settings: sequences, or tokens.
 _BATCHED, _FOLDED = "local_batch_size", "num_tokens_per_microbatch_per_dp_rank"
-_EXPLICIT = 'say format="torchtitan_folded" ([T]) or format="torchtitan_batched" ([1, T], torchtitan up to 0.3.0)'
-
-METADATA = {
-    "hf": "position_ids that restart, cu_seq_lens_q/k and max_length_q/k; no attention_mask, use_cache off",
-    "varlen": "cu_seq_q, cu_seq_k, max_q, max_k",
-    "torchtitan_folded": "VarlenMetadata as attention_masks, positions [T] that restart",
-    "torchtitan_batched": "VarlenMetadata as attention_masks, positions [1, T] that restart",
-    "megatron": 'PackedSeqParams with qkv_format "thd"; no attention_mask',
-    "pack": "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, positions",
-}
-"""How attention learns the boundaries, by format that `resolve_format` returns; for people."""
+_EXPLICIT = 'give format="torchtitan_folded" ([T]) or format="torchtitan_batched" ([1, T], torchtitan up to 0.3.0)'
 
 
 class VarlenMetadata(NamedTuple):
-    """Fields of torchtitan's tuple of this name: int32[documents + 1], int32[documents + 1], host integers.
+    """Holds the fields of torchtitan's tuple of this name: int32[documents + 1], int32[documents + 1], host integers.
 
     `cu_seq_q_host` holds the values of `cu_seq_q` for kernels that want them on the host.
     """
@@ -61,7 +51,7 @@ class VarlenMetadata(NamedTuple):
 
 
 def resolve_format(format: BatchFormat) -> BatchFormat:
-    """The format itself; for `torchtitan` the one that the installed torchtitan takes.
+    """Return the format itself; for `torchtitan` the one that the installed torchtitan takes.
 
     Raises:
         ConfigError: no such format; torchtitan is not installed, or of a version that is not known.
@@ -76,14 +66,13 @@ def resolve_format(format: BatchFormat) -> BatchFormat:
 def _torchtitan_is_folded() -> bool:
     """Whether the installed torchtitan takes [T], and not [1, T] as up to its release 0.3.0.
 
-    The change came between releases, so a version number does not tell. What tells is the size of a batch in
-    torchtitan's training settings, which was renamed by the same change. They are read as text: importing torchtitan
-    takes seconds and all of its requirements.
+    The change came between releases, so a version number does not show it; the size of a batch in torchtitan's training
+    settings does, which was renamed by the same change. They are read as text: importing torchtitan takes seconds.
     """
     spec = importlib.util.find_spec("torchtitan")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            f"format 'torchtitan' asks the installed torchtitan for its shape, and it is not installed; {_EXPLICIT}"
+            f"format 'torchtitan' has the shape of the installed torchtitan, and it is not installed; {_EXPLICIT}"
         )
     file = Path(next(iter(spec.submodule_search_locations)), "config", "configs.py")
     try:
@@ -109,7 +98,7 @@ def _torchtitan_is_folded() -> bool:
 
 
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
-    """The pack as the format has it.
+    """Return the pack as the format has it.
 
     Args:
         num_label_tokens: of the whole global batch on all ranks: what the sum of the losses is divided by.
@@ -130,12 +119,12 @@ def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> 
 
 
 def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """Keyword arguments of a transformers causal model: `model(**batch).loss`.
+    """Make the keyword arguments of a transformers causal model: `model(**batch).loss`.
 
     Returns:
         `input_ids`, `labels`, `position_ids`: int64[1, T]; `cu_seq_lens_q`, `cu_seq_lens_k`: int32[documents + 1];
         `max_length_q`, `max_length_k`: int; `num_items_in_batch`: int64[]; `use_cache`: False, because with a cache
-        the models do not look for restarting positions, and the documents of a pack would attend to each other.
+        the models ignore restarting positions, and the documents of a pack would attend to each other.
     """
     labels = np.full_like(pack.targets, IGNORE_INDEX)
     # The target of a document's last token is -100, so that of the token before a document's first one is.
@@ -154,7 +143,7 @@ def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
 
 
 def varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """Flat arrays for kernels of variable length.
+    """Make flat arrays for kernels of variable length.
 
     Returns:
         `input_ids`, `targets`, `positions`: int64[T]; `cu_seq_q`, `cu_seq_k`: int32[slices + 1]; `max_q`, `max_k`: int;
@@ -173,7 +162,7 @@ def varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
 
 
 def torchtitan_batch(pack: PackBatch, *, folded: bool) -> tuple[dict[str, Any], torch.Tensor]:
-    """Inputs and labels, as torchtitan's data loaders yield them.
+    """Make inputs and labels, as torchtitan's data loaders yield them.
 
     Args:
         folded: without a batch dimension.
@@ -198,7 +187,7 @@ def torchtitan_batch(pack: PackBatch, *, folded: bool) -> tuple[dict[str, Any], 
 
 
 def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """What a Megatron-Core `forward_step` hands to `GPTModel`.
+    """Make what a Megatron-Core `forward_step` hands to `GPTModel`.
 
     Returns:
         `tokens`, `labels`, `position_ids`: int64[1, T]; `loss_mask`: float32[1, T]; `attention_mask`: None;
@@ -224,7 +213,7 @@ def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
 
 
 def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:
-    """Megatron-Core's own `PackedSeqParams` of a batch, its tensors where they are.
+    """Make Megatron-Core's own `PackedSeqParams` of a batch, its tensors where they are.
 
     Raises:
         ConfigError: megatron-core is not installed.
@@ -240,7 +229,7 @@ def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:
 
 
 def move_batch(batch: Any, device: torch.device | str) -> Any:
-    """The batch with its tensors on a device; cumulative lengths too, host integers stay."""
+    """Return the batch with its tensors on a device; cumulative lengths too, host integers stay."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, VarlenMetadata):

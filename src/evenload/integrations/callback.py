@@ -1,14 +1,20 @@
-"""`Callback`: code of one's own that is told how a training run goes.
+"""`Callback`: a user's own code during a training run; `TensorBoardLog` and `WandbLog` are two of them.
 
 Callbacks run in the process of rank 0, between two steps, while all other processes wait for it: what takes long there
 keeps training waiting. An exception in one stops the run (`CallbackError`).
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from evenload.config.train_config import TrainConfig
+from evenload.types.base import Frozen
 from evenload.types.model import ModelSpec
 from evenload.types.validation import Validation
 
@@ -20,7 +26,7 @@ EndReason = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunStart:
-    """A run, or a start of it.
+    """Describes a run, or a start of it.
 
     Args:
         config: as resolved.
@@ -38,13 +44,13 @@ class RunStart:
 
     @property
     def output_dir(self) -> Path:
-        """Where the run's files are."""
+        """Directory of the run's files."""
         return Path(self.config.train.output_dir)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How this start of a run ended.
+    """Describes how this start of a run ended.
 
     Args:
         steps_done: in all.
@@ -56,22 +62,157 @@ class RunEnd:
 
 
 class Callback:
-    """Does nothing; override what you want to be told. One object sees `on_start`, then all else, then `on_end`."""
+    """Does nothing; override the calls that you need. One object gets `on_start`, then all else, then `on_end`."""
 
     def on_start(self, run: RunStart) -> None:
-        """Training begins, or goes on."""
+        """Run when training begins, or goes on."""
 
     def on_step(self, report: "StepReport") -> None:
-        """A step was trained; `report.row` is its row of metrics.jsonl, `report.plan` what was planned,
-        `report.measured` the timeline of all ranks."""
+        """Run after a step; `report.row` is its row of metrics.jsonl, `report.plan` what was planned, `report.measured`
+        the timeline of all ranks."""
 
     def on_validation(self, validation: Validation) -> None:
-        """The validation data was gone through after a step, of which `on_step` has told; `validation.metrics()` has
-        its losses by names that stay."""
+        """Run after the validation of a step, after its `on_step`; `validation.metrics()` has the losses by names that
+        stay."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint is complete. One that is written beside training is told after the step during which it
-        became so."""
+        """Run when a checkpoint is complete; where it is written during training, after the step that completes it."""
 
     def on_end(self, end: RunEnd) -> None:
-        """Training ended here, however it did; once for every `on_start`."""
+        """Run when training ends here, for whatever reason; once for every `on_start`."""
+
+
+STEP = "train/global_step"
+"""The axis of all other metrics."""
+_NAMES = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/learning_rate",
+    "total_tokens": "train/total_tokens",
+    "total_label_tokens": "train/total_label_tokens",
+    "tokens": "train/tokens",
+    "documents": "train/documents",
+    "deferred_documents": "train/deferred_documents",
+    "tokens_per_s": "perf/tokens_per_s",
+    "mfu": "perf/mfu",
+    "mfu_of_data_sheet": "perf/mfu_of_data_sheet",
+    "bubble_fraction": "perf/bubble_fraction",
+    "imbalance_forward": "perf/imbalance_forward",
+    "imbalance_backward": "perf/imbalance_backward",
+    "imbalance_dp": "perf/imbalance_dp",
+    "pack_efficiency": "perf/pack_efficiency",
+    "step_time_s": "time/step_s",
+    "predicted_step_time_s": "time/predicted_step_s",
+    "data_wait_s": "time/data_wait_s",
+    "plan_time_s": "time/plan_s",
+    "reduction_s": "time/reduction_s",
+    "gather_s": "time/gather_s",
+    "elapsed_s": "time/elapsed_s",
+    "peak_memory_bytes": "memory/peak_bytes",
+    "predicted_peak_memory_bytes": "memory/predicted_peak_bytes",
+}
+"""Keys of `metrics.jsonl`, and the names that people know from other trainers, which stay; trackers log only these."""
+
+
+def reported_metrics(report: "StepReport") -> dict[str, float]:
+    """Return what trackers log of a step and, where its weights were validated, of the losses."""
+    return logged_metrics(report.row) | ({} if report.validation is None else report.validation.metrics())
+
+
+def logged_metrics(row: Mapping[str, int | float | str | None]) -> dict[str, float]:
+    """Return what trackers log of a row; what does not exist is left out, a loss that is not finite is not."""
+    found = {name: float(value) for key, name in _NAMES.items() if (value := row[key]) is not None}
+    return {name: value for name, value in found.items() if math.isfinite(value) or name.startswith("train/")}
+
+
+TENSORBOARD_DIRECTORY = "tensorboard"
+_FLUSH_EVERY_S = 10
+
+
+class TensorBoardLog(Callback):
+    """Writes a run's steps as event files of TensorBoard, in `output_dir`/tensorboard.
+
+    A start after a resume adds a file, which makes TensorBoard forget the steps that are trained again.
+    """
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def on_start(self, run: RunStart) -> None:
+        """Open a file."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        directory = run.output_dir / TENSORBOARD_DIRECTORY
+        if run.steps_done == 0 and directory.is_dir():
+            # The run begins anew in its directory, as its metrics do.
+            for file in directory.glob("events.out.tfevents.*"):
+                file.unlink()
+        self._writer = SummaryWriter(str(directory), purge_step=run.steps_done or None, flush_secs=_FLUSH_EVERY_S)
+
+    def on_step(self, report: "StepReport") -> None:
+        """Log its row."""
+        step = int(report.row["step"] or 0)
+        for name, value in reported_metrics(report).items():
+            self._writer.add_scalar(name, value, step)
+
+    def on_end(self, end: RunEnd) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+IDENTITY_FILE = "wandb.json"
+
+
+class _Identity(Frozen):
+    """wandb.json."""
+
+    id: str
+
+
+class WandbLog(Callback):
+    """Writes a run's steps to one run of Weights & Biases, whatever number of starts ours has.
+
+    Its identity is kept in `wandb.json` in the output directory, so that a resumed run goes on in it. Steps are an axis
+    of their own (`train/global_step`), because those since the last checkpoint are trained again after a resume, and
+    Weights & Biases takes its own steps in rising order only. `WANDB_MODE=offline` and other settings of theirs hold.
+    """
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def on_start(self, run: RunStart) -> None:
+        """Open the run, or go on with it."""
+        wandb: Any = import_module("wandb")
+
+        log, file = run.config.log, run.output_dir / IDENTITY_FILE
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        # A run that begins anew in the same directory is another one.
+        known = _read_identity(file) if run.steps_done else None
+        self._run = wandb.init(
+            project=log.project,
+            name=log.name or run.output_dir.absolute().name,
+            id=known,
+            resume="allow" if known else None,
+            dir=str(run.output_dir),
+            config=msgspec.to_builtins(run.config) | {"layout": run.layout, "parameters": run.model.num_parameters},
+            settings=wandb.Settings(console="off", quiet=True),
+        )
+        file.write_bytes(msgspec.json.encode(_Identity(id=self._run.id)) + b"\n")
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def on_step(self, report: "StepReport") -> None:
+        """Log its row."""
+        self._run.log(reported_metrics(report) | {STEP: report.row["step"]})
+
+    def on_end(self, end: RunEnd) -> None:
+        """Close the run."""
+        if self._run is not None:
+            self._run.finish(exit_code=1 if end.reason == "failed" else 0)
+            self._run = None
+
+
+def _read_identity(file: Path) -> str | None:
+    return msgspec.json.decode(file.read_bytes(), type=_Identity).id if file.is_file() else None

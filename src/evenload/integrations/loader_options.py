@@ -1,37 +1,51 @@
-"""`LoaderOptions`: how a `PackedLoader` packs; contradictions are refused before anything is opened.
+"""How a `PackedLoader` packs (`LoaderOptions`), and which rank it serves (`LoaderPlace`).
 
 A caller's loop runs forward and backward of a whole micro-batch and knows documents only. So strategies that cut
-documents are refused unless the caller says that its attention reads the keys of earlier slices.
+documents are refused unless the caller declares that its attention reads the keys of earlier slices. Contradictions are
+refused before anything is opened.
+
+| the caller gives | ranks that share a global batch | reading |
+|---|---|---|
+| nothing, no `torch.distributed` | this one | all of it |
+| nothing, `torch.distributed` initialised | all | each its share, tokens exchanged |
+| `group` | the group's | each its share, tokens exchanged |
+| `rank`, `world_size` | those | each all of it, without communication |
+
+With `sequence_ranks`, so many neighbouring ranks share every micro-batch: they are one place.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients
+from evenload.data.batches import Alone, Peers
 from evenload.data.config import DataConfig
-from evenload.engines.catalog import LOOP, engine_named
-from evenload.engines.profile import EngineProfile
-from evenload.engines.projection import StepShape
-from evenload.engines.refusals import BEST, require_auto, require_strategy
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, resolve_format
-from evenload.integrations.loader_peers import LoaderPlace
+from evenload.integrations.catalog import LOOP, engine_named
+from evenload.integrations.engine_profile import BEST, EngineProfile, require_auto, require_strategy
+from evenload.integrations.projection import StepShape
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
+from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.types.counted import counted
 from evenload.types.layout import even_layout
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class LoaderOptions:
-    """Options of a `PackedLoader`, all of which are keyword arguments of it.
+    """Holds the options of a `PackedLoader`, all of which are keyword arguments of it.
 
     Args:
-        max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` says less.
+        max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` has less.
         tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or one of ours. No
             special tokens are added but the end of a document. Default: that of a `DataConfig`, else bytes; the first
             lines name it. Has to be given where `model` is the caller's own and records are to be tokenised.
@@ -46,14 +60,14 @@ class LoaderOptions:
         sequence_ranks: ranks that share every pack, each 1 / sequence_ranks of its tokens (DeepSpeed's Ulysses): so
             many neighbours get the same packs, whose tokens are a multiple of it too.
         fixed_shapes: every pack has `max_tokens` tokens, by padding (what a pipeline of torch.distributed needs).
-        engine: the engine that trains the batches, a name of `engines.catalog`: sets what is left out here, refuses the
-            rest, and the packs are balanced for how that engine runs them; `strategy="auto"` is then the fastest by
-            its price. None = a loop of which nothing is known.
+        engine: the engine that trains the batches, a name of `catalog`: sets what is left out here, refuses the rest,
+            and the packs are balanced for how that engine runs them; `strategy="auto"` is then the fastest by its
+            price. None = a loop of which nothing is known.
         format: names, shapes and label convention of the batches, see `batch_formats`; then as `resolve_format` has it.
             Default: the engine's, else "hf".
-        model, costs: cost model for the balance, see `step_planner`; without a model `ASSUMED_MODEL`, and the loader
-            says so, and ranks that share heads are checked when a loop brings the model. With the caller's own model
-            (not a built-in name), token ids beyond its vocabulary are corrupt records.
+        model, costs: cost model for the balance, see `planner.make_planner`; without a model `ASSUMED_MODEL`, and the
+            loader says so. With the caller's own model (not a built-in name), token ids beyond its vocabulary are
+            corrupt records.
         plan_options: further options of planning, as `[plan.options]` of a training configuration has them:
             `{"window": 4}`, `{"wlb": {"release": "queues"}}`.
         accept_slices: the loop can run slices that attend to keys of earlier packs.
@@ -88,13 +102,13 @@ class LoaderOptions:
     peer_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        engine = self.profile if self.engine is not None else None
-        if engine is not None:
-            self._check_engine(engine)
-        usual: Any = "hf" if engine is None else engine.formats[0]
-        object.__setattr__(self, "format", resolve_format(usual if self.format is None else self.format))
+        if self.engine is not None:
+            self._check_engine(self.profile)
+        if self.format is None:
+            self.format = "hf" if self.engine is None else self.profile.formats[0]  # type: ignore[bad-assignment]
+        self.format = resolve_format(self.batch_format)
         if self.equal_micro_batches is None:
-            object.__setattr__(self, "equal_micro_batches", engine is None or engine.equal_counts)
+            self.equal_micro_batches = self.engine is None or self.profile.equal_counts
         for name in ("max_tokens", "micro_batches", "pack_multiple", "sequence_ranks"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -108,24 +122,19 @@ class LoaderOptions:
             )
         if self.sequence_ranks > 1:
             self._check_shared()
-        if engine is None:
+        if self.engine is None:
             self._check_strategy()
 
     @functools.cached_property
     def profile(self) -> EngineProfile:
-        """Of the engine; `LOOP` where nothing is known of it. A `ConfigError` for an unknown name."""
+        """Of the engine; `LOOP` where none is named. A `ConfigError` for an unknown name."""
         return LOOP if self.engine is None else engine_named(self.engine)
 
     @property
     def batch_format(self) -> BatchFormat:
-        """`format`, which is resolved when the options are made."""
+        """`format`, which is set when the options are made."""
         assert self.format is not None
         return self.format
-
-    @property
-    def engine_shape(self) -> tuple[EngineProfile | None, StepShape]:
-        """The engine, None where none is named, and `shape`: what its planner wants to know."""
-        return (None if self.engine is None else self.profile), self.shape
 
     @property
     def shape(self) -> StepShape:
@@ -143,20 +152,25 @@ class LoaderOptions:
         return math.lcm(self.pack_multiple, self.sequence_ranks)
 
     @property
+    def has_equal_counts(self) -> bool:
+        """All ranks run equally many micro-batches in every step."""
+        return bool(self.equal_micro_batches) or self.micro_batches is not None
+
+    @property
     def keeps_whole(self) -> bool:
         """Packs hold whole documents."""
         return self.engine is not None or strategy_named(self.strategy).keeps_whole
 
     def planning(self) -> PlanOptions:
-        """The planner's options."""
+        """Return the planner's options."""
         own = {"max_pack_tokens": self.max_tokens, "micro_batches": self.micro_batches}
         return plan_options(own | (self.plan_options or {}))
 
     def computed_tokens(self, num_tokens: int) -> int:
-        """Tokens of a pack of so many, with the padding at its end."""
+        """Return the tokens of a pack of so many, with the padding at its end."""
         return -(-num_tokens // self.row_multiple) * self.row_multiple
 
-    def check_data(self, config: DataConfig, place: LoaderPlace) -> None:
+    def check_data(self, config: DataConfig, place: "LoaderPlace") -> None:
         """Refuse data settings and a place that contradict the options: a `ConfigError` with the values and the fix."""
         if config.max_document_tokens > self.max_tokens and self.keeps_whole:
             raise ConfigError(
@@ -185,12 +199,11 @@ class LoaderOptions:
 
     def _check_engine(self, engine: EngineProfile) -> None:
         """Refuse what the engine cannot run, and options that contradict its needs."""
-        require_strategy(engine, self.strategy, self.planning(), even_layout(1, cp=max(1, self.sequence_ranks)))
-        if engine.limit("loader") is not None:
-            engine.refuse("loader", "its ranks do not read a PackedLoader")
+        planning = self.planning()
+        require_strategy(engine, self.strategy, planning, even_layout(1, cp=max(1, self.sequence_ranks)))
         if self.strategy == BEST:
-            require_auto(engine, self.planning())
-        if self.planning().dp_merge:
+            require_auto(engine, planning)
+        if planning.dp_merge:
             engine.refuse("sharing", "plan_options has dp_merge = true")
         if self.accept_slices:
             engine.refuse("slices", "accept_slices is True")
@@ -206,17 +219,17 @@ class LoaderOptions:
 
     def _check_shared(self) -> None:
         """Refuse ranks that share packs where the engine has none, or in a format that cannot be cut for them."""
-        asked = f"sequence_ranks is {self.sequence_ranks}"
+        request = f"sequence_ranks is {self.sequence_ranks}"
         if self.profile.context_parallel == "none":
-            self.profile.refuse("context", asked)
+            self.profile.refuse("context", request)
         if self.profile.context_parallel != "heads":
             raise ConfigError(
-                f"engine {self.profile.name}: {asked}. Its context-parallel ranks cut documents, not a pack's rows. "
+                f"engine {self.profile.name}: {request}. Its context-parallel ranks cut documents, not a pack's rows. "
                 "Give group = the data-parallel ranks, or train on engine deepspeed (Ulysses)"
             )
         if self.format != "hf":
             raise ConfigError(
-                f'{asked}, and the loader has format "{self.format}", which is not cut for ranks; leave format out'
+                f'{request}, and the loader has format "{self.format}", which is not cut for ranks; leave format out'
             )
 
     def _check_strategy(self) -> None:
@@ -236,12 +249,77 @@ class LoaderOptions:
         if not self.accept_slices:
             raise ConfigError(
                 f"strategy '{self.strategy}' cuts documents: a micro-batch holds tokens whose keys and values are in "
-                "an earlier one, and its backward passes come in another order, which a plain loop runs wrong without "
-                f"a word. Choose one of {whole}, train with 'evenload train', or say accept_slices=True if your loop "
-                "keeps keys and values of earlier slices and follows step.plan"
+                "an earlier one, and its backward passes come in another order, which a plain loop runs wrong "
+                f"silently. Choose one of {whole}, train with 'evenload train', or give accept_slices=True if your "
+                "loop keeps keys and values of earlier slices and follows step.plan"
             )
         if self.format not in PREFIX_FORMATS:
             raise ConfigError(
-                f"strategy '{self.strategy}' cuts documents, and format '{self.format}' cannot say that a slice "
+                f"strategy '{self.strategy}' cuts documents, and format '{self.format}' cannot express that a slice "
                 f"attends to more keys than it has queries; use format {' or '.join(PREFIX_FORMATS)}"
             )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoaderPlace:
+    """Holds a rank's place.
+
+    Args:
+        rank, world_size: among the shares of a global batch; ranks of a sequence group have the same.
+        peers: those that read together.
+        replicas: of every one of `peers`, the place whose packs it wants.
+        reads_alone: this rank does not communicate with the others.
+        is_first: of all ranks, the one that logs.
+    """
+
+    rank: int
+    world_size: int
+    peers: Peers
+    replicas: Sequence[int]
+    reads_alone: bool
+    is_first: bool
+
+
+def find_place(options: LoaderOptions) -> LoaderPlace:
+    """Return this process's place. Collective: ranks that read together get a group of their own with a CPU backend,
+    because a thread uses it while training communicates.
+
+    Raises:
+        ConfigError: half of a place, two of them, or a sequence group that is not whole.
+    """
+    rank, world_size, group = options.rank, options.world_size, options.group
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"rank is {rank} and world_size {world_size}; give both or none")
+    if rank is not None and group is not None:
+        raise ConfigError("rank and world_size are given with group, which implies both; leave them out")
+    if group is not None and not is_distributed:
+        raise ConfigError("group is given, but torch.distributed is not initialised")
+    reads_alone = rank is not None or not is_distributed
+    peers: Peers = Alone()
+    if reads_alone:
+        if rank is None or world_size is None:
+            rank, world_size = 0, 1
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank is {rank}, must be in 0 .. {world_size - 1}")
+    else:
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        timeout = timedelta(seconds=options.peer_timeout_s)
+        own = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=group is not None)
+        assert isinstance(own, dist.ProcessGroup)
+        peers = TorchPeers(own)
+        rank, world_size = peers.rank, peers.size
+    shared = options.sequence_ranks
+    if world_size % shared:
+        raise ConfigError(
+            f"sequence_ranks is {shared}, which does not divide {counted(world_size, 'rank')}; every rank belongs to a "
+            "group of so many"
+        )
+    return LoaderPlace(
+        rank=rank // shared,
+        world_size=world_size // shared,
+        peers=peers,
+        replicas=(rank // shared,) if reads_alone else [peer // shared for peer in range(world_size)],
+        reads_alone=reads_alone,
+        is_first=rank == 0,
+    )

@@ -12,61 +12,111 @@ packed, so strategy, ranks and micro-batches only rearrange inside a step: divid
             model(**batch).loss.backward()
         optimizer.step(); optimizer.zero_grad()
 
-One iteration is one epoch; an iteration that was left goes on where it was. Price: a few microseconds a document, two
-copies of every token; in memory are `prefetch_steps` steps beyond what the global loader holds.
+One iteration is one epoch; an iteration that was left goes on where it was.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple, Unpack
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
+from evenload.cost.pack_cost import PackCosts
 from evenload.data.batches import LoaderState, decode_state, encode_state, state_at_epoch
+from evenload.data.config import DataConfig
+from evenload.data.encoders import IGNORE_INDEX
 from evenload.data.ledger import untaught_warning
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.open_encoder import stop_warnings
 from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError, DataError
+from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
 from evenload.feed.read_ahead import ReadAhead
-from evenload.feed.step_maker import StepMaker
-from evenload.integrations.batch_formats import BatchFormat
-from evenload.integrations.data_source import data_config
-from evenload.integrations.loader_options import LoaderOptions
-from evenload.integrations.loader_peers import find_place
-from evenload.integrations.loader_settings import LoaderSettings
-from evenload.integrations.packed_step import PackedStep, pack_step
-from evenload.integrations.start_lines import balance_line, first_step_line, start_lines
-from evenload.integrations.step_planner import known_vocabulary, make_planner
-from evenload.integrations.tokenizer_source import loader_tokenizer_fact, require_choice, tokenizer_settings
+from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.integrations.batch_formats import BatchFormat, format_pack
+from evenload.integrations.engine_profile import BEST
+from evenload.integrations.loader_inputs import data_config, require_choice, tokenizer_fact, tokenizer_settings
+from evenload.integrations.loader_options import LoaderOptions, LoaderPlace, find_place
+from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
+from evenload.integrations.projection import project
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.counted import counted
+from evenload.types.plan import StepPlan
 
 STATE_VERSION = 1
 
 _log = logging.getLogger("evenload.loader")
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedStep:
+    """Holds one optimizer step of this rank. Iterating gives the micro-batches.
+
+    Args:
+        planned: plan of all ranks, account and states after this step.
+        packs: forward packs of this rank in the order in which they are trained, those without work last.
+        backward_packs: other cuts of the same documents where the strategy cuts; else the same objects.
+        batches: `packs` in the loader's format.
+        num_zero_weight: packs without work.
+    """
+
+    planned: PlannedStep
+    packs: tuple[PackBatch, ...]
+    backward_packs: tuple[PackBatch, ...]
+    batches: tuple[Any, ...]
+    num_zero_weight: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def plan(self) -> StepPlan:
+        """Of all ranks."""
+        return self.planned.plan
+
+    @property
+    def num_label_tokens(self) -> int:
+        """Of the global batch, all ranks together: what the sum of the losses is divided by."""
+        return self.plan.num_label_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this rank trains, without padding."""
+        return sum(pack.num_tokens - pack.num_padding_tokens for pack in self.packs)
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens that this rank computes for nothing."""
+        return sum(pack.num_padding_tokens for pack in self.packs)
+
+    def after(self, given: int) -> "PackedStep":
+        """Return the step without its first micro-batches."""
+        return replace(self, packs=self.packs[given:], batches=self.batches[given:])
+
+
 class _MidStep(NamedTuple):
-    """Micro-batches given of a step, and which it must be to go on there; none, between two steps."""
+    """Micro-batches given of a step, and the plan that it must have to go on there; none, between two steps."""
 
     given: int = 0
     plan_digest: str = ""
 
 
 class PackedLoader:
-    """Packed micro-batches of this rank.
+    """Gives the packed micro-batches of this rank.
 
     Args:
         data: a path, directory, glob or fsspec URL, or a list of them; a `DataConfig` (mixtures); a Hugging Face
             `Dataset` or `IterableDataset`.
         max_tokens, tokenizer, strategy, format, model, evaluation: see `LoaderOptions`.
-        settings: all other `LoaderOptions`, and fields of `DataConfig` (`LoaderSettings` names them all):
-            `batch_documents` or `batch_tokens` (of the global batch), `seed`, `epochs`, `shuffle_window`, `overlong`,
-            `workers`, `prefetch_steps`, `record`, ...
+        settings: all other `LoaderOptions`, and fields of `DataConfig`: `batch_documents` or `batch_tokens` (of the
+            global batch), `seed`, `epochs`, `shuffle_window`, `overlong`, `workers`, `prefetch_steps`, `record`, ...
 
     Attributes:
         options: as given; `format` resolved.
@@ -93,10 +143,9 @@ class PackedLoader:
         format: BatchFormat | None = None,
         model: Any = None,
         evaluation: bool = False,
-        **settings: Unpack[LoaderSettings],
+        **settings: Any,
     ) -> None:
-        given: dict[str, Any] = {**settings}
-        further = {field.name: given.pop(field.name) for field in fields(LoaderOptions) if field.name in given}
+        further = {field.name: settings.pop(field.name) for field in fields(LoaderOptions) if field.name in settings}
         options = LoaderOptions(
             max_tokens=max_tokens,
             tokenizer=tokenizer,
@@ -106,17 +155,14 @@ class PackedLoader:
             evaluation=evaluation,
             **further,
         )
-        place = find_place(
-            options.rank, options.world_size, options.group, options.peer_timeout_s, options.sequence_ranks
-        )
+        place = find_place(options)
         config, datasets = data_config(
             data,
-            given,
+            settings,
             max_tokens=max_tokens,
             default_batch_tokens=max_tokens * place.world_size,
             evaluation=evaluation,
         )
-        planning = options.planning()
         options.check_data(config, place)
         vocab_size = known_vocabulary(model)
         require_choice(config, tokenizer, vocab_size)
@@ -129,18 +175,10 @@ class PackedLoader:
                 require_same_ids(opened)
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
             unstopped = stop_warnings(named, self._loader.tokenizer, ends)
-        planner = make_planner(
-            model,
-            options.costs,
-            (place.world_size, options.sequence_ranks),
-            planning,
-            *options.engine_shape,
-        )
-        may_delay = strategy_named(strategy).delays(planning) and not evaluation
-        self._planner = RunPlanner(planner, strategy, may_delay)
+        planner = _planner_of(model, options, place)
         self._maker = StepMaker(
             self._loader,
-            self._planner,
+            planner,
             replicas=lambda layout: place.replicas,
             max_pack_tokens=max_tokens,
         )
@@ -151,8 +189,8 @@ class PackedLoader:
         self._ahead: ReadAhead[PackedStep] | None = None
         self._has_logged = False
         self._stand_at(self._loader.state(), DelayState(), 0)
-        fact = loader_tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
-        self.start_lines: Sequence[str] = start_lines(config, fact, options, place, planner.costs)
+        fact = tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
+        self.start_lines: Sequence[str] = _start_lines(config, fact, options, place, planner.planner.costs)
         if place.is_first:
             self.start_lines = [*self.start_lines, *(f"source        {line}" for line in self._loader.source_lines())]
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
@@ -175,26 +213,23 @@ class PackedLoader:
                 "balance_for(model) after steps were made for another one; call it before the first iteration, or give "
                 "PackedLoader(model=...)"
             )
-        options = self.options
-        ranks = self.world_size, options.sequence_ranks
-        planner = make_planner(model, options.costs, ranks, options.planning(), *options.engine_shape)
-        self._planner = replace(self._planner, planner=planner)
-        self._maker.planner = self._planner
+        planner = _planner_of(model, self.options, self._place)
+        self._maker.planner = planner
         self.model_is_assumed = False
-        line = balance_line(planner.costs, assumed=False)
+        line = _balance_line(planner.planner.costs, assumed=False)
         self.start_lines = [line, *self.start_lines[1:]]
         if self._place.is_first:
             _log.info("PackedLoader\n  %s", line)
 
     def __iter__(self) -> Iterator[Any]:
-        """Micro-batches of an epoch, or of the rest of one that was left."""
+        """Iterate over the micro-batches of an epoch, or of the rest of one that was left."""
         while (step := self._current_step()) is not None:
             while self._given < len(step):
                 self._given += 1
                 yield step.batches[self._given - 1]
 
     def steps(self) -> Iterator[PackedStep]:
-        """Steps of an epoch, or of the rest of one that was left; of a step that was left, its other micro-batches.
+        """Iterate over the steps of an epoch, or of the rest of one that was left, from its next micro-batch on.
 
         `state_dict` in the loop's body is that after the step.
         """
@@ -203,7 +238,7 @@ class PackedLoader:
             yield step.after(given) if given else step
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration reads; nothing happens where it is that one already.
+        """Choose the epoch that the next iteration reads; do nothing where it is that one already.
 
         Raises:
             ConfigError: an epoch is in its middle: another one would leave out the rest of it.
@@ -224,7 +259,7 @@ class PackedLoader:
         self._go_on(state_at_epoch(loader, epoch), planner, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as plain values: the same on all ranks at the end of a step.
+        """Return where the loader stands, as plain values: the same on all ranks at the end of a step.
 
         Between two steps it may be loaded with any number of ranks; inside a step with the same number only.
         """
@@ -268,7 +303,7 @@ class PackedLoader:
     def close(self) -> None:
         """End threads and worker processes; iterating again goes on where the loader stands. Collective where ranks
         read together, after the same step."""
-        # Steps that were made ahead are lost with the thread, so the state says where to read again.
+        # Steps that were made ahead are lost with the thread, so the state is where to read again.
         self.load_state_dict(self.state_dict())
 
     def __enter__(self) -> "PackedLoader":
@@ -310,13 +345,13 @@ class PackedLoader:
         self._open, self._given = step, self._skipped(step)
         self.ledger_lines = planned.ledger_lines
         if not self._has_logged and self._place.is_first:
-            _log.info(first_step_line(step, self.options))
+            _log.info(_first_step_line(step, self.options))
             if step.num_label_tokens and (untaught := untaught_warning(planned.plan.documents, planned.origin)):
                 _log.warning("%s", untaught)
         self._has_logged = True
         if not step.num_label_tokens:
             _log.warning(
-                "step %d has no token with a loss, so its gradient is 0 (documents %s ...); look at the labels of the "
+                "step %d has no token with a loss, so its gradient is 0 (documents %s ...); check the labels of the "
                 "source",
                 step.plan.step,
                 [document.doc_id for document in step.plan.documents[:5]],
@@ -333,7 +368,7 @@ class PackedLoader:
 
             def make() -> PackedStep | None:  # without `self`, so that dropping it ends the thread
                 planned = maker.next()
-                return None if planned is None else pack_step(planned, options, place)
+                return None if planned is None else _pack_step(planned, options, place)
 
             self._ahead = ReadAhead(make, self.config.prefetch_steps, "evenload-prepare")
         try:
@@ -355,3 +390,165 @@ class PackedLoader:
                 "saved run to go on inside a step"
             )
         return mid.given
+
+
+def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPlanner:
+    planning, engine = options.planning(), None if options.engine is None else options.profile
+    ranks = {"dp": place.world_size, "cp": options.sequence_ranks}
+    planner = make_planner(model, options.costs, planning, **ranks, engine=engine, shape=options.shape)
+    may_delay = strategy_named(options.strategy).delays(planning) and not options.evaluation
+    return RunPlanner(planner, options.strategy, may_delay)
+
+
+def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
+    """This rank's micro-batches of a step; on every rank a `ConfigError` where one needs more than `micro_batches`."""
+    counts = [len(packs.forward) for packs in step.plan.pack_plans]
+    if options.micro_batches is not None and max(counts) > options.micro_batches:
+        raise ConfigError(_too_many(step.plan, counts, options.micro_batches, options.max_tokens))
+    projected = project(step.plan, options.profile, options.shape)
+    forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
+    micro_batches = projected.replicas[place.rank]
+    packs = tuple(
+        pad_pack(forward[one.pack], one.padded_tokens) if one.doc_ids else zero_weight_pack(one.padded_tokens)
+        for one in micro_batches
+    )
+    return PackedStep(
+        planned=step,
+        packs=packs,
+        backward_packs=backward,
+        batches=tuple(format_pack(pack, options.batch_format, projected.num_label_tokens) for pack in packs),
+        num_zero_weight=sum(not one.doc_ids for one in micro_batches),
+    )
+
+
+def _too_many(plan: StepPlan, counts: list[int], micro_batches: int, max_tokens: int) -> str:
+    tokens, world_size = sum(document.num_tokens for document in plan.documents), len(counts)
+    rank = max(range(world_size), key=counts.__getitem__)
+    return (
+        f"step {plan.step}: rank {rank} needs {counts[rank]} packs of at most max_tokens = {max_tokens}, micro_batches "
+        f"is {micro_batches}. The batch has {tokens} tokens in {len(plan.documents)} documents; {world_size} ranks x "
+        f"{micro_batches} x {max_tokens} = {micro_batches * world_size * max_tokens} hold at most that many, and less "
+        f"where whole documents leave gaps (strategy {plan.strategy}). Lower batch_tokens or batch_documents, or raise "
+        "max_tokens or micro_batches"
+    )
+
+
+def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
+    """Return padding tokens, one document, without a loss.
+
+    It makes a forward and a backward pass like any other, so collectives inside a model meet; its gradient is 0.
+    """
+    edges = np.array([0, num_tokens], np.int32)
+    return PackBatch(
+        doc_ids=np.array([-1], np.int64),
+        starts=np.zeros(1, np.int64),
+        stops=np.full(1, num_tokens, np.int64),
+        token_ids=np.full(num_tokens, PADDING_TOKEN, np.int64),
+        targets=np.full(num_tokens, IGNORE_INDEX, np.int64),
+        positions=np.arange(num_tokens, dtype=np.int64),
+        cu_seqlens_q=edges,
+        cu_seqlens_k=edges,
+        max_seqlen_q=num_tokens,
+        max_seqlen_k=num_tokens,
+        num_label_tokens=0,
+        num_padding_tokens=num_tokens,
+    )
+
+
+def pad_pack(pack: PackBatch, num_tokens: int) -> PackBatch:
+    """Return the pack with so many tokens, by a document of padding at its end that no other document sees."""
+    missing = num_tokens - pack.num_tokens
+    if not missing:
+        return pack
+    padding = zero_weight_pack(missing)
+    columns = ("doc_ids", "starts", "stops", "token_ids", "targets", "positions")
+    joined: dict[str, Any] = {name: np.concatenate([getattr(pack, name), getattr(padding, name)]) for name in columns}
+    return replace(
+        pack,
+        **joined,
+        cu_seqlens_q=np.append(pack.cu_seqlens_q, pack.cu_seqlens_q[-1:] + missing),
+        cu_seqlens_k=np.append(pack.cu_seqlens_k, pack.cu_seqlens_k[-1:] + missing),
+        max_seqlen_q=max(pack.max_seqlen_q, missing),
+        max_seqlen_k=max(pack.max_seqlen_k, missing),
+        num_padding_tokens=pack.num_padding_tokens + missing,
+    )
+
+
+def _start_lines(
+    config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace, costs: PackCosts
+) -> list[str]:
+    """What the loader does and does not do, a line a subject, `_balance_line` first."""
+    planning, strategy = options.planning(), strategy_named(options.strategy)
+    is_engines_auto = options.engine is not None and options.strategy == BEST
+    delays = strategy.delays(planning) and not is_engines_auto
+    # Other strategies that defer documents do not read the window.
+    packs_windows = delays and not strategy.delays(msgspec.structs.replace(planning, window=1))
+    batch = f"up to {config.batch_tokens} tokens"
+    if config.batch_documents:
+        batch = counted(config.batch_documents, "document")
+    packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
+    if options.micro_batches is not None:
+        packs = f"exactly {counted(options.micro_batches, 'pack')} a rank"
+    packs += f" of at most {options.max_tokens} tokens"
+    if options.fixed_shapes:
+        packs += f", each padded to {options.max_tokens} tokens"
+    elif options.row_multiple > 1:
+        packs += f", each padded to a multiple of {options.row_multiple} tokens"
+    if options.sequence_ranks > 1:
+        packs += f", each shared by {counted(options.sequence_ranks, 'rank')}"
+    order = "as in the files"
+    if config.shuffle_window > 1:
+        order = f"shuffled within {counted(config.shuffle_window, 'document')}, seed {config.seed}"
+    if packs_windows:
+        order += f", packed over {counted(planning.window, 'batch')}"
+    reading = "alone" if place.reads_alone else f"together with {place.peers.size - 1} others"
+    workers = counted(config.workers, "process") if config.workers else "a thread"
+    not_done = [
+        "no document attends to another" + (", and none is cut" if options.keeps_whole else ""),
+        "no attention mask is made",
+        "no special tokens but the end of a document",
+        "tensors stay on the CPU",
+    ]
+    if delays and not options.evaluation and config.epochs is None:
+        not_done.append("documents that wait when you stop are not trained (set epochs)")
+    lines = [
+        _balance_line(costs, assumed=options.model is None),
+        *([] if options.engine is None else [f"engine        {options.engine}: {options.profile.title}"]),
+        f"strategy      {options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}"
+        + ("" if options.keeps_whole else "; the loop must follow step.plan"),
+        f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs}",
+        f"tokenizer     {tokenizer}",
+        f"boundaries    format {options.format}: positions and cumulative lengths of documents, no attention_mask",
+        f"order         {order}",
+        f"reading       {reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "
+        f"{config.overlong}",
+        f"not done      {'; '.join(not_done)}",
+    ]
+    if options.evaluation:
+        lines.append("evaluation    every document once an iteration, none dropped, the last batch short")
+    return lines
+
+
+def _balance_line(costs: PackCosts, *, assumed: bool) -> str:
+    """By whose times packs are balanced."""
+    line = f"balance       packs of equal time for {costs.model.name}"
+    if assumed:
+        line += ", which is assumed: give the model you train as PackedLoader(model=...), since the share of attention"
+        line += " in a document's time depends on it"
+    return f"{line}; times from {costs.coefficients.source} ({costs.coefficients.device})"
+
+
+def _first_step_line(step: PackedStep, options: LoaderOptions) -> str:
+    """How well the first step's packs are filled and balanced."""
+    plan = step.plan
+    packs = [pack for packs in plan.pack_plans for pack in packs.forward]
+    tokens = sum(pack.num_tokens for pack in packs)
+    computed = sum(options.computed_tokens(pack.num_tokens + pack.num_padding_tokens) for pack in packs)
+    times = [sum(sum(row) for row in (*times.forward_s, *times.backward_s)) for times in plan.times]
+    mean_s = sum(times) / len(times)
+    uneven = max(times) / mean_s if mean_s else 1.0
+    return (
+        f"first step    {counted(len(plan.documents), 'document')}, {tokens} tokens in {counted(len(packs), 'pack')} "
+        f"({tokens / (len(packs) * options.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not "
+        f"padding, slowest rank {uneven:.3f} of the mean by prediction"
+    )

@@ -3,20 +3,11 @@
     class PackedTrainer(PackedTrainerMixin, Trainer): ...
     trainer = PackedTrainer(model, args, train_loader=loader, eval_loader=evaluation)
 
-What it replaces, and why:
-
-- `get_train_dataloader`: the loader itself, which has distributed the data already; Accelerate would do so again.
-- `get_batch_samples`: the loss is divided by the label tokens of the *global* batch, which the loader knows, so it does
-  not depend on ranks or micro-batches; nothing is counted or gathered.
-- Resuming: the loader goes on where it was (`LOADER_STATE` in the checkpoint). The Trainer would read and throw away
-  every batch up to there (`ignore_data_skip` is switched on, so it does not).
-- `evaluation_loop`: the mean over all label tokens. The Trainer's mean of batch means weighs a short batch as much as
-  a full one.
-- The cost model: a loader made without `model` balances its packs for the Trainer's.
-
-What the Trainer would do differently with a loader of one's own is refused at start, with the reason: options that
-would do nothing, that draw random numbers, or whose effect depends on what else is in a row. Whether the model, with
-the attention that it was loaded with, keeps the documents of a row apart is tried before the first step.
+The loader has distributed the data, so Accelerate does not; the loss is divided by the label tokens of the *global*
+batch, which the loader knows; a checkpoint holds the loader's state, so resuming reads nothing again; evaluation is the
+mean over all label tokens. Options that would do nothing, that draw random numbers, or whose effect depends on what
+else is in a row, are refused at start. Whether the model, with the attention that it was loaded with, keeps the
+documents of a row apart is tried before the first step.
 """
 
 import dataclasses
@@ -33,8 +24,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from evenload.errors import CheckpointError, ConfigError, UnsupportedModelError
-from evenload.integrations.model_balance import balance_for_model
+from evenload.integrations.engine_loop import balance_for_trained
 from evenload.integrations.packed_loader import PackedLoader
+from evenload.integrations.planner import model_spec_of
 from evenload.runtime.model.supported import rope_settings
 
 LOADER_STATE = "evenload_loader.json"
@@ -53,7 +45,7 @@ _OTHERWISE: Mapping[str, str] = {
     "auto_find_batch_size": "the loader decides what a batch is; lower its max_tokens instead",
     "dataset_text_field": "the loader reads the column text_column of its settings",
     **dict.fromkeys(
-        ("completion_only_loss", "assistant_only_loss"), "the loader's setting record says what has a loss"
+        ("completion_only_loss", "assistant_only_loss"), "the loader's setting record decides what has a loss"
     ),
     "chat_template_path": "the loader writes conversations by its setting chat_template",
     "eos_token": "the loader ends documents with its setting eos_token; for generation set the tokeniser's",
@@ -97,7 +89,7 @@ class PackedTrainerMixin:
         for loader in (train_loader, eval_loader):
             if loader is not None:
                 _refuse_model(self.model, loader)  # type: ignore[missing-attribute]
-                balance_for_model(loader, self.model)  # type: ignore[missing-attribute]
+                balance_for_trained(loader, lambda: model_spec_of(getattr(self.model, "config", None)))  # type: ignore[missing-attribute]
         self.add_callback(_SaveLoader(train_loader))  # type: ignore[missing-attribute]
 
     def get_train_dataloader(self) -> Any:
@@ -105,13 +97,20 @@ class PackedTrainerMixin:
         return _TrainBatches(self._train_loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The evaluation loader's batches; a `ConfigError` where there is none, or another data set is asked for."""
+        """The evaluation loader's batches; a `ConfigError` where there is none, or another data set is given."""
         if self._eval_loader is None or eval_dataset not in (None, self.eval_dataset):  # type: ignore[missing-attribute]
             raise ConfigError(
                 f"evaluate({'' if eval_dataset is None else '...'}): give the data to PackedTrainer as "
                 "eval_loader=PackedLoader(..., evaluation=True)"
             )
         return self._eval_loader
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Refuse `predict()`: a loader's evaluation makes a mean loss and keeps no predictions."""
+        raise ConfigError(
+            "predict(): a PackedTrainer keeps no predictions; evaluate() gives the mean loss of eval_loader, a plain "
+            "Trainer with a data set gives predictions"
+        )
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *rest: Any) -> tuple[list, Any]:
         """The micro-batches of one step, and the label tokens of the global batch."""
@@ -121,7 +120,7 @@ class PackedTrainerMixin:
         counts = [sample.pop(_COUNT) for sample in samples]
         if len({int(count) for count in counts}) > 1 or len(samples) != num_batches:
             raise ConfigError(
-                f"the Trainer asked for {num_batches} micro-batches and got {len(samples)}, of steps with "
+                f"the Trainer requested {num_batches} micro-batches and got {len(samples)}, of steps with "
                 f"{[int(count) for count in counts]} label tokens: it has lost its place between two steps. Resume "
                 "from a checkpoint that was saved after a step"
             )
@@ -240,7 +239,7 @@ def _refuse_settings(
     for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "formatting_func"):
         if settings.get(name) is not None:
             raise ConfigError(
-                f"{name} has no meaning beside a loader: data come from train_loader and eval_loader, and evaluation "
+                f"{name} has no meaning with a loader: data come from train_loader and eval_loader, and evaluation "
                 "gives the mean loss; leave it out"
             )
     steps = args.gradient_accumulation_steps

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenload.cost.activation import POLICIES, REPLAY
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory, Unlimited
+from evenload.cost.layer_counts import POLICIES, REPLAY
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError, InfeasiblePlanError
 from evenload.plan.deferral.delay import (

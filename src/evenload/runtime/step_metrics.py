@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.flops import training_flops
+from evenload.cost.layer_counts import training_flops
 from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
@@ -77,7 +77,7 @@ class StepMemory:
         peak_bytes: of tensors, on the fullest rank.
         process_bytes: of the fullest process, all that it holds; None = not known.
         fixed_bytes: of the fullest process beside tensors; 0 = not known.
-        predicted_process_bytes: `process_bytes` as `cost.process_memory` predicts it; None = not known.
+        predicted_process_bytes: `process_bytes` as `cost.host_memory` predicts it; None = not known.
     """
 
     peak_bytes: int

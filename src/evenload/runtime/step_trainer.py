@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.process_memory import process_bytes
+from evenload.cost.host_memory import process_bytes
 from evenload.data.batches import LoaderState
 from evenload.data.ledger import Tally, masked_and_untaught, tally_of, untaught_warning, with_skipped
 from evenload.errors import NonFiniteStepError

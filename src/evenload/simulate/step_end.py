@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.last_backward import pack_features, shares_left, stage_units
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.unit_transfers import unit_transfers
+from evenload.cost.units import pack_features, shares_left, stage_units, unit_transfers
 from evenload.simulate.step_start import RankGathers, SimulatedReplica, delayed, first_gathers
 from evenload.types.timeline import KINDS
 

@@ -22,10 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.first_forward import forward_units, shares_before
-from evenload.cost.last_backward import pack_features
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.unit_transfers import unit_transfers
+from evenload.cost.units import forward_units, pack_features, shares_before, unit_transfers
 from evenload.simulate.simulate import Simulation, simulate
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks

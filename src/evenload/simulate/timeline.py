@@ -60,7 +60,7 @@ def join_timelines(parts: Sequence[Timeline], **more: Any) -> Timeline:
 
 
 def memory_ledger(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
-    """Bytes that ranks hold; int64[num_samples], or int64[num_samples, K] of the tasks of `cost.memory_kinds`.
+    """Bytes that ranks hold; int64[num_samples], or int64[num_samples, K] of the tasks of `cost.memory`.
 
     Samples of a rank: one at the start of the step, then one at the start and one at the end of each of its actions.
     """

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import POLICIES
-from evenload.cost.memory import pipeline_bytes
-from evenload.cost.owned_bytes import owned_pipeline_bytes
-from evenload.cost.split_backward import divide_backward
+from evenload.cost.layer_counts import POLICIES
+from evenload.cost.memory import owned_pipeline_bytes, pipeline_bytes
+from evenload.cost.pipeline_tasks import divide_backward
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import MicroPack, PackPlan, PackSharding
 from evenload.types.model import ModelSpec

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedPacks
+from evenload.cost.pack_split import RankedPacks
 from evenload.stepplan.rank_ranges import RankRanges, joined, ranges_by_owner, ranges_per_sequence
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import PackSharding

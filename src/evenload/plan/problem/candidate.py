@@ -29,7 +29,7 @@ class Candidate:
     Args:
         label: how it was made, for reports: cuts, pack count, schedule.
         excess_bytes: peak above the memory limit on the worst rank; 0 = fits.
-        policy: int8[k] of the replica's documents, indices into `cost.activation.POLICIES`; None = all replay.
+        policy: int8[k] of the replica's documents, indices into `cost.layer_counts.POLICIES`; None = all replay.
         schedule: name of the rule that ordered the packs.
         shardings: how ranks share each forward pack (`MicroPack.sharding`), whose slowest rank's seconds `tasks` has;
             None = not decided yet, and seconds are means over ranks (`plan.sharing.as_run`).
@@ -75,7 +75,7 @@ class Candidate:
 def with_times_that_run(found: Candidate, tp: int) -> Candidate:
     """The same candidate, in whose times I and W of every backward add up to the whole, as plans promise.
 
-    Under tensor parallelism parts that run take longer than the whole that does not (`cost.split_backward`). A backward
+    Under tensor parallelism parts that run take longer than the whole that does not (`cost.pipeline_tasks`). A backward
     runs one way or the other on a stage, so seconds of the way that does not run follow those of the way that does.
     """
     tasks, split = found.tasks, found.tasks.split

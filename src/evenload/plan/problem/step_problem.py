@@ -22,7 +22,7 @@ class StepProblem:
         doc_ids, num_tokens: int64[n], in arrival order.
         costs: seconds; also carries the model and the layout.
         cap_bytes: int64[R], memory of every pipeline rank; None = no limit.
-        policy: int8[n], activation policy of every document (`cost.activation.POLICIES`); None = all replay.
+        policy: int8[n], activation policy of every document (`cost.layer_counts.POLICIES`); None = all replay.
         host_device_bytes: of host memory, what each device may offload to; None = not limited.
     """
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import activation_bytes_per_token, kv_bytes_per_token, recomputed_width
+from evenload.cost.layer_counts import activation_bytes_per_token, kv_bytes_per_token, recomputed_width
 from evenload.plan.planner import Proposal
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from evenload.cost.activation import REPLAY
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.layer_counts import REPLAY
 from evenload.plan.deferral.delay import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.options import PlanOptions, PolicyOption

@@ -24,7 +24,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import (
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.layer_counts import (
     OFFLOAD,
     POLICIES,
     RECOMPUTE,
@@ -32,7 +33,6 @@ from evenload.cost.activation import (
     kv_bytes_per_token,
     recomputed_width,
 )
-from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.memory import (
     OFFLOAD_BUFFERED_LAYERS,
     backward_temp_estimate,

@@ -11,8 +11,7 @@ would be read is priced as if it were sent inside the machine, and nothing else 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.copy_spec import CopySpec
+from evenload.cost.coefficients import CopySpec, CostCoefficients
 from evenload.plan.reconfiguration.moves import Move, Moves, Piece, holders, moved_bytes, moving_seconds
 from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
 from evenload.types.layout import ParallelLayout

@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import OFFLOAD
 from evenload.cost.host_memory import HostMemory, fullest_node_bytes, peak_host_bytes
+from evenload.cost.layer_counts import OFFLOAD
 from evenload.cost.pack_cost import PackCosts
 from evenload.plan.deferral.delay import DelayedChoice
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem

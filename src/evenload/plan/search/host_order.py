@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenload.cost.activation import OFFLOAD
 from evenload.cost.host_memory import PacksInHostMemory, host_bytes_of_packs
+from evenload.cost.layer_counts import OFFLOAD
 from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.trial_space import LOOKAHEADS

@@ -20,7 +20,7 @@ tenth of what offloading all would take should not recompute half of the batch.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.activation import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
+from evenload.cost.layer_counts import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
 from evenload.plan.problem.options import PolicyOption
 
 LONG_SHARES = (0.25, 0.5, 0.75)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload import _native
-from evenload.cost.activation import RECOMPUTE
+from evenload.cost.layer_counts import RECOMPUTE
 from evenload.plan.problem.step_problem import StepProblem
 from evenload.plan.search.trial_space import Setting, Trial, trial_rows
 from evenload.types.columns import SliceColumns

@@ -3,7 +3,7 @@
 Searches compare thousands of packings by the mean over the ranks that share a pack; what runs waits for the slowest.
 Rules that choose (`plan.sharing.cp_sharding`) choose here, by the seconds that the plan gets.
 So before candidates of different kinds are compared, and before a plan promises a time, shared packs are given their
-sharding and priced rank by rank (`cost.ranked_packs`), and the pipeline is simulated again in the same order of
+sharding and priced rank by rank (`cost.pack_split`), and the pipeline is simulated again in the same order of
 actions; only what follows packs that replicas share moves into the gaps that they leave (`plan.sharing.phase_overlap`).
 Bytes stay as they are: `cost.memory` charges the fullest rank. Some numpy calls a replica, about 2 ms for 512
 documents, two to three times as much where a rule chooses; nothing where no rank shares anything.
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import RankedPacks, rank_seconds
-from evenload.cost.split_backward import gather_seconds, weight_seconds
+from evenload.cost.pack_split import RankedPacks, rank_seconds
+from evenload.cost.pipeline_tasks import gather_seconds, weight_seconds
 from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.sharing.cp_sharding import Shardings, possible_shardings

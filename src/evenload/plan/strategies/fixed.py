@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.flops import slice_pairs
+from evenload.cost.layer_counts import slice_pairs
 from evenload.errors import ConfigError
 from evenload.plan.deferral.delay import Arrivals, DelayedChoice
 from evenload.plan.packing.bin_packing import longest_first

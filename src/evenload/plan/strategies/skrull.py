@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory import pipeline_bytes
-from evenload.cost.owned_bytes import owned_pipeline_bytes
+from evenload.cost.memory import owned_pipeline_bytes, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.ranked_packs import rank_seconds
+from evenload.cost.pack_split import rank_seconds
 from evenload.plan.problem.candidate import scheduled_candidate
 from evenload.plan.problem.options import StrategyOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem

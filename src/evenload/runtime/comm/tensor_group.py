@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
-from evenload.cost.group_comm import TENSOR_CHUNKS
+from evenload.cost.groups import TENSOR_CHUNKS
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.cp_groups import Transfer
 from evenload.runtime.comm.watch import RankWatch

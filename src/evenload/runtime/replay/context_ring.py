@@ -9,7 +9,7 @@ ranges of a plan do not overlap), so a round is one call without a mask a range,
 Output and log-sum-exp stay in fp32 (fp64) until the last round.
 
 Every rank keeps only its own rows of K, V and their gradients, of cut documents too; so a slice's rounds carry its
-document's whole prefix, and what travels grows with the number of slices times the document. `cost.group_comm` charges
+document's whole prefix, and what travels grows with the number of slices times the document. `cost.groups` charges
 just that (`CostCoefficients.context_exchange`); `cost.memory` charges the gathered form, an upper bound here. Documents
 of one rank are computed in the first round. A sliding window is refused: visible keys would be no prefix.
 

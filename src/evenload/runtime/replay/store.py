@@ -5,7 +5,7 @@ that is one block is kept uncut, so recording and reading copy nothing. Keys and
 forward are one buffer, because a later slice reads the whole prefix; those of the other documents of a block are one
 tensor a layer. (Values may be a view of a recorded product: then they are held once and counted twice.)
 
-What a block keeps depends on the activation policy of its document (`cost/activation.py`):
+What a block keeps depends on the activation policy of its document (`cost/layer_counts.py`):
 
     replay     everything that is recorded
     recompute  all but the products of linear layers, which the backward makes again; so do recomputed layers of a

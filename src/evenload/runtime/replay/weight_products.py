@@ -5,7 +5,7 @@ for, and that of its weight, which nobody waits for before the optimizer. `Weigh
 second one for a whole backward pack, so that I can go on and W adds them later.
 
 Kept per linear: its input and the gradient of its output. Layers that share an input (q, k and v; gate and up) share
-the kept tensor, as `cost.split_backward` counts. A tensor that is a part of a larger one is copied, so that what is
+the kept tensor, as `cost.pipeline_tasks` counts. A tensor that is a part of a larger one is copied, so that what is
 counted is what is held.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", §2; they split autograd's graph, we keep operands.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from evenload.cost.copy_spec import CopySpec
+from evenload.cost.coefficients import CopySpec
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.stages.live_pieces import LivePiece
 from evenload.runtime.stages.twin_memory import WEIGHTS, SparseMemory, TwinMemory, touch

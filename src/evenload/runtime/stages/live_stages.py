@@ -31,9 +31,8 @@ from torch import Tensor
 
 from evenload.config.optimizer import OptimizerConfig
 from evenload.config.train_config import TrainConfig
-from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.copy_spec import CopySpec, most_layers
-from evenload.cost.coverage import completed_between_layouts
+from evenload.cost.coefficients import CopySpec, CostCoefficients, most_layers
+from evenload.cost.validity import completed_between_layouts
 from evenload.errors import ConfigError
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.feedback.layout_track import KnownAfter, LayoutTrack

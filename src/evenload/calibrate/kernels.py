@@ -1,0 +1,306 @@
+"""Seconds of a rank's own kernels besides packs through layers: head, embedding, optimizer, matrix products, attention
+by itself, copies of rows.
+
+Each function makes what it needs once and returns work to be timed again and again, by name, so that repeats of
+everything can be interleaved.
+
+What W of a split backward takes: the weight gradients of a pack's linears, put off and then added.
+
+By count of products W is half of the linears' backward. By the clock it is less: the elementwise work of a layer is in
+the same seconds a token, and stays in I. So a pack of short documents goes forward and backward with its weight
+gradients put off, as `PipelineStage` does it in a pipeline, and what adding them takes is timed.
+
+Price: four forwards and backwards of 1,024 tokens.
+
+What `train.deterministic` costs on this device: attention's backward in one order of summation against any order.
+
+The other kernels that change (sums of gradients of embeddings) take a small part of a step. Price: two dozen backwards
+of one document of 4,096 tokens.
+
+Bytes that layers really leave for their backward, by activation policy, and what an allocator takes on top.
+"""
+
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
+from evenload.calibrate.fit import median_seconds, timed
+from evenload.calibrate.rounds import PackClock, Packs, num_tokens_of, pack_tokens, time_round, whole
+from evenload.cost.layer_counts import (
+    POLICIES,
+    activation_bytes_per_token,
+    kv_bytes_per_token,
+    local_kv_heads,
+    slice_pairs,
+)
+from evenload.errors import EvenloadError
+from evenload.runtime.device import forget_peak_bytes, use_deterministic_kernels
+from evenload.runtime.replay.head import add_embedding_gradient, embed
+from evenload.runtime.replay.held_bytes import STORE_KINDS
+from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ActivationStore
+from evenload.types.model import ModelSpec
+from evenload.types.token_range import Range
+
+Work = Mapping[int, Callable[[], object]]
+"""Work by its size, such as rows."""
+
+HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
+QUICK_HEAD_ROWS = (64, 512, 2048)
+MATMUL_TOKENS = (16, 128, 1024, 4096)
+ATTENTION_GRID = (
+    *((64, 0), (192, 0), (1024, 0), (1024, 3072), (2048, 0), (4096, 0)),
+    # Few rows behind many keys, up to two tiles of most kernels (WLB-LLM Fig. 10).
+    *((rows, keys - rows) for keys in (1024, 4096) for rows in (16, 64, 128, 256)),
+)
+"""(queries, prefix)."""
+_OPTIMIZER_PARAMETERS = 1 << 22  # more than caches hold, as in a step
+_COPIED_BYTES = 1 << 25
+
+
+def head_rows(model: ModelSpec, tp: int, most_flops: float) -> list[int]:
+    """Rows to time the head with, of at most so many FLOPs; the two smallest in any case."""
+    row_flops = 6.0 * model.embedding_parameters / tp
+    return [rows for rows in HEAD_ROWS if rows in HEAD_ROWS[:2] or rows * row_flops <= most_flops]
+
+
+def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK_HEAD_ROWS) -> Work:
+    """Final norm, logits, loss and their gradient, by rows. Last stage only."""
+
+    def of(rows: int) -> Callable[[], object]:
+        ranges = (Range(0, 0, rows),)
+        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        targets = torch.randint(0, vocab_size, (rows,), device=stage.device)
+        return lambda: stage.head(hidden, targets, 1, ranges)
+
+    return {count: of(count) for count in rows}
+
+
+def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable[[], object]:
+    """Rows of the embedding and the sum of their gradients, of so many tokens. First stage without tensor parallelism
+    only."""
+    token_ids, table = torch.randint(0, vocab_size, (rows,), device=stage.device), stage.model.positions
+    positions = torch.arange(rows, device=stage.device) % (rows if table is None else table.num_embeddings)
+    grad = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
+
+    @torch.no_grad()
+    def work() -> None:
+        embed(stage.model, token_ids, positions, None)
+        add_embedding_gradient(stage.model, token_ids, positions, grad, None)
+
+    return work
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """The best that matrix products reach, which MFU is a share of."""
+    # A GPU is judged by the precision it computes in, and is busy only with large matrices.
+    n, dtype = (8192, dtype) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * n**3 / median_seconds(lambda: a @ b, device)
+
+
+def matmul_token_flops(model: ModelSpec, tp: int) -> float:
+    """Of the product with the widest matrix of a layer, on one rank."""
+    return 2.0 * _widest(model, tp) * model.hidden_size
+
+
+def _widest(model: ModelSpec, tp: int) -> int:
+    return max(1, model.ffn_hidden_size // tp)
+
+
+def matmul_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype, most_flops: float) -> Work:
+    """A product with the widest matrix of a layer, by tokens.
+
+    Args:
+        most_flops: of a product; the smallest is timed in any case.
+    """
+    weight = torch.randn(_widest(model, tp), model.hidden_size, device=device, dtype=dtype)
+
+    def of(tokens: int) -> Callable[[], object]:
+        rows = torch.randn(tokens, model.hidden_size, device=device, dtype=dtype)
+        return lambda: torch.nn.functional.linear(rows, weight)
+
+    sizes = [n for n in MATMUL_TOKENS if n == MATMUL_TOKENS[0] or n * matmul_token_flops(model, tp) <= most_flops]
+    return {tokens: of(tokens) for tokens in sizes}
+
+
+def attention_flops(model: ModelSpec, tp: int, rows: int, prefix: int) -> float:
+    """Of the forward of so many queries behind a prefix, on one rank; a backward has 2.5 times as many."""
+    start = np.array([prefix], np.int64)
+    pairs = float(slice_pairs(start, start + rows, 0).sum())
+    return 4.0 * (model.num_heads // tp) * model.head_dim * pairs
+
+
+class AttentionWork:
+    """Attention of one document's rows behind a prefix, with the backend of the layers.
+
+    Args:
+        rows, prefix: queries, and keys before them.
+        heads, kv_heads: of this rank.
+    """
+
+    def __init__(
+        self, backend: RangeAttention, rows: int, prefix: int, heads: int, kv_heads: int, head_dim: int,
+        device: torch.device, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self._backend, self._scoring = backend, Scoring(head_dim**-0.5)
+        self._q = torch.randn(rows, heads, head_dim, device=device, dtype=dtype)
+        k, v = (torch.randn(prefix + rows, kv_heads, head_dim, device=device, dtype=dtype) for _ in range(2))
+        self._ranges = (KeyRange(slice(0, rows), k, v),)
+        self._out, self._lse = backend.forward(self._q, self._ranges, self._scoring)
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self._backend.forward(self._q, self._ranges, self._scoring)
+
+    @torch.no_grad()
+    def backward(self) -> None:
+        for _ in self._backend.backward(self._out, self._q, self._ranges, self._out, self._lse, self._scoring):
+            pass
+
+
+def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], object], int]:
+    """All that a step does to gradients and weights between transfers: zeroes the gradients of all ranks' shards, sums
+    squares, clips, updates, copies what it sends. And the parameters of this rank's shard."""
+    count = _OPTIMIZER_PARAMETERS
+    gradients = torch.zeros(data_size * count, device=device)
+    parameter, shard = torch.zeros(count, device=device), gradients[:count]
+    parameter.grad = shard
+    adamw = torch.optim.AdamW([parameter], fused=True)
+
+    def update() -> None:
+        gradients.zero_()
+        torch.linalg.vector_norm(shard, dtype=torch.float64)
+        shard.mul_(0.5)
+        adamw.step()
+        parameter.clone()
+
+    return update, count
+
+
+def copy_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
+    """Rows of keys and values put in place by an index, as gathered ones are; and the bytes that are copied."""
+    width = 2 * max(1, model.num_kv_heads // tp) * model.head_dim
+    rows = max(1, _COPIED_BYTES // (width * dtype.itemsize))
+    gathered = torch.randn(rows, width, device=device, dtype=dtype)
+    # The two halves change places: every byte is read and written once.
+    places = torch.arange(rows, device=device).roll(rows // 2)
+    return lambda: gathered[places], rows * width * dtype.itemsize
+
+
+TOKENS = 1024
+_DOCUMENT_TOKENS = 128
+_REPEATS = 3
+
+
+def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
+    """Of a pack of `TOKENS` on one layer; the median of some repeats, after one that does not count. As
+    `time_weights`."""
+    found = [time_weights(stage, clock) for _ in range(1 + _REPEATS)][1:]
+    return statistics.median(found) / len(stage.model.layers)
+
+
+def time_weights(stage: PipelineStage, clock: PackClock) -> float:
+    """Once, seconds of all layers. Adds to gradients. Collective over ranks that share matrices."""
+    (ranges,) = packs = whole(*[_DOCUMENT_TOKENS] * (TOKENS // _DOCUMENT_TOKENS))
+    num_tokens = num_tokens_of(packs)
+    stage.begin_step(num_tokens)
+    store = ActivationStore(num_tokens, packs, shard=stage.row_shard)
+    pack, rows = pack_tokens(ranges, stage), stage.num_rows(ranges)
+    hidden, grad = torch.randn(2, rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
+    stage.forward_layers(pack, hidden, store)
+    stage.backward_layers(pack, grad, store, store.defer_weights(0))
+    return clock.time("weight gradients", functools.partial(store.add_deferred_weights, 0)).device_s
+
+
+_ROWS = 4096
+_PRICE_REPEATS = 11
+
+
+def deterministic_price(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
+    """Seconds in one order / in any order, medians of interleaved repeats. Leaves deterministic kernels switched on."""
+    heads, kv_heads = model.num_heads // tp, local_kv_heads(model, tp)
+    work = AttentionWork(stage.backend, rows, 0, heads, kv_heads, model.head_dim, stage.device, stage.dtype)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for repeat in range(_PRICE_REPEATS + 1):
+        for wanted in seconds:
+            use_deterministic_kernels(wanted)
+            took_s = timed(work.backward, stage.device)
+            if repeat:  # the first one warms up
+                seconds[wanted].append(took_s)
+    return statistics.median(seconds[True]) / statistics.median(seconds[False])
+
+
+_TOKENS = 256
+
+
+def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[str, int]:
+    """Bytes that one token leaves on one layer of the device under each policy, without keys and values.
+
+    Args:
+        model: whose memory is predicted; layers of the stage are its.
+
+    Raises:
+        EvenloadError: the cost model says something else, or something else of keys and values.
+    """
+    counted: dict[str, int] = {}
+    rows = _TOKENS * len(stage.model.layers)
+    for policy in POLICIES:
+        ranges = (Range(0, 0, _TOKENS),)
+        store = ActivationStore({0: _TOKENS}, (ranges,), policies={0: policy}, shard=stage.row_shard)
+        stage.begin_step({0: _TOKENS})
+        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
+        held = store.held.held_by_kind
+        of_keys = held["keys_and_values"]
+        # Of offloaded tensors nothing stays on the device; what is there for a moment counts as buffers.
+        kept = sum(held[kind] for kind in STORE_KINDS if kind == f"activations_{policy}")
+        for what, found, said in (
+            (f"activations under policy {policy}", kept, activation_bytes_per_token(model, policy, tp)),
+            ("keys and values", of_keys, kv_bytes_per_token(model, tp)),
+        ):
+            if found != said * rows:
+                raise EvenloadError(
+                    f"a token of model {model.name} leaves {found / rows:,.1f} bytes of {what} on a layer, and the "
+                    f"cost model says {said:,}; predicted memory would be wrong: please report it"
+                )
+        counted[policy] = kept // rows
+    return counted
+
+
+def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> tuple[int, int]:
+    """Memory held at the peak of one round, and what its tensors needed: of a GPU reserved and allocated; of a CPU what
+    the process grew by (0 where the system does not say) and what is counted, without temporary tensors of a layer.
+
+    Args:
+        before_bytes: `resident_bytes` before the model was made.
+        static_bytes: of weights and gradients.
+    """
+    forget_peak_bytes(stage.device)
+    if stage.device.type == "cuda":
+        for _ in time_round(stage, packs, PackClock(stage.device)):
+            pass
+        return torch.cuda.max_memory_reserved(stage.device), torch.cuda.max_memory_allocated(stage.device)
+    store = ActivationStore(num_tokens_of(packs), packs, shard=stage.row_shard)
+    stage.begin_step(num_tokens_of(packs))
+    for ranges in packs:
+        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype)
+        stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
+    grown_bytes = resident_bytes() - before_bytes if before_bytes else 0
+    return max(0, grown_bytes), static_bytes + store.held.held_bytes
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return 0
+    for line in status.read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0

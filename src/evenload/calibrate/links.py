@@ -1,0 +1,274 @@
+"""Seconds of transfers between the ranks of a run, and to host memory: latency and bandwidth of every link it uses.
+
+    seconds = latency + bytes / bandwidth     (Skrull Eq. 16: a constant, then proportional to the volume)
+
+read from several sizes by the same fit as packs. A `TransferWork` is one kind of transfer over one group of ranks; all
+ranks of the group make the call together, and others stand by. Calls are those of the runtime.
+
+Measure how much collective communication and compute slow each other on a CPU.
+
+gloo moves bytes with the cores that compute, so neither is free. Both slowdowns are read from one trial:
+reduce-scatters and all-gathers, as a step has them, in the thread that a step runs them in, and matrix products until
+they are done; each alone just before. All groups of the layout at once, as in a step. On a GPU transfers have copy
+engines and few processors; what they take from kernels is assumed (`OverlapCost`).
+
+Price: some 0.4 s.
+"""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenload.calibrate.fit import fit_relative, median_seconds
+from evenload.cost.coefficients import OverlapCost
+from evenload.runtime.comm.collectives import ThreadQueue, all_gather_single, reduce_scatter_single
+from evenload.runtime.comm.cp_groups import ContextGroup
+from evenload.runtime.comm.mesh import Mesh, Meshes
+from evenload.runtime.comm.tensor_group import TensorGroup
+from evenload.types.cluster import LinkSpec
+
+TransferKind = Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
+
+TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
+
+QUICK_BYTES = (64, 1 << 20, 4 << 20)
+"""Sizes at the start of a run."""
+GRID_BYTES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Sizes of `evenload profile`."""
+_ELEMENT_BYTES = 4
+# Of the largest transfer, what its bytes must take for a bandwidth to be read from it.
+_LEAST_SEEN_SHARE = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class TransferWork:
+    """One kind of transfer that this rank takes part in.
+
+    Args:
+        ranks: of the group.
+        hops: transfers from a rank to the next, one after the other, in one call.
+        call: of so many bytes a hop; makes buffers once and returns what is timed.
+    """
+
+    kind: TransferKind
+    ranks: int
+    hops: int
+    call: Callable[[int], Callable[[], object]]
+
+
+def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
+    """All that this rank takes part in, in an order that is the same on all ranks that meet.
+
+    Args:
+        all_groups: time groups of every size that may share documents, else the largest only.
+    """
+    if (pipeline := _pipeline(mesh)) is not None:
+        yield pipeline
+    if mesh.data_size > 1:
+        # Apart: gloo sums in twice the time in which it gathers.
+        yield _ring("reduction", mesh)
+        yield _ring("gather", mesh)
+    blocks = sorted(mesh.context, key=lambda block: block.size)
+    for block in blocks if all_groups else blocks[-1:]:
+        yield _rings("context", mesh.context[block], mesh.device)
+    if mesh.tensor is not None:
+        yield _tensor(mesh.tensor, mesh.device)
+    if mesh.device.type == "cuda":  # on a CPU, offloading saves nothing
+        yield _host(mesh.device)
+
+
+def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
+    """Of the transfers that this rank takes part in, the largest group of each kind."""
+    found = {}
+    for work in transfers_of(mesh, all_groups=False):
+        seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
+        found[work.kind] = link_from(QUICK_BYTES, seconds)
+    return found
+
+
+def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
+    """Latency and bandwidth from the seconds of several sizes, the last of which is the largest."""
+    latency_s, byte_s = fit_relative([(1.0, float(size)) for size in num_bytes], seconds)
+    if byte_s * num_bytes[-1] < _LEAST_SEEN_SHARE * seconds[-1]:
+        # Too few bytes to see what one costs: not more than all of the largest transfer, instead of nothing.
+        byte_s = seconds[-1] / num_bytes[-1]
+    return LinkSpec(bandwidth_bytes_per_s=1 / byte_s, latency_s=latency_s)
+
+
+def median_link(ranks: Sequence[Mapping[TransferKind, LinkSpec]], *kinds: TransferKind) -> LinkSpec | None:
+    """Of the first of these kinds that a rank knows, the median over ranks; None = nobody knows one.
+
+    Ranks that know several kinds give the first.
+    """
+    known = [next((links[kind] for kind in kinds if kind in links), None) for links in ranks]
+    pairs = torch.tensor([(k.bandwidth_bytes_per_s, k.latency_s) for k in known if k is not None], dtype=torch.float64)
+    if not len(pairs):
+        return None
+    bandwidth, latency_s = pairs.quantile(0.5, dim=0).tolist()
+    return LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+
+
+def _pipeline(mesh: Mesh) -> TransferWork | None:
+    """To the next stage, or to the next replica; None for a rank that takes no part, or is alone."""
+    if mesh.layout.pp > 1:
+        ends = [mesh.rank_of_stage(stage) for stage in (0, 1)]
+        between = mesh.lines.get(mesh.channel("F", 1, pack=0))
+        if mesh.rank not in ends or between is None:
+            return None
+        group, me = between, int(mesh.rank != min(ends))  # members of a group are in rank order
+    else:
+        group, me = mesh.data, mesh.data_rank
+        if mesh.data_size == 1 or me > 1:
+            return None
+    return TransferWork(
+        "pipeline", 2, 2, lambda size: functools.partial(_there_and_back, _zeros(size, mesh), group, me)
+    )
+
+
+def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> None:
+    """Between the first two ranks of a group."""
+    peer = dist.get_global_rank(group, 1 - me)
+    if me == 0:
+        dist.send(tensor, peer, group=group)
+        dist.recv(tensor, peer, group=group)
+    else:
+        dist.recv(tensor, peer, group=group)
+        dist.send(tensor, peer, group=group)
+
+
+def _rings(kind: TransferKind, group: ContextGroup, device: torch.device) -> TransferWork:
+    """An all-gather and a reduce-scatter, by all groups of the layout at once."""
+
+    def call(num_bytes: int) -> Callable[[], object]:
+        count = num_bytes // _ELEMENT_BYTES
+        rows, gathered = torch.zeros(count, device=device), torch.zeros(group.size * count, device=device)
+
+        def both() -> None:
+            group.all_gather(rows, "calibration").wait()
+            group.reduce_scatter(gathered, "calibration").wait()
+
+        return both
+
+    return TransferWork(kind, group.size, 2 * (group.size - 1), call)
+
+
+def _ring(kind: Literal["reduction", "gather"], mesh: Mesh) -> TransferWork:
+    """A reduce-scatter or an all-gather over the ranks that hold the same weights, by all groups of the layout at
+    once."""
+    size = mesh.data_size
+
+    def call(num_bytes: int) -> Callable[[], object]:
+        own = _zeros(num_bytes, mesh)
+        whole = own.new_zeros(size * own.numel())
+
+        def once() -> None:
+            with mesh.watch.waiting("calibration"):
+                if kind == "reduction":
+                    reduce_scatter_single(own, whole, op=dist.ReduceOp.SUM, group=mesh.data)
+                else:
+                    all_gather_single(whole, own, group=mesh.data)
+
+        return once
+
+    return TransferWork(kind, size, size - 1, call)
+
+
+def _tensor(group: TensorGroup, device: torch.device) -> TransferWork:
+    def call(num_bytes: int) -> Callable[[], object]:
+        own = torch.zeros(num_bytes // _ELEMENT_BYTES, device=device)
+        return functools.partial(group.all_gather, own, "calibration")
+
+    return TransferWork("tensor", group.shard.size, group.shard.size - 1, call)
+
+
+def _host(device: torch.device) -> TransferWork:
+    """To pinned host memory, for offloading; all ranks at once, as in a step."""
+
+    def call(num_bytes: int) -> Callable[[], object]:
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        rows = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return lambda: host.copy_(rows, non_blocking=True)
+
+    return TransferWork("host", 1, 1, call)
+
+
+def _zeros(num_bytes: int, mesh: Mesh) -> torch.Tensor:
+    return torch.zeros(num_bytes // _ELEMENT_BYTES, device=mesh.device)
+
+
+_ELEMENTS = 1 << 19
+"""float32 of one transfer, over all ranks of its group."""
+_NUM_CALLS, _NUM_TRIALS, _PRODUCT_SIZE = 6, 7, 256
+
+
+def overlap_cost(mesh: Mesh) -> OverlapCost | None:
+    """Return medians of one rank; None on a GPU, and where no two ranks hold the same weights. Collective over the data
+    group."""
+    group = mesh.data
+    if mesh.device.type != "cpu" or group is None or group.size() == 1:
+        return None
+    whole = torch.zeros(-(-_ELEMENTS // group.size()) * group.size())
+    shard = whole[: len(whole) // group.size()]
+
+    def transfer() -> None:
+        reduce_scatter_single(shard, whole, op=dist.ReduceOp.SUM, group=group)
+        all_gather_single(whole, shard.clone(), group=group)
+
+    trials = [_trial(mesh, group, transfer) for _ in range(1 + _NUM_TRIALS)][1:]
+    communication, compute = (statistics.median(column) for column in zip(*trials, strict=True))
+    # Below 0 where the part of the trial that ran alone was disturbed.
+    return OverlapCost(communication_slowdown=communication, compute_slowdown=min(1.0, max(0.0, compute)))
+
+
+def measured_overlap(meshes: Meshes) -> OverlapCost | None:
+    """Return medians over all ranks, in the layout in which most of them hold the same weights; the same on every rank,
+    None as `overlap_cost`. Collective over all ranks of the run, idle ones too."""
+    mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
+    own = None if mesh.is_idle else overlap_cost(mesh)
+    pair = (math.nan, math.nan) if own is None else (own.communication_slowdown, own.compute_slowdown)
+    mine = torch.tensor(pair, dtype=torch.float64)
+    everyone = mine.new_empty(2 * mesh.num_ranks)
+    all_gather_single(everyone, mine, group=mesh.control)
+    known = [row for row in everyone.view(-1, 2).tolist() if not math.isnan(row[0])]
+    if not known:
+        return None
+    communication, compute = np.median(known, axis=0).tolist()
+    return OverlapCost(communication_slowdown=communication, compute_slowdown=compute)
+
+
+def _trial(mesh: Mesh, group: dist.ProcessGroup, transfer) -> tuple[float, float]:
+    """How many times as long transfers took beside compute, and the share of that time that compute lost."""
+    square = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
+    dist.barrier(group=group)
+    start_s = time.perf_counter()
+    for _ in range(_NUM_CALLS):
+        transfer()
+    alone_s = time.perf_counter() - start_s
+    dist.barrier(group=group)
+    products = 0
+    start_s = time.perf_counter()
+    while not products or time.perf_counter() - start_s < alone_s:
+        square @ square
+        products += 1
+    product_s = (time.perf_counter() - start_s) / products
+    dist.barrier(group=group)
+    queue, done = ThreadQueue(mesh.device), []
+    products = 0
+    start_s = time.perf_counter()
+    for _ in range(_NUM_CALLS):
+        queue.put(transfer)
+    queue.put(lambda: done.append(time.perf_counter()))
+    while not (done or queue.has_failed):
+        square @ square
+        products += 1
+    queue.wait()
+    beside_s = done[0] - start_s
+    return beside_s / alone_s, 1 - products * product_s / beside_s

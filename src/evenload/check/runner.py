@@ -1,0 +1,344 @@
+"""`Verdict`: what one check found, in words and as pass, fail or skipped.
+
+`exact_casts`: float64 models compute in float64 throughout, inside transformers' own modules too.
+
+transformers casts to float32 in norms, softmax, routers, rotary angles and losses, whatever the model's precision. The
+processor decides where a value on the edge of that rounding goes: two exact computations differ by 1e-8. Casts are told
+apart by who casts, a module in float64, so no architecture needs an entry. A small model takes a quarter longer.
+
+What the checks that compute run on: the user's model, shortened where it is large, and a small part of the data.
+
+Isolation, invariance and resume do not depend on how many layers there are or how many documents a batch holds, so a
+minute is enough: the model keeps its first layers (with its own weights), a step has a few documents, long ones are
+cut, and two replicas stand for all. Everything that was made smaller is said in `notes`. Ledger and memory look at the
+user's own batches and model.
+
+`StepRunner`: one rank that runs plans through the real executor and shows what each document got.
+
+Seen are, per document and slice, the hidden states before the head (last stage) and the gradients of the layers' input
+(first stage): logits and losses are functions of the first row by row, and a label that crosses documents shows in the
+second.
+"""
+
+import functools
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from evenload.attention.range_attention import RangeAttention
+from evenload.config.train_config import TrainConfig
+from evenload.data.hub import local_path
+from evenload.runtime.comm.collectives import all_gather_single
+from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.executor import Executor
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.supported import check_supported
+from evenload.runtime.model.tensor_weights import join_parts, tensor_split
+from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
+from evenload.runtime.optim.data_parallel import GradientReduction
+from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.rank_packs import Exchange
+from evenload.runtime.replay.stage import OnFinal, PipelineStage
+from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.runtime.stages.rank_stages import build_rank_stages
+from evenload.runtime.step_source import prepare_step, replicas_share_packs
+from evenload.types.architectures.architecture import ModuleNames
+from evenload.types.base import Frozen
+from evenload.types.counted import counted
+from evenload.types.plan import StepPlan
+
+Outcome = Literal["pass", "fail", "skipped"]
+
+
+class Verdict(Frozen):
+    """The answer of one check.
+
+    Args:
+        name: of the check.
+        found: what was measured, the tolerance, and on how much.
+        why: the reason of a failure, or why it was skipped; "" where it passed.
+    """
+
+    name: str
+    outcome: Outcome
+    found: str
+    why: str = ""
+
+
+def passed(name: str, found: str) -> Verdict:
+    return Verdict(name=name, outcome="pass", found=found)
+
+
+def failed(name: str, found: str, why: str) -> Verdict:
+    return Verdict(name=name, outcome="fail", found=found, why=why)
+
+
+def skipped(name: str, found: str, why: str) -> Verdict:
+    return Verdict(name=name, outcome="skipped", found=found, why=why)
+
+
+def exit_code(verdicts: list[Verdict]) -> int:
+    """0 nothing failed; 3 only memory failed, as where no plan fits; 1 anything else failed."""
+    failed = {verdict.name for verdict in verdicts if verdict.outcome == "fail"}
+    if not failed:
+        return 0
+    return 3 if failed == {"memory"} else 1
+
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def exact_casts() -> Iterator[None]:
+    """Put every module whose first floating input, or else parameter, is float64 under `Float64Casts`; all threads."""
+    plain, thread = nn.Module.__call__, threading.local()
+
+    @functools.wraps(plain)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = chain(args, kwargs.values(), module.parameters())
+        dtypes = (value.dtype for value in given if isinstance(value, Tensor) and value.is_floating_point())
+        is_known = getattr(thread, "is_inside", False) or type(module).__module__.startswith("torch.")
+        if is_known or next(dtypes, None) is not torch.float64:
+            return plain(module, *args, **kwargs)
+        thread.is_inside = True
+        try:
+            with Float64Casts():
+                return plain(module, *args, **kwargs)
+        finally:
+            thread.is_inside = False
+
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain
+
+
+class Float64Casts(TorchFunctionMode):
+    """Who asks torch for float32 gets float64, by whatever function, except of what is narrower already."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, asks = kwargs or {}, func is Tensor.float
+        for value in (*args, *kwargs.values()):
+            asks = asks or value is torch.float32
+        if asks and getattr(next(iter(args), None), "dtype", None) not in _NARROW:
+            func = Tensor.double if func is Tensor.float else func
+            args = [torch.float64 if value is torch.float32 else value for value in args]
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+STEPS = 5
+"""Steps of the run that is resumed."""
+
+# A forward and backward of so many FLOPs takes about a second on two CPU cores.
+_STEP_FLOPS = 4e10
+_MAX_PARAMETERS = 30e6
+_MIN_TOKENS, _MAX_TOKENS = 512, 6144
+_DOCUMENTS = 8
+_REPLICAS = 2
+
+
+class Scope(NamedTuple):
+    """The settings of a smaller run of the same kind, and what is smaller than in the user's."""
+
+    config: TrainConfig
+    notes: tuple[str, ...]
+
+
+def checked_scope(config: TrainConfig, directory: Path) -> Scope:
+    """The smaller run; `directory`, for a shortened model and its checkpoint, is visible to all ranks."""
+    model = model_spec(config)
+    notes = []
+    settings, parallel = config.model, config.parallel
+    wanted_layers = max(parallel.pp * parallel.virtual, 2, int(_MAX_PARAMETERS // model.stored_parameters_per_layer))
+    layers = min(model.num_layers, wanted_layers)
+    parameters = layers * model.stored_parameters_per_layer + 2 * model.embedding_parameters
+    if layers < model.num_layers:
+        notes.append(f"first {layers} of {model.num_layers} layers")
+        source = local_path(settings.path, "model.path", "settings" if settings.random_init else "weights")
+        _write_short_model(Path(source), directory / "model", layers, random_init=settings.random_init)
+        settings = msgspec.structs.replace(settings, path=str(directory / "model"))
+        parallel = msgspec.structs.replace(parallel, stage_layers=None)
+    # The reference trains no balance of routers; other models have none.
+    settings = msgspec.structs.replace(settings, router_aux_loss_coef=0.0)
+    tokens = int(min(max(_STEP_FLOPS / (6 * parameters), _MIN_TOKENS), _MAX_TOKENS))
+    data, options = config.data, config.plan.options
+    longest = min(data.max_document_tokens, tokens // 4)
+    if longest < data.max_document_tokens:
+        notes.append(f"documents cut to {longest:,} of {data.max_document_tokens:,} tokens")
+    if parallel.dp > _REPLICAS:
+        notes.append(f"{_REPLICAS} of {parallel.dp} replicas")
+        parallel = msgspec.structs.replace(parallel, dp=_REPLICAS)
+    documents = min(data.batch_documents or _DOCUMENTS, _DOCUMENTS)
+    if documents != data.batch_documents:
+        notes.append(f"{counted(documents, 'document')} a step")
+    smaller_data = msgspec.structs.replace(
+        data,
+        batch_documents=documents,
+        batch_tokens=None,
+        max_document_tokens=longest,
+        overlong="truncate" if longest < data.max_document_tokens else data.overlong,
+        epochs=None,
+        workers=0,
+        shuffle_window=min(data.shuffle_window, 64),
+    )
+    # Room for several documents in a pack, so that there is something to keep apart.
+    pack_tokens = max(longest, min(options.max_pack_tokens or 2 * longest, 2 * longest))
+    options = msgspec.structs.replace(options, max_pack_tokens=pack_tokens)
+    train = msgspec.structs.replace(
+        config.train,
+        steps=max(config.train.steps or STEPS, STEPS),
+        output_dir=str(directory / "run"),
+        checkpoint_every_steps=3,
+        keep_checkpoints=0,
+        background_checkpoints=False,
+        resume=True,
+    )
+    smaller = msgspec.structs.replace(
+        config,
+        model=settings,
+        parallel=parallel,
+        data=smaller_data,
+        # Whether the user's run fits its limit is another check.
+        plan=msgspec.structs.replace(config.plan, options=options, memory_bytes=None),
+        train=train,
+    )
+    return Scope(config=smaller, notes=tuple(notes))
+
+
+def _write_short_model(path: Path, directory: Path, layers: int, *, random_init: bool) -> None:
+    """A directory with the first layers' config.json and, unless weights are random, their weights."""
+    source = path if path.is_dir() else path.parent
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    config = load_config(str(path))
+    architecture, settings = check_supported(config), config.to_dict()
+    num_layers = settings[architecture.layers_key]
+    settings[architecture.layers_key] = layers
+    for key, value in settings.items():
+        if isinstance(value, list) and len(value) == num_layers:
+            settings[key] = value[:layers]
+    (directory / "config.json").write_text(json.dumps(settings))
+    if random_init:
+        return
+    # Links to the files, and an index that leaves out the other layers' tensors.
+    names = architecture.names
+    stored = stored_weights(source)
+    kept = {name: tensor.file for name, tensor in stored.items() if _layer_of(name, names) < layers}
+    for file in sorted(set(kept.values())):
+        (directory / file).symlink_to((source / file).resolve())
+    index = {"metadata": {LEFT_OUT: sorted(stored.keys() - kept)}, "weight_map": kept}
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+
+
+def _layer_of(name: str, names: ModuleNames) -> int:
+    """Index of a tensor's layer; -1 for those of none."""
+    found = re.match(rf"({names.decoder}\.)?{names.layers}\.(\d+)\.", name)
+    return int(found.group(2)) if found else -1
+
+
+Seen = dict[tuple[str, int, int], Tensor]
+"""("output" or "gradient", document, first token of the slice) -> rows [n, hidden] that this rank has."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutcome:
+    """One step on this rank.
+
+    Args:
+        loss: of the whole global batch.
+        gradients: summed over replicas, of this rank's parameters by Hugging Face name.
+        seen: this rank's rows.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor]
+    seen: Seen
+
+
+class ObservedStage(PipelineStage):
+    """A stage that copies what passes its ends."""
+
+    seen: Seen
+
+    def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
+        hidden = super().forward_layers(pack, hidden, store)
+        if self.model.is_last:
+            self._see("output", pack, hidden)
+        return hidden
+
+    def backward_layers(
+        self,
+        pack: PackTokens,
+        grad: Tensor,
+        store: ActivationStore,
+        products: WeightProducts | None = None,
+        on_final: OnFinal = lambda unit: None,
+    ) -> Tensor:
+        grad = super().backward_layers(pack, grad, store, products, on_final)
+        if self.model.is_first:
+            self._see("gradient", pack, grad)
+        return grad
+
+    def _see(self, what: str, pack: PackTokens, rows: Tensor) -> None:
+        assert self.num_rows(pack.ranges) == len(rows)
+        row = 0
+        for own in pack.ranges:
+            count = self.num_rows((own,))
+            # Of a short slice another rank of a tensor-parallel group may have all rows.
+            if count:
+                self.seen[what, own.doc_id, own.start] = rows[row : row + count].detach().clone()
+            row += count
+
+
+class StepRunner:
+    """Runs steps of a configuration without training, with its attention or another."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, backend: RangeAttention | None = None) -> None:
+        held = build_rank_stages(config, mesh, ObservedStage, backend)
+        self._mesh, self._buffers, self._stages = mesh, held.buffers, held.stages
+        self._executor = Executor(self._stages, mesh)
+        self._exchange: Exchange = config.parallel.cp_exchange
+        self._sums_beside_packs = config.train.overlap_reduction
+
+    def run(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> StepOutcome:
+        """Run a step on zero gradients, with the tokens of every document of it. Collective."""
+        mesh = self._mesh
+        mesh.watch.step = plan.step
+        for buffer in self._buffers:
+            buffer.grads.zero_()
+        for stage in self._stages.values():
+            stage.seen = {}
+        # As the configuration says, whether or not it would pay: what is proved is that it changes nothing.
+        is_overlapped = self._sums_beside_packs and not replicas_share_packs(plan)
+        with GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped) as sums:
+            run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange), on_final=sums.release)
+            shards = sums.finish()
+        loss = torch.tensor([run.loss], dtype=torch.float64)
+        dist.all_reduce(loss, group=mesh.control)
+        gradients: dict[str, Tensor] = {}
+        for buffer, shard in zip(self._buffers, shards, strict=True):
+            flat = torch.empty_like(buffer.grads)
+            all_gather_single(flat, shard, group=mesh.data)
+            parts = flat[: buffer.num_elements].split([parameter.numel() for parameter in buffer.parameters])
+            for name, parameter, own in zip(buffer.names, buffer.parameters, parts, strict=True):
+                gradients[name] = join_parts(own.view(parameter.shape), tensor_split(parameter), mesh.tensor)
+        seen = {key: rows for stage in self._stages.values() for key, rows in stage.seen.items()}
+        return StepOutcome(float(loss), gradients, seen)

@@ -1,0 +1,158 @@
+"""Seconds of transfers inside tensor- and context-parallel groups, per layer.
+
+Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
+before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
+for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of their bytes does not hide behind
+matrix products (`cost.analytic` says how the share comes about); their latency does not. Recomputing makes the output
+of attention again, so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept.
+A backward split into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of
+both blocks and the gradients of both outputs again: 4 more.
+
+Context parallelism: K and V of a pack are all-gathered before attention, and dK and dV are reduce-scattered behind it
+in backward. K and V are gathered in backward again only of documents that are never cut: of others every rank has kept
+them. What arrives is put in its place, which costs copies (`copy_s_per_byte`) that nothing hides. Transfers hide behind
+`context_hidden_share` (default 0.8) of the attention of *local* documents, those that lie whole on one rank.
+
+A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 transfers of 1/n each, and
+in backward their gradients in n, the last of which brings them home and hides behind nothing. The others hide behind
+local attention and behind that of the rounds but the last, (n - 1)/n of it. A slice's transfers carry its document's
+whole prefix, where the gathered form sends every token once; nothing is copied into place.
+
+All functions of seconds raise a `ConfigError` where the coefficients know no link for the group.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.layer_counts import kv_bytes_per_token, kv_gradient_bytes_per_token
+from evenload.types.micropack import Direction
+from evenload.types.model import ModelSpec
+
+TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
+"""All-gathers and reduce-scatters of a layer's hidden states."""
+TENSOR_CHUNKS = 4
+"""Transfers that a collective of a pack's hidden states is divided into at most, so that products hide all but one."""
+WEIGHT_RINGS = 4
+"""All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`."""
+
+
+@dataclass(frozen=True)
+class ContextTraffic:
+    """What a token of a shared slice moves on one layer in one direction.
+
+    Args:
+        token_bytes: that travel.
+        rings: collectives that carry them, each of n - 1 transfers from neighbour to neighbour.
+        placed_bytes: copied into their place.
+    """
+
+    token_bytes: int
+    rings: int
+    placed_bytes: int
+
+
+class ContextSeconds(NamedTuple):
+    """Keys and values of shared slices: seconds of one layer of every pack; float64[num_packs] each.
+
+    Args:
+        transfer_s: transfers that attention may hide.
+        plain_s: copies, and transfers that nothing hides.
+    """
+
+    transfer_s: NDArray[np.float64]
+    plain_s: NDArray[np.float64]
+
+
+def tensor_seconds(
+    model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
+) -> tuple[float, float]:
+    """(seconds a token, seconds a pack) of one layer that are exposed."""
+    return _exposed_seconds(model, coefficients, tp, TENSOR_RINGS[direction])
+
+
+def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
+    """(seconds a token, seconds a pack) of one layer's transfers that a split backward makes again in W, exposed."""
+    if model.adapter_parameters_per_layer:
+        return 0.0, 0.0  # frozen matrices have no products to defer
+    return tensor_ring_seconds(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
+
+
+def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: float) -> tuple[float, float]:
+    """So many gathers and scatters of a layer's hidden states: (seconds a token, seconds a pack)."""
+    if tp == 1:
+        return 0.0, 0.0
+    link = coefficients.group_link(tp, stride=1)
+    token_bytes = model.hidden_size * model.bytes_per_element * (tp - 1) / tp
+    return rings * token_bytes / link.bandwidth_bytes_per_s, rings * (tp - 1) * link.latency_s
+
+
+def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
+    """(seconds a token, seconds a pack) of one layer's transfers that recomputing makes again, exposed."""
+    return _exposed_seconds(model, coefficients, tp, 2 if model.post_norm else 1)
+
+
+def _exposed_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: int) -> tuple[float, float]:
+    """Of `tensor_ring_seconds` what is exposed; nothing where layers were measured with their transfers."""
+    token_s, pack_s = tensor_ring_seconds(model, coefficients, tp, rings)
+    share = coefficients.tensor_exposed_share
+    return share * token_s, pack_s if share else 0.0
+
+
+def context_seconds(
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    tp: int,
+    ranks: NDArray[np.int64],
+    whole_tokens: NDArray[np.float64],
+    cut_tokens: NDArray[np.float64],
+    direction: Direction,
+) -> ContextSeconds:
+    """What keys and values of every pack take, before anything hides them.
+
+    Args:
+        ranks: int64[num_packs], ranks that share the pack.
+        whole_tokens, cut_tokens: float64[num_packs], tokens of the whole pack whose keys and values travel, of
+            documents that are never cut and of others; in a ring with their prefixes.
+    """
+    whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
+    home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
+    found = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)))
+    tokens = whole_tokens + cut_tokens
+    for size in np.unique(ranks[tokens > 0]).tolist():
+        if size == 1:
+            continue
+        link, of_size = coefficients.group_link(size, stride=tp), (ranks == size) & (tokens > 0)
+        from_whole, from_cut = whole_tokens[of_size], cut_tokens[of_size]
+        moved = (from_whole * whole.token_bytes + from_cut * cut.token_bytes) * (size - 1) / size
+        hops = np.where(from_whole > 0, whole.rings, cut.rings) * (size - 1)
+        found.transfer_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
+        placed = from_whole * whole.placed_bytes + from_cut * cut.placed_bytes
+        home_s = tokens[of_size] * home_bytes / size / link.bandwidth_bytes_per_s + home_hops * link.latency_s
+        found.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
+    return found
+
+
+def context_traffic(
+    model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction, *, is_cut: bool
+) -> ContextTraffic:
+    """Of a token of a document that is cut, in forward or in backward, or of one that never is."""
+    kv, gradients = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
+    if coefficients.context_exchange == "ring":
+        return ContextTraffic(kv, 1, 0) if direction == "forward" else ContextTraffic(kv + gradients, 2, 0)
+    if direction == "forward":
+        return ContextTraffic(kv, 1, 2 * kv if is_cut else kv)  # gathered rows -> keys of the slice -> the prefix kept
+    # Sums of gradients are cleared and filled before they are scattered.
+    return (
+        ContextTraffic(gradients, 1, 2 * gradients) if is_cut else ContextTraffic(kv + gradients, 2, kv + 2 * gradients)
+    )
+
+
+def ring_home(model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction) -> tuple[int, int]:
+    """The last transfer of a ring's gradients, to the rank with the rows: (bytes of one token and layer, transfers)."""
+    if coefficients.context_exchange != "ring" or direction == "forward":
+        return 0, 0
+    return kv_gradient_bytes_per_token(model, tp), 1

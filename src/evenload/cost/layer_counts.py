@@ -1,0 +1,252 @@
+"""Attention pairs and true FLOPs of documents.
+
+Conventions, used for MFU and nothing else:
+- a matrix product of a token with a weight costs 2 FLOPs a weight; attention costs 4·heads·head_dim FLOPs a
+  (query, key) pair (QK and PV, 2 each), only pairs inside the causal mask and the sliding window count;
+- backward counts 2x forward for both, so a training step is 3x forward. Cost (seconds) charges attention's
+  backward 2.5x by default because flash kernels recompute scores (SlimPack §2.2.2); that recomputation is not
+  useful work, so MFU does not count it (the usual "model FLOPs", no recompute);
+- a frozen matrix (LoRA) has no dW, so its backward is 1x forward; adapters themselves count as any matrix;
+- the embedding look-up is 0, norms and activations are not counted.
+
+Bytes one token leaves on one layer of one device, by activation policy and tensor-parallel size.
+
+    replay     every linear layer's output (the runtime's default): nothing is computed twice but norms
+    recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products,
+               not attention (Korthikanti et al. 2022, "selective recomputation", the other way round: we keep the
+               expensive part and repeat the cheap one)
+    offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
+
+Where experts are, the router's logits are kept under `replay` and `recompute`: computed again in other company they
+may differ in the last bit, and a token that was near a tie would go back through other experts than it came. With
+norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too.
+
+K and V stay on the device under every policy: later slices of the document read them. Under tensor parallelism
+a device holds its heads and its columns of the feed-forward block; hidden states between blocks are split over
+tokens (sequence parallelism). Key/value heads fewer than devices are copied.
+
+Memory that attention's backward takes beside its results, as FlashAttention 2's kernels in torch make it.
+
+Of one layer of one backward pack with T rows in n slices that see K keys in all, prefixes included; H query heads, G
+key heads of dimension D (kernels: rounded up), e bytes an element:
+
+    sums of dQ and of dO·O      4·(T + 128·n)·H·(D + 1)    fp32; every document is rounded up to a block of rows
+      added in one order        4·(T + 128·n)·D·S more     of every processor of S apart (`train.deterministic`): as
+                                                           for one document; n of them share S
+    keys of prefixes            4·e·G·D a key              K and V copied into one tensor, and their gradients
+    gradients of grouped keys   2·e·H·D a key              dK and dV for every query head, where H > G; above
+                                                           `KEY_GRADIENT_BYTES` they are made for some key heads at a
+                                                           time, at least for one (`attention.varlen_cuda`)
+
+An estimate as all temporaries: windows are not counted, and a pack of a context-parallel group takes its documents one
+after the other, so it holds less. Charged where a run's attention is these kernels' (`ModelSpec.attention_workspace`).
+
+Source: `mha_varlen_bwd` of torch 2.13 (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+
+Which parallel layouts a model allows; one place, so that every command says the same.
+
+What the runtime can train is narrower and refused there (`runtime.comm.mesh`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenload.errors import ConfigError
+from evenload.types.layout import ParallelLayout
+from evenload.types.micropack import ActivationPolicy
+from evenload.types.model import ModelSpec
+from evenload.types.work import causal_pairs
+
+BACKWARD_LINEAR_RATIO = 2.0
+"""Backward / forward cost of matrix products: dX and dW."""
+BACKWARD_ATTENTION_RATIO = 2.5
+"""Backward / forward cost of flash attention: scores again, dQ, dK, dV, dP (5 products against 2)."""
+
+
+def slice_pairs(start: NDArray, stop: NDArray, window: int = 0, *, causal: bool = True) -> NDArray[np.float64]:
+    """Pairs of slices. A bidirectional model has only whole documents (`start` 0): `stop²` within the window."""
+    if causal:
+        return causal_pairs(start, stop, window)
+    tokens = np.asarray(stop, np.float64)
+    return tokens * np.minimum(tokens, 2.0 * window + 1) if window else tokens * tokens
+
+
+def backward_linear_ratio(model: ModelSpec) -> float:
+    """Backward / forward of the model's own matrix products: frozen ones (LoRA) have no dW."""
+    return 1.0 if model.adapter_parameters_per_layer else BACKWARD_LINEAR_RATIO
+
+
+def recomputed_share(model: ModelSpec) -> float:
+    """Of a layer's matrix products forward, those that the backward of a recomputed document makes again: all but the
+    down projection, unless a norm behind it reads its output."""
+    if model.post_norm:
+        return 1.0
+    down = model.hidden_size * model.ffn_hidden_size * max(1, model.experts_per_token)
+    return 1.0 - down / model.linear_parameters_per_layer
+
+
+def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
+    """FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of `num_tokens`."""
+    tokens = np.asarray(num_tokens, np.float64)
+    layer = model.linear_parameters_per_layer + model.adapter_parameters_per_layer
+    linear = 2.0 * layer * model.num_layers + 2.0 * model.embedding_parameters
+    flops = linear * tokens
+    zero = np.zeros_like(tokens)
+    for window in sorted(set(model.windows)):
+        pairs = slice_pairs(zero, tokens, window, causal=model.causal)
+        flops = flops + 4.0 * model.num_heads * model.head_dim * model.windows.count(window) * pairs
+    return flops
+
+
+def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
+    """Model FLOPs of forward and backward of whole documents; the numerator of MFU.
+
+    3x forward; with LoRA adapters 3x forward less dW of the frozen matrices.
+    """
+    flops = 3.0 * forward_flops(model, num_tokens)
+    if model.adapter_parameters_per_layer:
+        frozen = 2.0 * model.linear_parameters_per_layer * model.num_layers + 2.0 * model.embedding_parameters
+        flops = flops - frozen * np.asarray(num_tokens, np.float64)
+    return flops
+
+
+POLICIES: tuple[ActivationPolicy, ...] = ("replay", "recompute", "offload")
+"""Order of the integer codes in policy columns."""
+REPLAY, RECOMPUTE, OFFLOAD = range(3)
+
+
+def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "replay", tp: int = 1) -> int:
+    """Bytes one token leaves on ONE layer of the device between forward and backward, without K and V."""
+    if policy == "offload":
+        return 0
+    query = model.num_heads // tp * model.head_dim
+    kept = -(-model.hidden_size // tp) + query + model.num_experts
+    log_sum_exp = model.num_heads // tp * accumulator_bytes(model)
+    if policy == "replay":
+        kept += recomputed_width(model, tp)
+    return model.bytes_per_element * kept + log_sum_exp
+
+
+def recomputed_width(model: ModelSpec, tp: int = 1) -> int:
+    """Elements a token that `recompute` makes again: q, k, v, o_proj output, gate and up, down where it is kept."""
+    query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
+    ffn = (2 if model.gated_ffn else 1) * model.ffn_hidden_size * max(1, model.experts_per_token)
+    down = -(-model.hidden_size // tp) if model.post_norm else 0
+    return query + 2 * key_value - (-model.hidden_size // tp) - (-ffn // tp) + down
+
+
+def kv_bytes_per_token(model: ModelSpec, tp: int = 1) -> int:
+    """Bytes of one token's K and V on ONE layer."""
+    return model.bytes_per_element * 2 * local_kv_heads(model, tp) * model.head_dim
+
+
+def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> int:
+    """Bytes of one token's dK and dV sums on ONE layer."""
+    return accumulator_bytes(model) * 2 * local_kv_heads(model, tp) * model.head_dim
+
+
+def local_kv_heads(model: ModelSpec, tp: int) -> int:
+    """Key/value heads of one device; copies where there are fewer than devices."""
+    return max(1, model.num_kv_heads // tp)
+
+
+def accumulator_bytes(model: ModelSpec) -> int:
+    """fp32 sums, float64 where the model itself is float64."""
+    return 8 if model.bytes_per_element == 8 else 4
+
+
+def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
+    """Elements one token leaves on ONE layer of one device from I to W: inputs, and gradients of outputs.
+
+    Of experts every chosen one has its own rows, but the inputs, which the router shares with them. Frozen matrices
+    (LoRA) leave nothing, and the weight gradients of adapters are added in I.
+    """
+    if model.adapter_parameters_per_layer:
+        return 0
+    hidden, chosen = -(-model.hidden_size // tp), max(1, model.experts_per_token)
+    query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
+    ffn = model.ffn_hidden_size * chosen
+    into_down, into_ffn = -(-ffn // tp), -(-(2 if model.gated_ffn else 1) * ffn // tp)
+    inputs = 2 * hidden + query + into_down
+    return inputs + (1 + chosen) * hidden + query + 2 * key_value + into_ffn + model.num_experts
+
+
+KEY_GRADIENT_BYTES = 1 << 29
+"""Of gradients of keys and values that a kernel makes for every query head before it adds those of a key head."""
+_ROWS_OF_BLOCK = 128
+_PROCESSORS = 148
+"""Of the largest GPU that the kernels run on (B200; an H100 has 132)."""
+
+
+@dataclass(frozen=True)
+class WorkspaceRates:
+    """Bytes of one layer.
+
+    Args:
+        row, piece: a row, and a slice, of a backward pack.
+        prefix_key: a key before a slice.
+        grouped_key: a key that a slice sees, for every query head; grouped_key_head: for those of one key head.
+    """
+
+    row: int = 0
+    piece: int = 0
+    prefix_key: int = 0
+    grouped_key: int = 0
+    grouped_key_head: int = 0
+
+    def of_grouped_keys(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of gradients for every query head, of packs whose slices see so many keys."""
+        most = np.maximum(KEY_GRADIENT_BYTES, keys * self.grouped_key_head)
+        return np.minimum(keys * self.grouped_key, most)
+
+
+def workspace_rates(model: ModelSpec, heads: int, kv_heads: int) -> WorkspaceRates:
+    """Of the heads of one rank."""
+    if not model.attention_workspace:
+        return WorkspaceRates()
+    element, dim = model.bytes_per_element, model.head_dim
+    rounded_dim = -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
+    # In one order every call holds `ceil(S / (documents · heads))` sums of dQ. It has at most all heads of the rank, so
+    # sums times heads are fewer than S and heads together.
+    sums = heads + (_PROCESSORS - 1 if model.ordered_attention else 0)
+    row = 4 * (sums * rounded_dim + heads)
+    grouped = 2 * element * heads * dim if heads > kv_heads else 0
+    return WorkspaceRates(
+        row=row,
+        piece=_ROWS_OF_BLOCK * row,
+        prefix_key=4 * element * kv_heads * dim,
+        grouped_key=grouped,
+        grouped_key_head=grouped // kv_heads,
+    )
+
+
+def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
+    """Refuse what would be costed wrong.
+
+    Raises:
+        ConfigError: heads that do not divide over tensor ranks, context parallelism of a bidirectional model, or a
+            layout for another number of layers.
+    """
+    kv_heads = model.num_kv_heads
+    fitting = [
+        str(tp)
+        for tp in range(1, model.num_heads + 1)
+        if not model.num_heads % tp and not (kv_heads % tp and tp % kv_heads)
+    ]
+    if str(layout.tp) not in fitting:
+        raise ConfigError(
+            f"layout {layout.describe()}: {model.num_heads} query and {kv_heads} key/value heads of {model.name} do "
+            f"not divide over tp={layout.tp}; they do over tp={', '.join(fitting)}"
+        )
+    if layout.cp > 1 and not model.causal:
+        raise ConfigError(
+            f"layout {layout.describe()}: model {model.name} is bidirectional and context parallelism shards causal "
+            "documents only; use cp=1"
+        )
+    if layout.num_layers != model.num_layers:
+        raise ConfigError(
+            f"layout {layout.describe()} splits {layout.num_layers} layers, "
+            f"model {model.name} has {model.num_layers}; make the layout with even_layout({model.num_layers}, ...)"
+        )

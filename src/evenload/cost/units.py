@@ -1,0 +1,208 @@
+"""Seconds in which one unit's gradients are summed over the ranks that hold it, and its updated weights gathered.
+
+A unit's parameters lie in a few buffers, each a transfer of its own (`runtime.optim.parameter_units`): what takes
+weight decay apart from what does not, what a tensor-parallel rank holds a part of apart from what it holds whole, and a
+tied embedding apart from everything. So a unit pays its bytes once and the latency of a ring once a buffer.
+
+When, inside the last backward of a stage, the gradients of each of its units are complete.
+
+A backward runs the head, then the layers downwards, then the embedding, and each takes what its coefficients say of the
+pack. Waiting for other ranks and what is computed again are not told apart: they are spread like the rest.
+
+When, inside the first forward of a stage, the weights of each of its units are read: embedding, then layers upwards.
+
+As `cost.units` for the other end of a step; waiting for other ranks is not told apart here either.
+
+The least time of a step: of any machine with these devices, and of any plan in one layout.
+
+    physical      model FLOPs of all tokens / (devices · peak FLOP/s): every product at the peak, nothing else, no
+                  waiting. MFU is the share of it that a step reaches.
+    of the layout the busiest pipeline rank computes its stages of all documents, its share of them, at the cost model's
+                  rates, with the tensor-parallel transfers that nothing hides; or sums its gradients, if that takes
+                  longer; then the update. No plan in the layout is faster under the cost model: it may cut, share and
+                  order documents as it likes, but not move layers.
+    of the sizes  the same for every split of the model's layers over the pipeline's ranks, with any number of stages a
+                  rank: some rank has the dearest layer, as the last one is with the head; at least the mean of all
+                  ranks; and as many layers as an even split's fullest. What a search over layouts may leave out by,
+                  which splits layers later.
+
+Between both lies `PackCosts.lower_bound_seconds`: all useful work at the cost model's rates on all devices evenly, in
+any layout. O(documents + units).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.layer_counts import training_flops
+from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
+from evenload.cost.pack_cost import PackCosts, pairs_column, prefix_column
+from evenload.types.columns import SliceColumns
+from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.micropack import Direction
+from evenload.types.model import ModelSpec
+
+
+class UnitTransfers(NamedTuple):
+    """Of one pipeline rank's units, from the start of the model to its end.
+
+    Args:
+        unit: int64[n], as `cost.memory.trained_unit_parameters` numbers them.
+        parameters: int64[n]; sum_s, gather_s: float64[n], alone, with nothing beside them.
+    """
+
+    unit: NDArray[np.int64]
+    parameters: NDArray[np.int64]
+    sum_s: NDArray[np.float64]
+    gather_s: NDArray[np.float64]
+
+
+def unit_transfers(
+    model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, rank: int
+) -> UnitTransfers:
+    """Raises `ConfigError` where several ranks hold the units and no link between them is known."""
+    parameters, buffers = trained_unit_parameters(model, layout, rank), unit_buffers(model, layout, rank)
+    units, copies, element = sorted(parameters), layout.data_sizes[rank], model.bytes_per_element
+    sums, gathers = (
+        [coefficients.ring_seconds(size * parameters[unit], copies, buffers[unit], way) for unit in units]
+        for size, way in ((max(element, 4), "sum"), (element, "gather"))
+    )
+    held = np.array([parameters[unit] for unit in units], np.int64)
+    return UnitTransfers(np.array(units, np.int64), held, np.array(sums, np.float64), np.array(gathers, np.float64))
+
+
+def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[int, int]:
+    """Buffers of a pipeline rank's units. Biases of models whose biases are not counted are not either."""
+    is_cut, stages, last = layout.tp > 1, layout.stages_of_rank(rank), layout.num_stages - 1
+    layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
+    if model.adapter_parameters_per_layer:
+        return dict.fromkeys((1 + layer for layer in layers), 2 if is_cut else 1)
+    whole = is_cut * ((model.num_experts > 0) + model.biases)
+    found = dict.fromkeys((1 + layer for layer in layers), 2 + whole)
+    if 0 in stages:
+        found[0] = 1 + (model.position_rows > 0 and (model.tied_embeddings or is_cut))
+    if last in stages:
+        found[1 + model.num_layers] = 1 + (not (model.tied_embeddings and 0 in stages))
+    return found
+
+
+def pack_features(costs: PackCosts, packs: Sequence[tuple[SliceColumns, int]]) -> NDArray[np.float64]:
+    """Of packs by their columns and number, as `cost.pack_cost` has them; float64[n, features]."""
+    parts = [columns.pack_range(pack, pack + 1) for columns, pack in packs]
+    return costs.features.of_packs(SliceColumns.concat(parts, [0] * len(parts)))
+
+
+def stage_units(costs: PackCosts, stage: int) -> list[int]:
+    """Numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a backward completes
+    them."""
+    first, last = costs.layout.stage_layers[stage]
+    head = [1 + costs.model.num_layers] if stage == costs.layout.num_stages - 1 else []
+    return [*head, *(1 + layer for layer in reversed(range(first, last))), *([0] if stage == 0 else [])]
+
+
+def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
+    """Of every pack and unit (`stage_units`) the share of the backward's seconds that is left when the unit's gradients
+    are complete; float64[n, units].
+
+    Args:
+        features: of the packs.
+    """
+    seconds = unit_seconds(costs, features, stage_units(costs, stage), "backward")
+    total_s = seconds.sum(axis=1, keepdims=True)
+    left_s = total_s - np.cumsum(seconds, axis=1)
+    return np.maximum(0.0, np.divide(left_s, total_s, out=np.zeros_like(left_s), where=total_s > 0))
+
+
+def unit_seconds(
+    costs: PackCosts, features: NDArray[np.float64], units: Sequence[int], direction: Direction
+) -> NDArray[np.float64]:
+    """Of every pack on every unit, without transfers; float64[n, units]. The head counts as backward."""
+    coefficients, tp = costs.coefficients, costs.layout.tp
+    layer: PassCoefficients = getattr(coefficients, direction)
+    rates = np.zeros((features.shape[1], len(units)))
+    for at, unit in enumerate(units):
+        if unit == 0:
+            rates[0, at] = coefficients.embedding_s_per_token / tp
+        elif unit == 1 + costs.model.num_layers:
+            rates[0, at], rates[2, at] = coefficients.head_s_per_token / tp, coefficients.head_pack_s
+        else:
+            window = costs.windows.index(costs.model.windows[unit - 1])
+            rates[:3, at] = layer.linear_s_per_token / tp, layer.slice_s, layer.pack_s
+            rates[pairs_column(window), at] = layer.attention_s_per_pair / tp
+            rates[prefix_column(window), at] = layer.prefix_s_per_token / tp
+    return features @ rates
+
+
+def forward_units(costs: PackCosts, stage: int) -> list[int]:
+    """Numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a forward reads them;
+    the head is read by the backward."""
+    first, last = costs.layout.stage_layers[stage]
+    return [*([0] if stage == 0 else []), *(1 + layer for layer in range(first, last))]
+
+
+def shares_before(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
+    """Of every pack and unit (`forward_units`) the share of the forward's seconds that is over when the unit's weights
+    are read; float64[n, units].
+
+    Args:
+        features: of the packs (`cost.units.pack_features`).
+    """
+    seconds = unit_seconds(costs, features, forward_units(costs, stage), "forward")
+    total_s = seconds.sum(axis=1, keepdims=True)
+    before_s = np.cumsum(seconds, axis=1) - seconds
+    return np.divide(before_s, total_s, out=np.zeros_like(before_s), where=total_s > 0)
+
+
+def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
+    """Of a step with documents of these lengths (int64[n])."""
+    flops = float(training_flops(costs.model, np.asarray(num_tokens, np.int64)).sum())
+    return flops / (costs.layout.world_size * costs.coefficients.peak_flops_per_s)
+
+
+def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
+    """Of a step with documents of these lengths (int64[n]) in the layout of `costs`."""
+    layout = costs.layout
+    stage_s = costs.useful_stage_seconds(num_tokens)
+    rank_s = np.zeros(layout.pipeline_ranks)
+    for stage, seconds in enumerate(stage_s.tolist()):
+        ranks = layout.ranks_of_stage(stage)
+        rank_s[ranks.start : ranks.stop] += seconds / len(ranks)
+    computed_s = float(rank_s.max()) / (layout.dp * layout.cp)
+    summed_s = max(
+        float(unit_transfers(costs.model, costs.coefficients, layout, rank).sum_s.sum())
+        for rank in sorted(set(layout.leading_ranks))
+    )
+    bound_s = max(computed_s, costs.lower_bound_seconds(num_tokens), summed_s)
+    return bound_s + costs.optimizer_seconds()
+
+
+def sizes_bound_seconds(
+    model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, num_tokens: ArrayLike
+) -> float:
+    """Of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp.
+
+    Args:
+        coefficients: of layouts of these sizes.
+    """
+    ranks, layers = layout.pp, model.num_layers
+    if ranks == 1:
+        return layout_bound_seconds(PackCosts(model, coefficients, layout), num_tokens)
+    # Every layer as a stage, embedding and head with the first and the last: a rank has the sum of its layers.
+    alone = even_layout(layers, dp=layout.dp, cp=layout.cp, pp=layers, tp=layout.tp)
+    costs = PackCosts(model, coefficients, alone)
+    layer_s = costs.useful_stage_seconds(num_tokens)
+    sum_s = np.array([unit_transfers(model, coefficients, alone, rank).sum_s.sum() for rank in range(layers)])
+    computed_s = _fullest_at_least(layer_s, ranks) / (layout.dp * layout.cp)
+    evenly_s = costs.lower_bound_seconds(num_tokens) * layers / ranks
+    trained = _fullest_at_least(trained_parameters_per_rank(model, alone), ranks)
+    updated_s = coefficients.optimizer_s_per_parameter * trained / (layout.dp * layout.cp)
+    return max(computed_s, evenly_s, _fullest_at_least(sum_s, ranks)) + updated_s
+
+
+def _fullest_at_least(of_layers: np.ndarray, ranks: int) -> float:
+    """The least that the fullest rank has of something, however layers are split."""
+    most = -(-len(of_layers) // ranks)
+    return max(float(of_layers.sum()) / ranks, float(np.sort(of_layers)[:most].sum()), float(of_layers.max()))

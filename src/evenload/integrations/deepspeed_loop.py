@@ -1,0 +1,413 @@
+"""`DeepSpeedLoop`: trains a DeepSpeed engine (ZeRO-1, 2 or 3) from a `PackedLoader`; `share_sequences`: Ulysses.
+
+Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and multiplied by the
+number that DeepSpeed divides gradients by, because it takes a mean. Its own accumulation divides by
+`gradient_accumulation_steps`, which must be 1: the plan has the number of micro-batches.
+
+Gradients are reduced after every micro-batch, or once a step (`engine.coalesce_grad_reduction()`), which keeps whole
+gradients on every rank until then. That reduces the parameters that have a gradient, so each needs one on all ranks or
+on none: a rank without documents runs a pack without a loss.
+
+Under Ulysses the ranks of a group share every pack: each has its rows of embedding, norms, feed-forward blocks and
+loss, and between two all-to-alls some heads of all rows. Groups and all-to-alls are DeepSpeed's
+(`UlyssesSPAttentionHF.register_with_transformers`); attention is `document_attention`, because `sdpa` runs the pack as
+one causal sequence, in which documents see each other. The loader gives a group's ranks the same packs, and each takes
+its rows (`sequence_share`).
+"""
+
+import importlib.metadata
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenload.data.encoders import IGNORE_INDEX
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.batch_formats import format_pack, move_batch
+from evenload.integrations.engine_loop import (
+    EngineLoop,
+    PackLoss,
+    document_attention,
+    from_rank_zero,
+    host_edges,
+    model_inputs,
+    sum_over_ranks,
+    token_loss,
+)
+from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
+from evenload.types.counted import counted
+
+LOADER_STATE = "evenload_loader"
+"""Key of the loader's state in a checkpoint's `client_state`."""
+_NUM_STEPS = "evenload_num_steps"
+DOCUMENTS = "evenload_documents"
+"""Name of Evenload's attention among transformers' (`attn_implementation`)."""
+_OTHER_ATTENTION = ("dropout", "sliding_window", "softcap", "s_aux")
+"""What transformers may hand to attention, and `document_attention` does not have."""
+
+
+class DeepSpeedLoop(EngineLoop):
+    """Trains a DeepSpeed engine.
+
+    Args:
+        engine: of `deepspeed.initialize`, all ranks data-parallel or in sequence groups of neighbours
+            (`share_sequences`).
+        loader: with `equal_micro_batches` under ZeRO-3 and where gradients are reduced after every micro-batch.
+        loss: of one micro-batch; default: `hf_pack_loss`. In a sequence group of the rank's share
+            (`sequence_share`); default: `share_loss`.
+        reduce_every_pack: reduce gradients after every micro-batch; default: under ZeRO-3, and under ZeRO-2 where all
+            ranks run equally many.
+
+    Raises:
+        ConfigError: an engine that would train something else, or wait for ever; a loader that `EngineLoop` refuses.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        loader: PackedLoader,
+        *,
+        loss: PackLoss | None = None,
+        reduce_every_pack: bool | None = None,
+    ) -> None:
+        for message in _unfit(engine):
+            raise ConfigError(message)
+        ranks = engine.sequence_parallel_size
+        super().__init__(engine.module, loader, loss, engine="DeepSpeed", sequence_ranks=ranks)
+        self.engine, self._sequence_ranks, self._sequence_rank = engine, ranks, 0
+        if ranks > 1:
+            require_documents_apart(getattr(engine.module, "config", None))
+            self._sequence_rank, self._loss = _place_among(engine, ranks), loss or share_loss
+        self._averaged_over = _averaged_over(engine)
+        stage = int(engine.zero_optimization_stage())
+        if reduce_every_pack is None:
+            reduce_every_pack = stage == 3 or (stage == 2 and loader.options.has_equal_counts)
+        if stage == 3:
+            self._require_equal_counts("gathers parameters in every forward pass under ZeRO-3")
+        elif reduce_every_pack:
+            self._require_equal_counts(f"reduces gradients after every micro-batch under ZeRO-{stage}")
+        if not reduce_every_pack and not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
+            raise ConfigError(
+                f"the engine's optimizer is a {type(engine.optimizer).__name__}, whose sums of gradients cannot be put "
+                "off to the end of the step (bfloat16 weights under ZeRO-1 with grad_accum_dtype fp32 have it); use "
+                "ZeRO-2, or leave data_types.grad_accum_dtype out"
+            )
+        self._reduce_every_pack = reduce_every_pack
+
+    def accumulate(self, step: PackedStep) -> torch.Tensor:
+        """Run forward and backward of one global batch, and return its loss. Collective."""
+        if self._reduce_every_pack:
+            return sum_over_ranks(self._run(step))
+        with self.engine.coalesce_grad_reduction():
+            total = self._run(step)
+        return sum_over_ranks(total)
+
+    def _run(self, step: PackedStep) -> torch.Tensor:
+        device = self.engine.device
+        total = torch.zeros((), device=device)
+        # A rank without any gradient would leave out the reductions that the others wait in.
+        batches = step.batches or (self._without_work(step),)
+        for index, batch in enumerate(batches):
+            if self._reduce_every_pack:
+                self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            if self._sequence_ranks > 1:
+                batch = sequence_share(batch, self._sequence_rank, self._sequence_ranks)
+            loss = self._loss(self.engine, move_batch(batch, device))
+            self.engine.backward(loss * self._averaged_over)
+            total = total + loss.detach()
+        return total
+
+    def _without_work(self, step: PackedStep) -> Any:
+        options = self.loader.options
+        return format_pack(zero_weight_pack(options.row_multiple), options.batch_format, step.num_label_tokens)
+
+    def update(self) -> bool:
+        """Apply the gradients, clipped and scaled as the engine's configuration says, and forget them. Collective.
+
+        Returns:
+            False where DeepSpeed left the update out, because gradients overflowed in fp16.
+        """
+        self.engine.step()
+        return bool(self.engine.was_step_applied())
+
+    def save(self, directory: str | PathLike[str], tag: str | None = None) -> None:
+        """Write the engine's checkpoint, with the loader's state and the number of steps in it. Collective."""
+        client_state = {LOADER_STATE: self.loader.state_dict(), _NUM_STEPS: self.num_steps}
+        self.engine.save_checkpoint(str(directory), tag=tag, client_state=client_state)
+
+    def load(self, directory: str | PathLike[str], tag: str | None = None) -> None:
+        """Go on from a checkpoint. Collective.
+
+        With another number of ranks from one that DeepSpeed's `ds_to_universal` has made universal, by an engine with
+        `"checkpoint": {"load_universal": true}` in its configuration. DeepSpeed has that for Adam only.
+
+        Raises:
+            CheckpointError: no such checkpoint, of another number of ranks, or one without a loader's state.
+        """
+        if not self.engine.load_universal_checkpoint():
+            require_same_ranks(Path(directory), tag, self.engine.seq_dp_world_size)
+        path, client_state = self.engine.load_checkpoint(str(directory), tag=tag)
+        missing = {LOADER_STATE, _NUM_STEPS} - set(client_state or {})
+        if path is None or missing:
+            raise CheckpointError(
+                f"'{directory}' is no checkpoint of this loop (found: {path}, missing: {sorted(missing)}); give the "
+                "folder that save wrote"
+            )
+        self.loader.load_state_dict(client_state[LOADER_STATE])
+        self.num_steps = client_state[_NUM_STEPS]
+
+
+def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
+    """Raise a `CheckpointError` where a checkpoint is of another number of ranks. Collective.
+
+    DeepSpeed would fail after it has loaded the weights, without a remedy.
+
+    Args:
+        tag: None = that of the newest one.
+    """
+    folder, saved = from_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
+    if saved is not None and saved != ranks:
+        raise CheckpointError(
+            f"'{folder}' was saved by {counted(saved, 'rank')}, and there are {ranks}; make it universal: python -m "
+            f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
+            f'{folder}-universal, and set "checkpoint": {{"load_universal": true}} in the engine\'s configuration'
+        )
+
+
+def _folder_and_ranks(directory: Path, tag: str | None) -> tuple[Path, int | None]:
+    """A checkpoint's folder and the number of ranks in it; None where DeepSpeed will find none itself.
+
+    The files of the other ranks are not counted: they may lie on the disks of other nodes.
+    """
+    latest = directory / "latest"
+    folder = directory / (tag or (latest.read_text().strip() if latest.is_file() else ""))
+    # Of ZeRO-1 and 2, and of ZeRO-3.
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        if (folder / name).is_file():
+            try:
+                # DeepSpeed unpickles it next in any case; so, weights stay on the disk.
+                state = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=False)
+            except (RuntimeError, EOFError, UnpicklingError) as error:
+                raise CheckpointError(f"'{folder / name}' cannot be read: {error}; give another tag") from error
+            return folder, state.get("dp_world_size")
+    return folder, None
+
+
+def _unfit(engine: Any) -> Iterator[str]:
+    """Why the engine would train something else, or wait for ever."""
+    for name in ("coalesce_grad_reduction", "zero_optimization_stage", "gradient_accumulation_steps"):
+        if not hasattr(engine, name):
+            yield (
+                f"{type(engine).__name__} has no {name}: give the engine of deepspeed.initialize, of DeepSpeed 0.19.2 "
+                "or later"
+            )
+    if getattr(engine, "pipeline_parallelism", False):
+        yield (
+            "a PipelineModule makes its own micro-batches of one shape and size; train without it, or with 'evenload "
+            "train', which has pipelines of packs"
+        )
+    if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
+        yield (
+            f"ZeRO stage is {stage}: without ZeRO the engine cannot defer the sum of gradients; set "
+            '"zero_optimization": {"stage": 1} (or 2, 3)'
+        )
+    if not getattr(engine, "gradient_average", True):
+        yield (
+            'gradient_allreduce_op is "sum", and the loss is multiplied by the number of ranks for the mean that '
+            'DeepSpeed takes by default, so gradients would be too large by that; set it to "mean", or leave it out'
+        )
+    if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
+        yield (
+            "managed_gradient_accumulation is False, with which the engine neither defers sums of gradients nor "
+            "learns the end of a step; leave it out"
+        )
+    if (steps := engine.gradient_accumulation_steps()) != 1:
+        yield (
+            f"gradient_accumulation_steps is {steps}, by which DeepSpeed would divide the gradients; they are divided "
+            "by the global batch's label tokens already. Set it to 1 (the plan has the number of micro-batches)"
+        )
+    # With sequence groups the engine shards, sums and counts over both dimensions.
+    if (size := engine.seq_dp_world_size) != dist.get_world_size():
+        yield (
+            f"gradients are summed over {size} ranks of {dist.get_world_size()}: tensor and expert parallel ranks, and "
+            "sequence groups of a mesh (sequence_parallel_size in the configuration), are not tested with packs; leave "
+            "all ranks data-parallel, or make sequence groups with mpu = share_sequences(model, ranks)"
+        )
+
+
+def _place_among(engine: Any, ranks: int) -> int:
+    """This rank's place in its sequence group; a `ConfigError` where the loader deals packs to other groups."""
+    members, rank = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), dist.get_rank()
+    first = rank // ranks * ranks
+    if members != [*range(first, first + ranks)]:
+        raise ConfigError(
+            f"rank {rank} shares sequences with the ranks {members}, and the loader gives the same packs to "
+            f"{[*range(first, first + ranks)]}; make groups of neighbours, as share_sequences does"
+        )
+    return rank - first
+
+
+def _averaged_over(engine: Any) -> int:
+    """By what DeepSpeed divides the sum of all ranks' gradients.
+
+    With sequence groups that is not one number under ZeRO-3: `__avg_scatter_grads` (zero/stage3.py), which reduces
+    and scatters, divides by all ranks, `__avg_scatter_contiguous_grads` by all ranks over those of a group.
+
+    Raises:
+        ConfigError: ZeRO-3 with sequence groups where it may take the other way, or in a version not read.
+    """
+    world_size, ranks = dist.get_world_size(), engine.sequence_parallel_size
+    if ranks == 1 or int(engine.zero_optimization_stage()) != 3:
+        return world_size // ranks
+    version = importlib.metadata.version("deepspeed")
+    if not engine.zero_reduce_scatter():
+        raise ConfigError(
+            "reduce_scatter is false under ZeRO-3 with sequence groups, where DeepSpeed divides the gradients of large "
+            "parameters by another number than those of small ones; leave it out, or use ZeRO-2"
+        )
+    if not version.startswith("0.19."):
+        raise ConfigError(
+            f"DeepSpeed {version} under ZeRO-3 with sequence groups is not tested: releases 0.19 divide gradients by "
+            "all ranks, and this one may not; install deepspeed==0.19.8, or use ZeRO-2"
+        )
+    return world_size
+
+
+class SequenceGroups:
+    """Gives DeepSpeed its groups of ranks that share sequences, as its `mpu`, without tensor-parallel ranks.
+
+    DeepSpeed's own module calls them model-parallel, too: with it, checkpoints claim as many tensor-parallel ranks, so
+    that they cannot be made universal, and universal ones cannot be loaded.
+    """
+
+    def __init__(self, groups: Any) -> None:
+        self._groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._groups, name)
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
+def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
+    """Let groups of `ranks` neighbouring ranks share every pack of a transformers model. Collective, once a process,
+    after `deepspeed.init_distributed()`, before `deepspeed.initialize(..., mpu=)`; sets the model's attention.
+
+    Args:
+        model: a transformers causal model whose query heads `ranks` divides, and whose key heads it divides or is a
+            multiple of.
+        ranks: of a group; 1 = nothing is shared, and nothing is changed.
+
+    Returns:
+        Groups for `deepspeed.initialize(mpu=)`; None for one rank.
+
+    Raises:
+        ConfigError: heads or ranks that do not divide, or a model whose attention cannot be set.
+    """
+    if ranks == 1:
+        return None
+    import deepspeed  # type: ignore[missing-import]
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # type: ignore[missing-import]
+    from transformers import AttentionInterface
+
+    if not deepspeed.comm.is_initialized():
+        raise ConfigError("DeepSpeed's process group is not there yet; call deepspeed.init_distributed() first")
+    if DOCUMENTS not in AttentionInterface().valid_keys():
+        AttentionInterface.register(DOCUMENTS, _transformers_attention)
+    model.set_attn_implementation(DOCUMENTS)
+    if model.config._attn_implementation != DOCUMENTS:
+        raise ConfigError(
+            f"the attention of {type(model).__name__} cannot be set, so its packs cannot be shared; use a model of "
+            "transformers that has set_attn_implementation, or sequence_ranks=1"
+        )
+    try:
+        groups = UlyssesSPAttentionHF.register_with_transformers(model, DOCUMENTS, ranks, micro_batch_size=1)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed cannot share sequences among {ranks} ranks: {error}") from error
+    return SequenceGroups(groups)
+
+
+def require_documents_apart(config: Any) -> None:
+    """Raise a `ConfigError` where documents of a shared pack would see each other."""
+    name = getattr(config, "_attn_implementation", None)
+    if name != DOCUMENTS and "flash_attention" not in str(name):
+        raise ConfigError(
+            f"the model's attention is '{name}', which under Ulysses runs a pack as one sequence, so its documents "
+            "would see each other; call mpu = share_sequences(model, ranks) in the place of DeepSpeed's "
+            "register_with_transformers"
+        )
+
+
+def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Return a rank's rows of an `hf` batch.
+
+    Args:
+        batch: of T tokens, which `ranks` divides.
+        rank: of the sequence group.
+
+    Returns:
+        The batch with `input_ids` and `position_ids` [1, T / ranks], `shift_labels` [1, T / ranks] in the place of
+        `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else as it was:
+        cumulative lengths are those of the whole pack.
+
+    Raises:
+        ConfigError: ranks that do not divide T.
+    """
+    tokens = batch["input_ids"].shape[1]
+    if tokens % ranks:
+        raise ConfigError(
+            f"a pack of {tokens} tokens cannot be shared by {ranks} ranks; make the loader with sequence_ranks={ranks}"
+        )
+    rows = slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
+    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    columns = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "shift_labels": shifted}
+    rest = {key: value for key, value in batch.items() if key not in (*columns, "labels")}
+    return {key: column[:, rows].contiguous() for key, column in columns.items()} | rest
+
+
+def share_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the loss of a rank's share, as `hf_pack_loss`; those of a group add up to the pack's.
+
+    Args:
+        batch: of `sequence_share`.
+    """
+    return token_loss(model(**model_inputs(batch)).logits[0], batch["shift_labels"][0], batch)
+
+
+def _transformers_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """As an attention of transformers' `AttentionInterface`.
+
+    Args:
+        query: [1, H, T, D]; key, value: [1, G, T, D].
+        settings: of them `scaling` and `cu_seq_lens_q` of the T rows.
+
+    Returns:
+        [1, T, H, D], and no weights.
+    """
+    unknown = [name for name in _OTHER_ATTENTION if isinstance(settings.get(name), Tensor) or settings.get(name)]
+    if unknown:
+        raise ConfigError(
+            f"{type(module).__name__} attends with {', '.join(unknown)}, which attention '{DOCUMENTS}' does not have; "
+            "train without it, or with sequence_ranks=1"
+        )
+    edges = settings.get("cu_seq_lens_q")
+    if edges is None or attention_mask is not None or query.shape[0] != 1:
+        raise ConfigError(
+            f"attention '{DOCUMENTS}' trains packs only: batches of a PackedLoader with format='hf', and no "
+            "attention_mask"
+        )
+    q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
+    return document_attention(q, k, v, host_edges(edges), settings["scaling"])[None], None

@@ -1,0 +1,284 @@
+"""What loops over engines share: `EngineLoop`, the loss of a pack, attention of documents, values read by rank 0.
+
+    for trained in loop.train(1000):
+        print(trained.number, trained.loss.item())
+
+A global batch becomes one update with the gradient of its documents one by one, so neither ranks nor packs nor the
+strategy change what is trained.
+"""
+
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenload.attention.backends import select_backend
+from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
+from evenload.data.encoders import IGNORE_INDEX
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.packed_loader import PackedLoader, PackedStep
+from evenload.integrations.planner import model_spec_of
+from evenload.plan.strategies.registry import whole_strategies
+from evenload.types.model import ModelSpec
+
+PackLoss = Callable[[nn.Module, Any], Tensor]
+"""`loss(model, batch)`: a scalar with a graph; the model is to be called once, as `model(...)`.
+
+It is the sum over the micro-batch's label tokens, divided by those of the whole global batch: summed over all
+micro-batches of all ranks that is the mean over the global batch, whatever packed it, and so is its gradient. A mean
+over the micro-batch would weigh a token by how full its pack is."""
+
+Value = TypeVar("Value")
+_log = logging.getLogger("evenload.loader")
+
+
+class TrainedStep(NamedTuple):
+    """Describes one update.
+
+    Args:
+        number: of updates made, from 1, counted over resumes.
+        loss: float[], on the device: mean over the label tokens of the global batch, before the update.
+        num_label_tokens: of the global batch.
+        num_micro_batches: that this rank ran, those without work included.
+        was_updated: False where the engine left the update out, because gradients overflowed in fp16; `number` is then
+            that of the step before, once more.
+    """
+
+    number: int
+    loss: Tensor
+    num_label_tokens: int
+    num_micro_batches: int
+    was_updated: bool
+
+
+class EngineLoop(ABC):
+    """Trains the steps of a loader; a subclass sums and applies gradients, and writes checkpoints.
+
+    Args:
+        model: that is trained; packs are balanced for its `config` where the loader was made without a model.
+        loader: of this rank; whole documents, `format="hf"` unless `loss` is given.
+        loss: of one micro-batch; default: `hf_pack_loss`.
+        engine: its name, for messages; sequence_ranks: of its groups that share every pack.
+
+    Attributes:
+        loader: as given.
+        num_steps: updates made, over resumes.
+
+    Raises:
+        ConfigError: a loader from which the engine would train something else, or would wait for ever.
+    """
+
+    def __init__(
+        self, model: Any, loader: PackedLoader, loss: PackLoss | None, *, engine: str, sequence_ranks: int = 1
+    ) -> None:
+        _refuse_loader(loader, loss, engine, sequence_ranks)
+        balance_for_trained(loader, lambda: model_spec_of(getattr(model, "config", None)))
+        self.loader, self._engine_name = loader, engine
+        self._loss: PackLoss = loss or hf_pack_loss
+        self.num_steps = 0
+
+    @abstractmethod
+    def accumulate(self, step: PackedStep) -> Tensor:
+        """Run forward and backward of one global batch. Collective.
+
+        Returns:
+            The loss of the global batch, float[]; its gradients are where the engine's optimizer takes them from.
+        """
+
+    @abstractmethod
+    def update(self) -> bool:
+        """Apply the gradients, and forget them; return whether that was done. Collective."""
+
+    def train(self, num_steps: int) -> Iterator[TrainedStep]:
+        """Update until `num_steps` updates were made, over resumes and epochs, or the loader's epochs end. Collective.
+
+        A checkpoint saved in the loop's body is that after the update.
+        """
+        while self.num_steps < num_steps and not self.loader.has_ended:
+            for step in self.loader.steps():
+                loss = self.accumulate(step)
+                was_updated = self.update()
+                self.num_steps += was_updated
+                # A rank without documents runs one without work.
+                num_micro_batches = max(1, len(step))
+                yield TrainedStep(self.num_steps, loss, step.num_label_tokens, num_micro_batches, was_updated)
+                if self.num_steps >= num_steps:
+                    break
+
+    def _require_equal_counts(self, reason: str) -> None:
+        if self.loader.world_size > 1 and not self.loader.options.has_equal_counts:
+            raise ConfigError(
+                f"equal_micro_batches is off, but {self._engine_name} {reason}, so the ranks would wait for one with "
+                "fewer micro-batches without end; leave it on (ranks short of work run packs without a loss)"
+            )
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """Return the sum over all processes; alone, the value itself."""
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, sequence_ranks: int) -> None:
+    options = loader.options
+    if options.evaluation:
+        raise ConfigError(f"{engine} trains, and the loader was made with evaluation=True; make another one without it")
+    if not options.keeps_whole:
+        whole = ", ".join(whole_strategies())
+        raise ConfigError(
+            f"strategy '{options.strategy}' cuts documents, and {engine} runs whole micro-batches both ways, "
+            f"so keys of earlier slices would be missing. Choose one of {whole}, or train with 'evenload train'"
+        )
+    if loss is None and options.format != "hf":
+        raise ConfigError(
+            f'the loader has format "{options.format}", the loop\'s own loss reads "hf"; make it with format="hf", or '
+            "give loss=function(model, batch)"
+        )
+    shared = options.sequence_ranks
+    if shared != sequence_ranks:
+        raise ConfigError(
+            f"the loader's sequence_ranks is {shared}, and {engine} has sequence groups of {sequence_ranks} here; give "
+            "both the same number: on DeepSpeed mpu = share_sequences(model, ranks), "
+            "deepspeed.initialize(..., mpu=mpu) and PackedLoader(sequence_ranks=ranks); other loops share no sequences"
+        )
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+    if (loader.rank, loader.world_size * shared) != (rank // shared, world_size):
+        raise ConfigError(
+            f"the loader is rank {loader.rank} of {loader.world_size}, torch.distributed has {rank} of {world_size}"
+            + (f", {shared} of which share sequences" if shared > 1 else "")
+            + "; make the loader after the process group, without rank, world_size and group. Tensor, context, expert "
+            f"and pipeline parallel ranks are not tested with {engine}"
+        )
+
+
+def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec]) -> None:
+    """Balance the packs of a loader that was made without a model for the one that is trained. Collective.
+
+    Args:
+        describe: returns what the cost model reads of the model, or raises a `ConfigError`, which is logged as a
+            warning.
+    """
+    if not loader.model_is_assumed:
+        return
+    try:
+        spec = describe()
+    except ConfigError as err:
+        if loader.rank == 0:
+            _log.warning("packs are not balanced for the model that is trained: %s", err)
+    else:
+        loader.balance_for(spec)
+
+
+def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the cross-entropy of an `hf` batch from a transformers causal model's logits, in float32 at least.
+
+    It does not use the model's own loss: some models take no `num_items_in_batch` and would give a mean over the
+    micro-batch. Auxiliary losses (routers of MoE) are not in it.
+
+    Args:
+        batch: of `batch_formats.hf_batch`, on the model's device.
+    """
+    return token_loss(model(**model_inputs(batch)).logits[0, :-1], batch["labels"][0, 1:], batch)
+
+
+def token_loss(logits: Tensor, labels: Tensor, batch: dict[str, Any]) -> Tensor:
+    """Return the sum of the cross-entropies of logits [n, V] and labels [n], in float32 at least, over the label tokens
+    of the batch's global batch."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / batch["num_items_in_batch"]
+
+
+def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return what a transformers model reads of an `hf` batch to make logits: all but what the loss is made of."""
+    return {key: value for key, value in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, edges: Sequence[int], scale: float) -> Tensor:
+    """Return causal attention of each document of a pack to itself, with gradients, where a library's own has none.
+
+    It runs Evenload's backends under autograd: on GPUs the flash-attention kernels that torch brings, on the CPU its
+    flash kernel.
+
+    Args:
+        q: [T, H, D]; k, v: [T, G, D], H a multiple of G.
+        edges: where documents begin, on the host: 0, ..., T.
+        scale: factor of q·k.
+
+    Returns:
+        [T, H, D].
+    """
+    backend = select_backend("auto", q.device.type, dtype=q.dtype, head_dim=q.shape[-1])
+    return _DocumentAttention.apply(q, k, v, tuple(edges), backend, Scoring(scale))  # type: ignore[bad-return]
+
+
+class _DocumentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[bad-override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, edges: tuple[int, ...], backend: RangeAttention, scoring: Scoring
+    ) -> Tensor:
+        out, lse = backend.forward(q, _documents(k, v, edges), scoring)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = edges, backend, scoring
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
+        q, k, v, out, lse = ctx.saved_tensors
+        edges, backend, scoring = ctx.settings
+        made = backend.backward(grad.contiguous(), q, _documents(k, v, edges), out, lse, scoring)
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*made, strict=True))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _documents(k: Tensor, v: Tensor, edges: tuple[int, ...]) -> list[KeyRange]:
+    return [
+        KeyRange(slice(start, stop), k[start:stop], v[start:stop])
+        for start, stop in itertools.pairwise(edges)
+        if stop > start
+    ]
+
+
+def host_edges(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Return cumulative lengths on the host; it waits for the device once a pack and not once a layer."""
+    if not hasattr(cu_seqlens, "evenload_edges"):
+        cu_seqlens.evenload_edges = tuple(cu_seqlens.tolist())  # type: ignore[missing-attribute]
+    return cu_seqlens.evenload_edges  # type: ignore[missing-attribute]
+
+
+def from_rank_zero(read: Callable[[], Value], failure: str) -> Value:
+    """Return on all ranks what `read` returns on rank 0, the only one that calls it. Collective; without a process
+    group, alone.
+
+    Ranks that each read for themselves could find different things (folders of their own nodes), and those that go on
+    would wait for ever for those that raise.
+
+    Args:
+        read: of something that can be pickled.
+        failure: what could not be done, for messages.
+
+    Raises:
+        CheckpointError: on all ranks, where `read` raises one or an `OSError` on rank 0.
+    """
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    answer: list[Any] = [None, None]
+    if is_alone or dist.get_rank() == 0:
+        try:
+            answer[0] = read()
+        except CheckpointError as error:
+            answer[1] = str(error)
+        except OSError as error:
+            answer[1] = f"{failure}: {error}"
+    if not is_alone:
+        dist.broadcast_object_list(answer, src=0)
+    value, message = answer
+    if message is not None:
+        raise CheckpointError(message)
+    return value

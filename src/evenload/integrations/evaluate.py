@@ -1,0 +1,178 @@
+"""One row a strategy: what `evenload plan --engine` predicts of an engine, and of Evenload's runtime on the same plan.
+
+Where all steps of a run have as many micro-batches as any other, that number is the one of the step that needs most;
+where shapes are fixed, every micro-batch has `max_pack_tokens` tokens: as `PackedLoader` makes them.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from evenload.errors import ConfigError
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
+from evenload.integrations.engine_profile import BEST, Limitation, require_strategy, runnable
+from evenload.integrations.planner import PLANNING_ERRORS, EnginePlanner
+from evenload.integrations.price import EnginePrice
+from evenload.plan.planner import Proposal
+from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.types.base import Frozen
+
+_MEANS = ("end_s", "idle_fraction", "padding_fraction", "micro_batches", "empty_micro_batches")
+
+
+class EngineResult(Frozen):
+    """Holds the figures of one strategy on an engine, means over the steps; None where it could not be planned.
+
+    Args:
+        name: the strategy.
+        why: it could not be planned; "" = it could.
+        planned_by: under `auto` the strategy that was fastest in most steps, "" elsewhere.
+        step_time_s: of every step; mean_step_time_s of these.
+        own_step_time_s: what Evenload's runtime takes for the same plans.
+        end_s, idle_fraction, padding_fraction, micro_batches, empty_micro_batches: as `EnginePrice`.
+        max_padded_tokens: of the longest micro-batch of all steps.
+        micro_batches_per_rank: where every step needs equally many: that number; else None.
+    """
+
+    name: str
+    why: str = ""
+    planned_by: str = ""
+    step_time_s: tuple[float, ...] = ()
+    mean_step_time_s: float | None = None
+    own_step_time_s: float | None = None
+    end_s: float | None = None
+    idle_fraction: float | None = None
+    padding_fraction: float | None = None
+    micro_batches: float | None = None
+    empty_micro_batches: float | None = None
+    max_padded_tokens: int | None = None
+    micro_batches_per_rank: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EngineEvaluation:
+    """Holds all strategies on the same batches on one engine.
+
+    Args:
+        engine, title: of the profile.
+        results: in the order of the request; best: the fastest, "" where none could be planned.
+        left_out: what the engine cannot run, where all strategies were requested.
+        not_adapted: of the plans in this layout what Evenload's adapter to the engine refuses to run.
+    """
+
+    engine: str
+    title: str
+    results: tuple[EngineResult, ...]
+    best: str
+    left_out: tuple[LeftOutStrategy, ...] = ()
+    not_adapted: tuple[Limitation, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Plans of all steps with their prices; `count` micro-batches in every step, None where steps differ."""
+
+    proposals: Sequence[Proposal]
+    prices: Sequence[EnginePrice]
+    count: int | None
+
+
+def evaluate_engine(
+    planner: EnginePlanner,
+    batches: Sequence[SampledBatch],
+    strategies: Sequence[str] | None,
+    on_progress: OnProgress = no_progress,
+) -> EngineEvaluation:
+    """Plan every batch with every strategy, and price the plans on the engine.
+
+    Args:
+        strategies: None = all that the engine can run, and `auto`.
+        on_progress: called before each strategy.
+
+    Raises:
+        ConfigError: a strategy was named that the engine cannot run.
+    """
+    planner = planner.remembering()
+    profile, left_out = planner.profile, ()
+    if strategies is None:
+        names, left_out = runnable(profile, planner.options, planner.layout)
+        strategies = (*names, BEST)
+    for name in strategies:
+        require_strategy(profile, name, planner.options, planner.layout)
+    results = []
+    for index, name in enumerate(strategies):
+        on_progress(index, len(strategies), f"{name} on {profile.name}")
+        results.append(_evaluate(planner, batches, name))
+    planned = [result for result in results if result.mean_step_time_s is not None]
+    best = min(planned, key=lambda one: one.mean_step_time_s or 0.0).name if planned else ""
+    not_adapted = profile.not_adapted_in(planner.layout)
+    return EngineEvaluation(profile.name, profile.title, tuple(results), best, left_out, not_adapted)
+
+
+def _evaluate(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str) -> EngineResult:
+    try:
+        wants_count = planner.profile.is_constant_in(planner.layout) and planner.shape.micro_batches is None
+        run = _fastest_count(planner, batches) if name == BEST and wants_count else _priced(planner, batches, name)
+    except PLANNING_ERRORS as error:
+        return EngineResult(name=name, why=str(error))  # one strategy that does not apply must not hide the others
+    step_time_s = tuple(price.step_time_s for price in run.prices)
+    winners = Counter(proposal.plan.strategy for proposal in run.proposals)
+    means: dict[str, Any] = {field: float(np.mean([getattr(price, field) for price in run.prices])) for field in _MEANS}
+    return EngineResult(
+        name=name,
+        planned_by=winners.most_common(1)[0][0] if name == BEST else "",
+        step_time_s=step_time_s,
+        mean_step_time_s=float(np.mean(step_time_s)),
+        own_step_time_s=float(np.mean([proposal.plan.predicted.step_time_s for proposal in run.proposals])),
+        max_padded_tokens=max(price.max_padded_tokens for price in run.prices),
+        micro_batches_per_rank=run.count,
+        **means,
+    )
+
+
+def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _Run:
+    """The run of `auto` at the one number of micro-batches with which it is fastest.
+
+    What a step would choose alone may need so many micro-batches that all other steps pay for padding. So every number
+    that a strategy's run needs is tried, and in each of these runs every step chooses at that number: never slower than
+    a strategy that defers nothing to later steps.
+    """
+    counts: set[int] = set()
+    for name in runnable(planner.profile, planner.options, planner.layout)[0]:
+        try:
+            counts.add(_priced(planner, batches, name).count or 1)
+        except PLANNING_ERRORS:
+            continue  # its own row has the reason
+    runs: list[_Run] = []
+    failed: list[Exception] = []
+    for count in sorted(counts):
+        try:
+            runs.append(_priced(_at_count(planner, count), batches, BEST))
+        except PLANNING_ERRORS as error:
+            failed.append(error)  # a step needs more of them under every strategy
+    if not runs:
+        raise failed[0] if failed else ConfigError(f"engine {planner.profile.name}: no strategy has a plan for the run")
+    return min(runs, key=lambda run: sum(price.step_time_s for price in run.prices))
+
+
+def _priced(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str) -> _Run:
+    proposals, _, _ = planned_steps(planner, batches, name)
+    profile, layout = planner.profile, planner.layout
+    count = planner.shape.micro_batches if profile.is_constant_in(layout) else None
+    if profile.is_constant_in(layout) and count is None:
+        most = max(len(packs.forward) for proposal in proposals for packs in proposal.plan.pack_plans)
+        multiple = profile.count_multiple_in(layout)
+        count = max(1, -(-most // multiple)) * multiple
+        planner = _at_count(planner, count)
+    return _Run(proposals, [planner.price(proposal) for proposal in proposals], count)
+
+
+def _at_count(planner: EnginePlanner, count: int) -> EnginePlanner:
+    other = copy.copy(planner)
+    other.shape = msgspec.structs.replace(planner.shape, micro_batches=count)
+    return other

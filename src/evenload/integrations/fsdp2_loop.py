@@ -1,0 +1,252 @@
+"""`Fsdp2Loop`: trains a model sharded by `fully_shard` (FSDP2) from a `PackedLoader`.
+
+    loop = Fsdp2Loop(model, optimizer, loader)  # after fully_shard(layer) ..., fully_shard(model)
+
+Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and FSDP2 sums over ranks
+(divide factor 1, sums for all reductions) instead of taking the mean. A rank gathers a layer's parameters in every
+forward and backward, so all ranks make equally many passes: those short of work run packs without a loss.
+
+Gradients are kept whole (4 bytes a parameter and rank in float32) and reduced once a step; with `reduce_every_pack`
+they stay sharded and are reduced after every micro-batch.
+
+Checkpoints are there whole or not at all: each is written to a folder of its own, and then named in `latest`, replaced
+by one rename. A run that is killed while it saves goes on from the one before; the next save removes what it left.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from evenload.errors import CheckpointError, ConfigError
+from evenload.integrations.batch_formats import move_batch
+from evenload.integrations.engine_loop import EngineLoop, PackLoss, from_rank_zero, sum_over_ranks
+from evenload.integrations.packed_loader import PackedLoader, PackedStep
+from evenload.runtime.checkpoint.directory import sync
+
+LATEST = "latest"
+_PLACE = re.compile(r"step-\d+(-again)?")
+
+
+class Fsdp2Loop(EngineLoop):
+    """Trains a sharded model. It changes how the model's FSDP2 modules reduce gradients: sums, no mean.
+
+    Args:
+        model: with `fully_shard` on all of its parameters, over all ranks.
+        optimizer: of the sharded parameters.
+        loader: `equal_micro_batches`, as by default.
+        loss: of one micro-batch; default: `hf_pack_loss`.
+        max_grad_norm: gradients of the global batch are scaled down to this norm.
+        reduce_every_pack: reduce after every micro-batch: less memory, more transfers.
+        stateful: further objects with `state_dict` and `load_state_dict` that belong into checkpoints, such as
+            `{"scheduler": scheduler}`.
+
+    Attributes:
+        grad_norm: float[], of the last update before it was scaled; None without `max_grad_norm`.
+
+    Raises:
+        ConfigError: parameters that FSDP2 does not reduce over all ranks, or that lie elsewhere than their gradients
+            are made (offload); a loader that `EngineLoop` refuses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: PackedLoader,
+        *,
+        loss: PackLoss | None = None,
+        max_grad_norm: float | None = None,
+        reduce_every_pack: bool = False,
+        stateful: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(model, loader, loss, engine="FSDP2")
+        self._require_equal_counts("gathers parameters in every forward pass")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is {max_grad_norm}, must be above 0, or None for no limit")
+        _require_sharded(model, loader.world_size)
+        taken = {"model", "optimizer", "loader", "num_steps"} & set(stateful or {})
+        if taken:
+            raise ConfigError(f"stateful has {sorted(taken)}, which the loop saves itself; choose other names")
+        self.model, self.optimizer = model, optimizer
+        self.grad_norm: torch.Tensor | None = None
+        self._max_grad_norm, self._reduce_every_pack = max_grad_norm, reduce_every_pack
+        self._stateful = dict(stateful or {})
+        self._device = next(model.parameters()).device
+        for module in _fsdp_modules(model):
+            # Both take this module only, and leave those below it.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def accumulate(self, step: PackedStep) -> torch.Tensor:
+        """Run forward and backward of one global batch, and return its loss. Collective."""
+        total = torch.zeros((), device=self._device)
+        for index, batch in enumerate(step):
+            is_last = index == len(step) - 1
+            for module in _fsdp_modules(self.model):
+                module.set_requires_gradient_sync(is_last or self._reduce_every_pack, recurse=False)
+            loss = self._loss(self.model, move_batch(batch, self._device))
+            loss.backward()
+            total = total + loss.detach()
+        return sum_over_ranks(total)
+
+    def update(self) -> bool:
+        """Apply the gradients, scaled down where they pass `max_grad_norm`, and forget them. Collective."""
+        if self._max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return True
+
+    def save(self, directory: str | PathLike[str]) -> None:
+        """Write a distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective.
+
+        The last one of this folder stays until the new one is whole, and then goes.
+
+        Raises:
+            CheckpointError: it could not be written; the one before is intact.
+        """
+        place = new_place(Path(directory), self.num_steps)
+        try:
+            dcp.save(self._state(), checkpoint_id=place)
+        except (dcp.api.CheckpointException, OSError) as err:
+            raise CheckpointError(f"'{place}' could not be written: {err}; an earlier checkpoint is intact") from err
+        name_latest(place)
+
+    def load(self, directory: str | PathLike[str]) -> None:
+        """Go on from the folder that `save` wrote, with any number of ranks. Collective.
+
+        Raises:
+            CheckpointError: no whole checkpoint there, or of another model.
+            ConfigError: of another loader.
+        """
+        place, state = latest_place(Path(directory)), self._state()
+        try:
+            dcp.load(state, checkpoint_id=place)
+        except ConfigError:
+            raise
+        except (dcp.api.CheckpointException, OSError, KeyError, ValueError) as err:
+            raise CheckpointError(
+                f"'{directory}' is no checkpoint of this model, optimizer and loader: {err}; give the folder that "
+                "save wrote"
+            ) from err
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.num_steps = state["num_steps"]
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        own = {"model": model, "optimizer": optimizer, "loader": self.loader, "num_steps": self.num_steps}
+        return own | self._stateful
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _require_sharded(model: nn.Module, world_size: int) -> None:
+    if not isinstance(model, FSDPModule):
+        raise ConfigError(
+            f"{type(model).__name__} is not sharded; call fully_shard on its layers, then fully_shard(model)"
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter '{name}' is not sharded, so its gradient would not be summed over ranks; leave "
+                "ignored_params out of fully_shard"
+            )
+        size = parameter.device_mesh.size()
+        if size != world_size:
+            raise ConfigError(
+                f"parameter '{name}' is sharded over {size} ranks, the loader deals documents to {world_size}; give "
+                "fully_shard a mesh of all ranks"
+            )
+        # One dimension of shards, those before it replicas (HSDP): what fully_shard makes. A further one is somebody's
+        # tensor parallelism, whose ranks need the same packs, and the loader deals them different ones.
+        *replicas, shards = parameter.placements
+        if not shards.is_shard() or not all(one.is_replicate() for one in replicas):
+            raise ConfigError(
+                f"parameter '{name}' is placed {parameter.placements} on a mesh of "
+                f"{tuple(parameter.device_mesh.shape)} ranks: tensor-parallel ranks are not tested with FSDP2, and "
+                "would get different documents; shard over data-parallel ranks only"
+            )
+        if parameter.device.type != parameter.device_mesh.device_type:
+            raise ConfigError(
+                f"parameter '{name}' lies on {parameter.device.type}, its mesh is of "
+                f"{parameter.device_mesh.device_type} devices: offload is not tested with FSDP2 here; leave "
+                "CPUOffloadPolicy out, and give weights to a model made on 'meta' first"
+            )
+
+
+def new_place(directory: Path, num_steps: int) -> Path:
+    """Return a folder for the next checkpoint, which is not that of the last one. Collective.
+
+    Raises:
+        CheckpointError: rank 0 cannot read there; on all ranks.
+        ConfigError: an address in place of a folder.
+    """
+    if "://" in str(directory):
+        raise ConfigError(f"'{directory}' is an address; give a folder that all ranks reach")
+
+    def free_name() -> str:
+        name = f"step-{num_steps}"
+        free = f"{name}-again" if _latest_name(directory) == name else name
+        # What a killed run left there would be mixed with what is written now.
+        shutil.rmtree(directory / free, ignore_errors=True)
+        return free
+
+    return directory / from_rank_zero(free_name, f"'{directory}' cannot be read")
+
+
+def name_latest(place: Path) -> None:
+    """Name the checkpoint that all ranks have written the last one, and remove earlier ones. Collective.
+
+    Raises:
+        CheckpointError: rank 0 could not write its name; on all ranks. The one before is still the last one.
+    """
+
+    def write_name() -> None:
+        # The name is on the disk before the earlier checkpoint goes, and what it names before the name.
+        sync(place)
+        part = place.with_name(f"{LATEST}.part")
+        part.write_text(place.name)
+        sync(part)
+        part.replace(place.with_name(LATEST))
+        sync(place.parent)
+
+    from_rank_zero(write_name, f"'{place}' was written, but could not be named the last checkpoint")
+    from_rank_zero(lambda: _remove_others(place), f"'{place}' is the last checkpoint, but earlier ones still lie there")
+
+
+def latest_place(directory: Path) -> Path:
+    """Return the folder of the last whole checkpoint, by what rank 0 reads. Collective.
+
+    Raises:
+        CheckpointError: there is none, or rank 0 cannot read there; on all ranks.
+    """
+    name = from_rank_zero(lambda: _latest_name(directory), f"'{directory}' cannot be read")
+    if not name:
+        raise CheckpointError(f"'{directory}' holds no whole checkpoint; give the folder that save wrote")
+    return directory / name
+
+
+def _remove_others(place: Path) -> None:
+    for other in place.parent.iterdir():
+        if other.name != place.name and _PLACE.fullmatch(other.name):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _latest_name(directory: Path) -> str:
+    file = directory / LATEST
+    return file.read_text().strip() if file.is_file() else ""

@@ -1,0 +1,390 @@
+"""`MegatronTrainStep`: optimizer steps of Megatron-Core on the packs of a `PackedLoader`.
+
+    train_step = MegatronTrainStep(model, optimizer, loader)
+    for step in loader.steps():
+        report = train_step(step)
+
+Megatron-Core takes all that a plan of whole documents needs: a number of micro-batches that may differ from replica to
+replica (1F1B of one never waits for another), lengths that may differ (`variable_seq_lengths`), documents inside a pack
+(`PackedSeqParams`), and a loss that is a sum (`calculate_per_token_loss`), which `finalize_model_grads` divides by the
+label tokens of all replicas. Settings with which loss and gradient would not be those of the documents one by one are
+refused (`require_runnable`).
+
+Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
+Written from the sources of Megatron-Core 0.16.1, and trained on it by tests/integrations/test_megatron_step.py.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenload.errors import ConfigError, DataError
+from evenload.integrations.batch_formats import megatron_batch, megatron_packed_seq_params, move_batch
+from evenload.integrations.engine_loop import balance_for_trained, document_attention, host_edges
+from evenload.integrations.loader_options import LoaderOptions
+from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
+from evenload.types.model import ModelSpec
+
+ForwardStep = Callable[[Iterator[dict[str, Any]], torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
+
+_LOSS = "evenload loss"
+_PLAIN_ATTENTION = {
+    "attention_dropout": 0.0,
+    "window_size": None,
+    "multi_latent_attention": False,
+    "softmax_type": "vanilla",
+    "qk_clip": False,
+}
+"""Settings of a `TransformerConfig` that change attention, with the values under which it is that of these layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronReport:
+    """Describes one step, the same on every rank but `num_micro_batches` and `num_without_work`.
+
+    Args:
+        loss: mean over the label tokens of the global batch, before the update.
+        num_label_tokens: of the global batch.
+        was_updated: False where Megatron left the update out, because gradients overflowed in fp16.
+        grad_norm: of all parameters, before clipping; None where the optimizer does not compute it.
+        num_micro_batches: that this replica ran.
+        num_without_work: of these, packs of padding.
+    """
+
+    loss: float
+    num_label_tokens: int
+    was_updated: bool
+    grad_norm: float | None
+    num_micro_batches: int
+    num_without_work: int
+
+
+class MegatronTrainStep:
+    """Trains the steps of a loader on Megatron-Core; collective in all its calls.
+
+    Completes the model's configuration where Megatron's own training script does, and where nothing is set:
+    `grad_scale_func` (the optimizer divides by its loss scale) and, with `overlap_grad_reduce`, `no_sync_func`
+    (gradients are summed in the last micro-batch only).
+
+    Args:
+        model: as Megatron-Core's `DistributedDataParallel` wraps it.
+        optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
+        loader: with `engine="megatron"`, made on the data-parallel group; made without a model, its packs are balanced
+            for this one.
+        forward_step: of the caller's own model, in place of `gpt_forward_step`. Its loss function returns what
+            `sum_of_losses` returns.
+
+    Raises:
+        ConfigError: settings with which Megatron-Core would train something else, or stop: see `require_runnable`; a
+            loader of another place than this rank's among the replicas.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, loader: PackedLoader, *, forward_step: ForwardStep | None = None
+    ) -> None:
+        from megatron.core.utils import get_model_config  # type: ignore[missing-import]
+
+        self._model: Any = model
+        self._optimizer, self._forward_step = optimizer, forward_step or gpt_forward_step
+        self._config = get_model_config(model)
+        require_runnable(self._config, loader.options)
+        _require_place(loader)
+        balance_for_trained(loader, lambda: model_of(model, self._config))
+        if self._config.grad_scale_func is None:
+            self._config.grad_scale_func = optimizer.scale_loss
+        # Without it Megatron counts the gradients of its first step's micro-batches, and in a step of more of them sums
+        # a bucket over replicas before the last ones are in it.
+        wrapped: Any = model
+        if wrapped.ddp_config.overlap_grad_reduce and self._config.no_sync_func is None:
+            self._config.no_sync_func = wrapped.no_sync
+
+    def __call__(self, step: PackedStep) -> MegatronReport:
+        """One update: gradients of the global batch, summed over replicas, and the optimizer's step."""
+        loss = self.accumulate(step)
+        was_updated, grad_norm = self.update()
+        return MegatronReport(
+            loss=loss,
+            num_label_tokens=step.num_label_tokens,
+            was_updated=was_updated,
+            grad_norm=grad_norm,
+            num_micro_batches=max(1, len(step)),
+            num_without_work=step.num_zero_weight if len(step) else 1,
+        )
+
+    def accumulate(self, step: PackedStep) -> float:
+        """Run forward and backward of all packs of this replica, and sum over replicas.
+
+        Returns:
+            The loss of the global batch; its gradients are in every parameter's `main_grad`.
+
+        Raises:
+            DataError: the label tokens that the losses counted are not those of the plan.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func  # type: ignore[missing-import]
+
+        without_work = megatron_batch(zero_weight_pack(rows_multiple(self._config)), step.num_label_tokens)
+        batches = step.batches or (without_work,)
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        results = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(batches),
+            model=self._model,
+            num_microbatches=len(batches),
+            # Not read where neighbours send each other shapes; without a pipeline there are none.
+            seq_length=max(batch["tokens"].shape[1] for batch in batches),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        return _global_loss(results, step, _device_of(self._model))
+
+    def update(self) -> tuple[bool, float | None]:
+        """Apply the gradients; return whether that was done, and their norm before clipping."""
+        was_updated, grad_norm, _ = self._optimizer.step()
+        return bool(was_updated), None if grad_norm is None else float(grad_norm)
+
+
+def gpt_forward_step(batches: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+    """Run one pack through a `GPTModel` stage: what the schedules of Megatron-Core call.
+
+    Args:
+        batches: of `format="megatron"`.
+
+    Returns:
+        Hidden states [T, 1, width] for the next stage, or the losses of all tokens [1, T]; and what makes the loss.
+    """
+    batch = move_batch(next(batches), _device_of(model))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        packed_seq_params=megatron_packed_seq_params(batch),
+    )
+    return output, partial(sum_of_losses, loss_mask=batch["loss_mask"])
+
+
+def sum_of_losses(losses: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the loss of a pack as `calculate_per_token_loss` wants it.
+
+    Args:
+        losses: [1, T] of tokens; loss_mask: [1, T], 0 where a token has no label.
+
+    Returns:
+        The sum over label tokens; their number, int32[]; both as float64[2], for the report of the step.
+    """
+    total, count = (losses * loss_mask).sum(), loss_mask.sum()
+    sums = torch.stack([total.detach().double(), count.double()])
+    return total, count.to(torch.int32), {_LOSS: sums}
+
+
+def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: torch.device) -> float:
+    """Mean loss of the global batch on every rank, from what the last stages returned for their packs."""
+    from megatron.core import parallel_state  # type: ignore[missing-import]
+
+    # Sum and number of losses, and packs without them: only the last stages know, all have to stop.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    if parallel_state.is_pipeline_last_stage():
+        for entry in results:
+            if _LOSS in entry:
+                sums[:2] += entry[_LOSS]
+            else:
+                sums[2] += 1
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    # All other stages hold zeros.
+    dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
+    total, count, missing = sums.tolist()
+    if missing:
+        raise ConfigError(
+            f"the loss function of forward_step returned no '{_LOSS}' for {missing:.0f} packs; it has to return what "
+            "megatron_step.sum_of_losses returns, whose third part holds the sum and the count of a pack's losses"
+        )
+    if count != step.num_label_tokens:
+        raise DataError(
+            f"step {step.plan.step}: the losses are of {count:.0f} label tokens, the plan of all replicas has "
+            f"{step.num_label_tokens}; make the loader with group= the data-parallel group on every rank, and mask "
+            "no further tokens in forward_step"
+        )
+    return total / max(1, count)
+
+
+def _require_place(loader: PackedLoader) -> None:
+    """All ranks of a replica train the same packs, and replicas different ones."""
+    from megatron.core import parallel_state  # type: ignore[missing-import]
+
+    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+    if (loader.rank, loader.world_size) != place:
+        raise ConfigError(
+            f"the loader is rank {loader.rank} of {loader.world_size}, Megatron-Core's data-parallel rank is "
+            f"{place[0]} of {place[1]}: stages of one replica would wait for each other's packs for ever, or train "
+            "documents twice. Make it with PackedLoader(..., group=parallel_state.get_data_parallel_group())"
+        )
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def require_runnable(config: Any, options: LoaderOptions) -> None:
+    """Refuse, by a `ConfigError` with what works instead, settings that Megatron-Core would run wrong, or for ever.
+
+    Args:
+        config: the model's `TransformerConfig`.
+        options: of the loader; it has refused strategies that cut documents itself.
+    """
+    for message in _unrunnable(config, options):
+        raise ConfigError(message)
+
+
+def rows_multiple(config: Any) -> int:
+    """Return what the rows of a pack have to be a multiple of."""
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
+    if options.format != "megatron":
+        yield (
+            f"format of the loader is '{options.format}', Megatron-Core reads 'megatron'; make it with "
+            'PackedLoader(..., engine="megatron", group=parallel_state.get_data_parallel_group())'
+        )
+    if not config.calculate_per_token_loss:
+        yield (
+            "calculate_per_token_loss is False: Megatron-Core would take the mean of the means of micro-batches, in "
+            "which a label token of a small pack counts more than one of a large pack; set it to True"
+        )
+    if config.finalize_model_grads_func is None:
+        yield (
+            "finalize_model_grads_func is None: gradients would be neither summed over replicas nor divided by the "
+            "label tokens; set it to megatron.core.distributed.finalize_model_grads"
+        )
+    if (stages := config.pipeline_model_parallel_size) > 1 and not config.variable_seq_lengths:
+        yield (
+            f"variable_seq_lengths is False with pipeline_model_parallel_size {stages}: stages would expect packs of "
+            "one length; set it to True"
+        )
+    if config.context_parallel_size > 1:
+        yield (
+            f"context_parallel_size is {config.context_parallel_size}, and every rank would train whole packs as if "
+            "they were its part; set it to 1, or train with 'evenload train', which shares documents"
+        )
+    if options.pack_multiple % (multiple := rows_multiple(config)):
+        yield (
+            f"sequence_parallel divides the rows of a pack among {multiple} tensor-parallel ranks, and pack_multiple "
+            f"of the loader is {options.pack_multiple}; give PackedLoader pack_multiple={multiple}"
+        )
+    if config.num_moe_experts is not None:
+        yield (
+            f"num_moe_experts is {config.num_moe_experts}: a router counts the tokens of a micro-batch, so gradients "
+            "depend on how documents are packed, and a replica with fewer micro-batches leaves the experts of others "
+            "waiting for ever. Train a dense model here, mixtures of experts with 'evenload train'"
+        )
+    if (virtual := config.virtual_pipeline_model_parallel_size) is not None:
+        yield (
+            f"virtual_pipeline_model_parallel_size is {virtual}: with two pipeline ranks the interleaved schedule "
+            "waits for ever for shapes, since those for both neighbours go to one rank; leave it out, so that 1F1B runs"
+        )
+
+
+def model_of(model: Any, config: Any) -> ModelSpec:
+    """Return what the cost model reads of a dense `GPTModel`, of all its stages.
+
+    Args:
+        model: a stage, wrapped or not; config: its `TransformerConfig`.
+
+    Raises:
+        ConfigError: another kind of model, or layers of a kind that is not priced.
+    """
+    # Below Megatron's wrappers (`DistributedDataParallel`, `Float16Module`).
+    while hasattr(model, "module"):
+        model = model.module
+    fix = "name the model for which packs are balanced: PackedLoader(model=...)"
+    for name in ("vocab_size", "share_embeddings_and_output_weights", "position_embedding_type", "max_sequence_length"):
+        if not hasattr(model, name):
+            raise ConfigError(f"{type(model).__name__} has no {name}, so it is no GPTModel of Megatron-Core; {fix}")
+    for name in ("num_moe_experts", "multi_latent_attention", "window_size", "heterogeneous_block_specs"):
+        if getattr(config, name, None):
+            raise ConfigError(f"{name} of Megatron-Core's configuration is {getattr(config, name)}; {fix}")
+    return ModelSpec(
+        name="megatron",
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        ffn_hidden_size=config.ffn_hidden_size,
+        vocab_size=model.vocab_size,
+        tied_embeddings=model.share_embeddings_and_output_weights,
+        gated_ffn=config.gated_linear_unit,
+        biases=config.add_bias_linear,
+        position_rows=model.max_sequence_length if model.position_embedding_type == "learned_absolute" else 0,
+        bytes_per_element=2 if config.bf16 or config.fp16 else 4,
+    )
+
+
+def document_layer_spec(config: Any) -> Any:
+    """Return a `ModuleSpec` of layers whose attention reads `PackedSeqParams`: `GPTModel(transformer_layer_spec=...)`.
+
+    Args:
+        config: the model's `TransformerConfig`.
+
+    Raises:
+        ConfigError: a setting of attention that these layers do not have.
+    """
+    for name, plain in _PLAIN_ATTENTION.items():
+        if getattr(config, name) != plain:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}, and document_layer_spec has no such attention; set it to {plain}, "
+                "or use Transformer Engine's layers"
+            )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[missing-import]
+
+    spec: Any = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    spec.submodules.self_attention.submodules.core_attention = DocumentAttention
+    return spec
+
+
+class DocumentAttention(torch.nn.Module):
+    """Runs causal attention inside each document of a pack, in the place of `TEDotProductAttention`.
+
+    Args:
+        config: the model's `TransformerConfig`.
+        softmax_scale: factor of q·k; None = 1 / sqrt(head dimension).
+        settings: what else Megatron-Core builds attention with, none of which changes it.
+    """
+
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **settings: Any) -> None:
+        super().__init__()
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+    ) -> Tensor:
+        """Return the attention of one pack.
+
+        Args:
+            query: [T, H, D]; key, value: [T, G, D]. settings: of them `packed_seq_params` with cumulative lengths.
+
+        Returns:
+            [T, H · D].
+
+        Raises:
+            ConfigError: the batch is not a pack.
+        """
+        packed = settings.get("packed_seq_params")
+        if packed is None or packed.qkv_format != "thd" or attention_mask is not None:
+            raise ConfigError(
+                "document_layer_spec trains packs only; hand packed_seq_params of a batch to the model, and no "
+                "attention_mask"
+            )
+        return document_attention(query, key, value, host_edges(packed.cu_seqlens_q), self.scale).flatten(1)

@@ -1,0 +1,228 @@
+"""Planners of whole micro-batches: `EnginePlanner` for an engine, and `make_planner` for a `PackedLoader`.
+
+The strategies are Evenload's own, under what the engine can run: whole documents, nothing shared among replicas, one
+layout, all activations stored. An engine's `auto` is not the strategy of that name, which searches for Evenload's
+runtime: every strategy that the engine can run plans the step, `balanced` also with more micro-batches than it would
+take, and the fastest by the engine's own price is kept.
+
+Memory is not among the limits: what an engine holds depends on its settings (sharding, checkpointing of activations),
+which the planner does not know. `max_pack_tokens` bounds what a micro-batch holds.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.coefficients import CostCoefficients, read_coefficients
+from evenload.cost.validity import completed_from_cluster, in_measured_precision
+from evenload.data.hub import model_from
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.integrations.engine_profile import (
+    BEST,
+    EngineProfile,
+    require_auto,
+    require_heads,
+    require_strategy,
+    runnable,
+)
+from evenload.integrations.price import EnginePrice, engine_price
+from evenload.integrations.projection import StepShape
+from evenload.plan.planner import AskedStep, Proposal, StepPlanner
+from evenload.plan.problem.options import CHOOSE, PlanOptions
+from evenload.plan.strategies.balanced import BALANCED
+from evenload.plan.strategies.registry import strategy_named
+from evenload.types.cluster_catalog import DEVICES_PER_NODE, cluster_from
+from evenload.types.hf_config import model_from_hf_config
+from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.model import ModelSpec
+from evenload.types.model_catalog import MODELS
+
+ENGINES_AUTO = "every global batch by the strategy that is fastest by this engine's price, of those that it can run"
+"""Description of `auto` under an engine; that of Evenload's own runtime searches for something else."""
+MORE_MICRO_BATCHES = (1.25, 1.5, 2, 3)
+"""Times the micro-batches of a rank that `balanced` takes: what `auto` also tries."""
+ASSUMED_MODEL = "llama-7b"
+"""For which packs are balanced until somebody names the model: the *ratio* of attention to linear work counts."""
+PLANNING_ERRORS = (ConfigError, DataError, InfeasiblePlanError)
+"""Of one strategy that does not apply, which must not hide the others."""
+
+_log = logging.getLogger("evenload.loader")
+
+
+class EnginePlanner(StepPlanner):
+    """Plans steps that an engine trains.
+
+    Args:
+        profile: of the engine.
+        model, coefficients, layout, options: as `StepPlanner`.
+        shape: what the run fixes of micro-batches.
+
+    Raises:
+        ConfigError: the engine does not have the layout. Call `require_heads` where the model is the one to be trained.
+    """
+
+    def __init__(
+        self,
+        profile: EngineProfile,
+        model: ModelSpec,
+        coefficients: CostCoefficients,
+        layout: ParallelLayout,
+        options: PlanOptions,
+        shape: StepShape | None = None,
+    ) -> None:
+        require_strategy(profile, BEST, options, layout)
+        # The engine decides: no sharing among replicas, everything stored, its own order, and where one context group
+        # shares everything, every document in equal chunks.
+        changes: dict[str, object] = {"dp_merge": False, "policy": "replay", "schedule": CHOOSE}
+        if profile.context_parallel != "none":
+            changes["cp_sharding"] = "per_document"
+        own = msgspec.structs.replace(options, **changes)
+        super().__init__(model, coefficients, layout, None, own, host="unlimited")
+        self.profile, self.shape, self.schedule = profile, shape or StepShape(), options.schedule
+        self._made: dict[Hashable, Proposal] | None = None
+
+    def remembering(self) -> "EnginePlanner":
+        """Return a copy that plans nothing twice and holds all that it has planned; copies of it remember together."""
+        other = copy.copy(self)
+        other._made = {}
+        return other
+
+    def price(self, proposal: Proposal) -> EnginePrice:
+        """Predict what the plan takes on the engine."""
+        return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
+
+    def _propose(self, asked: AskedStep) -> Proposal:
+        """As `StepPlanner.propose`; the plan's own prediction stays that of Evenload's runtime."""
+        require_strategy(self.profile, asked.strategy, self.options, self.layout)
+        if asked.strategy == BEST:
+            require_auto(self.profile, self.options)
+            return self._fastest(asked)
+        return self._proposed(self, asked)
+
+    def _proposed(self, planner: StepPlanner, asked: AskedStep) -> Proposal:
+        """By `planner`, this one or one of other options; as it was made before, where it was."""
+        if self._made is None:
+            return StepPlanner._propose(planner, asked)
+        # A strategy that defers nothing reads neither what waits nor what comes, so every caller gets the same.
+        delays = strategy_named(asked.strategy).delays(planner.options)
+        of_state = (asked.state, asked.is_last) if delays else asked.state is None
+        key = planner.options.micro_batches, asked.strategy, asked.step, asked.documents, asked.left_out, of_state
+        if key not in self._made:
+            self._made[key] = StepPlanner._propose(planner, asked)
+        return self._made[key]
+
+    def _fastest(self, asked: AskedStep) -> Proposal:
+        """The fastest by the engine's price, the first of equals; nothing is deferred to later steps."""
+        found: list[tuple[float, Proposal]] = []
+        failed: list[Exception] = []
+        count = 0
+
+        def try_one(planner: StepPlanner, name: str) -> Proposal | None:
+            try:
+                proposal = self._proposed(planner, asked._replace(strategy=name, is_last=True))
+                found.append((self.price(proposal).step_time_s, proposal))
+            except PLANNING_ERRORS as error:
+                failed.append(error)
+                return None
+            return proposal
+
+        for name in runnable(self.profile, self.options, self.layout)[0]:
+            proposal = try_one(self, name)
+            if name == BALANCED.name and proposal is not None:
+                count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
+        for planner in self._with_more_micro_batches(count, len(asked.documents)):
+            try_one(planner, BALANCED.name)
+        if not found:
+            raise failed[0]
+        return min(found, key=lambda one: one[0])[1]
+
+    def _with_more_micro_batches(self, count: int, num_documents: int) -> list[StepPlanner]:
+        """Planners with fixed numbers of micro-batches above one; none where the user fixed it, documents lack, or one
+        number holds for all steps, which a single step cannot choose."""
+        if self.options.micro_batches is not None or not count or self.profile.is_constant_in(self.layout):
+            return []
+        model, coefficients = self.costs.model, self.costs.coefficients
+        return [
+            StepPlanner(
+                model,
+                coefficients,
+                self.layout,
+                None,
+                msgspec.structs.replace(self.options, micro_batches=more),
+                host=self.host,
+            )
+            for more in sorted({math.ceil(factor * count) for factor in MORE_MICRO_BATCHES} - {count})
+            if more * self.layout.dp <= num_documents
+        ]
+
+
+def make_planner(
+    model: Any,
+    costs: CostCoefficients | str | Path | None,
+    options: PlanOptions,
+    *,
+    dp: int,
+    cp: int = 1,
+    engine: EngineProfile | None = None,
+    shape: StepShape | None = None,
+) -> StepPlanner:
+    """Return a planner of whole micro-batches on `dp` replicas of `cp` ranks that share every pack.
+
+    Args:
+        model: a built-in name, a `config.json` or its directory, a `ModelSpec`, or an object with a transformers
+            configuration; None = `ASSUMED_MODEL`, whose heads do not decide whether ranks can share the model's.
+        costs: measured coefficients (`cost.json`) instead of a data sheet's of H100s. Links that a file lacks are an
+            H100 node's: they count in predicted step times, not in the balance.
+        engine, shape: that trains the steps, and what the loader fixes of them; None = an unknown loop.
+
+    Raises:
+        ConfigError: not a model, or a cost file of another one; a model whose heads the engine cannot share among the
+            ranks of a group.
+    """
+    spec = model_spec_of(ASSUMED_MODEL if model is None else model)
+    world_size = dp * cp
+    layout = even_layout(spec.num_layers, dp=dp, cp=cp)
+    whole_nodes = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
+    cluster = cluster_from(f"h100x{whole_nodes if world_size > DEVICES_PER_NODE else world_size}")
+    if isinstance(costs, str | Path):
+        origin, costs = f"cost file {costs}", read_coefficients(costs)
+        spec = in_measured_precision(spec, costs)
+        costs, notes = completed_from_cluster(costs, spec, layout, cluster, origin)
+        for note in notes:
+            _log.info("%s", note)
+    if costs is None:
+        costs = analytic_coefficients(spec, cluster, layout)
+    if engine is None:
+        return StepPlanner(spec, costs, layout, None, options, host="unlimited")
+    if model is not None:
+        require_heads(engine, spec, layout)
+    return EnginePlanner(engine, spec, costs, layout, options, shape)
+
+
+def known_vocabulary(model: Any) -> int | None:
+    """Return the ids of the caller's model; None without one, and for a built-in name, which may stand for another."""
+    if model is None:
+        return None
+    spec = model_spec_of(model)
+    return None if spec in MODELS.values() else spec.vocab_size
+
+
+def model_spec_of(model: Any) -> ModelSpec:
+    """Return what the cost model reads of a model, given as to `make_planner`; a `ConfigError` for anything else."""
+    if isinstance(model, ModelSpec):
+        return model
+    if isinstance(model, str | Path):
+        return model_from(str(model))
+    config = getattr(model, "config", model)
+    if hasattr(config, "to_dict"):
+        return model_from_hf_config(config.to_dict(), config.to_dict().get("model_type") or type(model).__name__)
+    raise ConfigError(
+        f"model is a {type(model).__name__}; give a built-in name such as '{ASSUMED_MODEL}', a config.json or its "
+        "directory, a ModelSpec, or a transformers model or configuration"
+    )

@@ -1,0 +1,358 @@
+"""`PackedTrainer`: torchtitan's `Trainer` with global batches of a `PackedLoader`, by way of `PackedDataLoader`.
+
+    def my_model() -> PackedTrainer.Config:
+        config = llama3_debugmodel_varlen_attn()
+        config.training.local_batch_size = 1
+        return packed_config(config, {"data": "corpus", "batch_tokens": 262_144})
+
+    torchrun ... -m torchtitan.train --module my_package.configs --config my_model
+
+A step makes as many micro-batches as its plan has, the same number on all ranks, each a pack of its own length. All
+else is torchtitan's: it divides the *sum* of the losses by the label tokens of all data-parallel ranks, so loss and
+gradients are those of one document after the other. Attention learns the boundaries from `positions`, which begin at 0
+in every document. A step in which a rank has nothing with a loss logs nan as `global_max_loss`.
+
+Tried with torchtitan 0.3.0; what it cannot do, or has not been tried, is refused at start.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+
+from evenload.errors import ConfigError, DataError
+from evenload.integrations.batch_formats import resolve_format
+from evenload.integrations.engine_loop import balance_for_trained
+from evenload.integrations.packed_loader import PackedLoader, PackedStep
+from evenload.types.model import ModelSpec
+
+try:
+    import tyro  # type: ignore[missing-import]
+    from torchtitan.components.dataloader import (  # type: ignore[missing-import]
+        BaseDataLoader,
+        DataloaderExhaustedError,
+    )
+    from torchtitan.components.loss import ChunkedLossWrapper  # type: ignore[missing-import]
+    from torchtitan.models.common.attention import FlexAttention, VarlenAttention  # type: ignore[missing-import]
+    from torchtitan.trainer import Trainer  # type: ignore[missing-import]
+except ImportError as err:
+    raise ConfigError(
+        f"torchtitan cannot be imported ({err}); install it: pip install 'evenload[torchtitan]'. Its batches alone "
+        'need no torchtitan: PackedLoader(format="torchtitan_batched")'
+    ) from err
+
+_STATE = "evenload"
+_OF_TORCHTITAN = {
+    **dict.fromkeys(("rank", "world_size", "group"), "torchtitan's mesh defines which ranks share a global batch"),
+    **dict.fromkeys(("engine", "format", "equal_micro_batches"), "the installed torchtitan determines it"),
+    "accept_slices": "torchtitan's attention reads the keys of its own micro-batch alone",
+    "evaluation": "not tried with torchtitan's Validator, which takes a loader of its own in validator.dataloader",
+}
+_PARALLEL = {
+    "pipeline_parallel_degree": "its stages exchange tensors of one shape; Megatron-Core (engine megatron) and "
+    "'evenload train' pipeline packs of any length",
+    "context_parallel_degree": "it cuts every micro-batch by one mask of a fixed length; 'evenload train' shares long "
+    "documents",
+    **dict.fromkeys(
+        ("tensor_parallel_degree", "expert_parallel_degree"),
+        "not tried with packs; use data-parallel ranks (data_parallel_shard_degree)",
+    ),
+}
+
+
+class PackedDataLoader(BaseDataLoader):
+    """Gives the micro-batches of this data-parallel rank, epoch after epoch.
+
+    Args:
+        config: see `Config`.
+        dp_world_size, dp_rank: as torchtitan has them.
+        tokenizer: torchtitan's; its directory is our tokeniser's where `config.loader` names none.
+        sizes: of torchtitan's batches; only the longest context is read (`seq_len`, later `max_context_length`).
+
+    Attributes:
+        loader: the `PackedLoader`.
+
+    Raises:
+        ConfigError: settings that cannot work, with the reason. Collective in training.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """
+        Args:
+            loader: arguments of `PackedLoader`. `max_tokens` is torchtitan's sequence length where it is left out.
+        """
+
+        loader: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+
+    def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any = None, **sizes: Any) -> None:
+        settings = _loader_settings(config.loader, tokenizer, sizes)
+        together = dist.is_initialized() and dp_world_size == dist.get_world_size()
+        # With tensor or pipeline ranks nobody hands us the group that shares a batch: each reads by itself then.
+        place: dict[str, Any] = {} if together else {"rank": dp_rank, "world_size": dp_world_size}
+        self.loader = PackedLoader(**(settings | place))
+        if (self.loader.rank, self.loader.world_size) != (dp_rank, dp_world_size):
+            raise ConfigError(
+                f"torchtitan calls this data-parallel rank {dp_rank} of {dp_world_size}, torch.distributed rank "
+                f"{self.loader.rank} of {self.loader.world_size}; this mesh is not supported"
+            )
+        self._step: PackedStep | None = None
+        self._given = 0
+
+    def begin_step(self) -> int:
+        """Make the next step ready; return how many micro-batches it has left, the same on all ranks.
+
+        Raises:
+            DataloaderExhaustedError: no step is left.
+            DataError: nothing in the step has a loss, so that torchtitan would divide by 0.
+        """
+        step = self._next_step()
+        if step is None:
+            raise DataloaderExhaustedError
+        if not step.num_label_tokens:
+            raise DataError(
+                f"step {step.plan.step} has no token with a loss, and torchtitan divides by their number (documents "
+                f"{[document.doc_id for document in step.plan.documents[:5]]} ...); check the labels of the source, "
+                "or make batches larger"
+            )
+        return len(step) - self._given
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while (step := self._next_step()) is not None:
+            inputs, labels = step.batches[self._given]
+            self._given += 1
+            # Of its own: torchtitan writes the tensors on the device back into it.
+            yield {"input": inputs["input"], "positions": inputs["positions"]}, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands between two steps, in one string; the same on all ranks."""
+        if self._step is not None and self._given < len(self._step):
+            raise ConfigError(
+                f"state_dict() inside step {self._step.plan.step}, after {self._given} of {len(self._step)} "
+                "micro-batches; save between two steps"
+            )
+        return {_STATE: json.dumps(self.loader.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the state was made, also under another number of ranks.
+
+        Raises:
+            ConfigError: a state of torchtitan's own loaders, or of other data.
+        """
+        if _STATE not in state_dict:
+            raise ConfigError(
+                f"the checkpoint's loader has keys {sorted(state_dict)}, so it is none of ours; to train on from its "
+                'weights alone set checkpoint.exclude_from_loading = ["dataloader"]'
+            )
+        self.loader.load_state_dict(json.loads(state_dict[_STATE]))
+        self._step, self._given = None, 0
+
+    def close(self) -> None:
+        """End threads and worker processes."""
+        self.loader.close()
+
+    def _next_step(self) -> PackedStep | None:
+        """The step that has micro-batches left, or the next one."""
+        if self._step is not None and self._given < len(self._step):
+            return self._step
+        self._step = next(self.loader.steps(), None)
+        if self._step is None and not self.loader.has_ended:
+            self._step = next(self.loader.steps(), None)
+        self._given = 0
+        return self._step
+
+
+def _loader_settings(given: dict[str, Any], tokenizer: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the `PackedLoader`, without its place."""
+    for name, reason in _OF_TORCHTITAN.items():
+        if name in given:
+            raise ConfigError(f"loader[{name!r}] is not yours to set: {reason}; leave it out")
+    if "data" not in given:
+        raise ConfigError('PackedDataLoader needs loader={"data": ...}, what PackedLoader reads')
+    longest = sizes.get("seq_len", sizes.get("max_context_length"))
+    if longest is None:
+        raise ConfigError(
+            f"this torchtitan builds its loader with {sorted(sizes)}, and neither seq_len nor max_context_length; "
+            "0.3.0 is the version that is tested"
+        )
+    settings: dict[str, Any] = {"max_tokens": longest, "engine": "torchtitan"} | given
+    if settings["max_tokens"] > longest:
+        raise ConfigError(
+            f"max_tokens is {settings['max_tokens']}, torchtitan's sequence length {longest}: its rotary embedding has "
+            f"no positions beyond; set training.seq_len = {settings['max_tokens']}, or lower max_tokens"
+        )
+    path = getattr(tokenizer, "tokenizer_path", None)
+    if path is not None:
+        settings.setdefault("tokenizer", path)
+    return settings
+
+
+class PackedTrainer(Trainer):
+    """Trains torchtitan's models on the packs of a `PackedDataLoader`.
+
+    Args:
+        config: its `dataloader` is a `PackedDataLoader.Config`; `packed_config` makes one of any of torchtitan's.
+
+    Raises:
+        ConfigError: a setting under which packs would not train, or train something else, with the fix.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's, under a name of its own, because torchtitan builds the class in which `Config` stands."""
+
+    def __init__(self, config: Any) -> None:
+        refuse_config(config)
+        super().__init__(config)
+        spec = config.model_spec
+        balance_for_trained(self.dataloader.loader, lambda: model_of(spec.name, spec.model))
+
+    def train_step(self, data_iterator: Any) -> None:
+        """Run one optimizer step of as many micro-batches as the plan has."""
+        self.gradient_accumulation_steps = self.dataloader.begin_step()
+        super().train_step(data_iterator)
+
+
+def packed_config(config: Any, loader: dict[str, Any]) -> Any:
+    """Return one of torchtitan's trainer configurations with a `PackedDataLoader`.
+
+    Args:
+        config: a `Trainer.Config`, such as a function of a `config_registry` gives, or a `PackedTrainer.Config` or one
+            derived from it.
+        loader: arguments of `PackedLoader`; see `PackedDataLoader.Config`. `pack_multiple`, where it is left out, is
+            the number of chunks into which torchtitan's `ChunkedLossWrapper` cuts the tokens.
+
+    Returns:
+        `PackedTrainer.Config`, or of the type that was given; all else as it was.
+
+    Raises:
+        ConfigError: of another trainer, which `PackedTrainer` would replace.
+    """
+    settings = {"pack_multiple": _loss_chunks(config)} | loader
+    if isinstance(config, PackedTrainer.Config):
+        own: Any = config  # its fields are torchtitan's
+        return replace(own, dataloader=PackedDataLoader.Config(loader=settings))
+    if type(config) is not Trainer.Config:
+        raise ConfigError(
+            f"{type(config).__qualname__} is the configuration of another trainer than torchtitan's Trainer, and "
+            "PackedTrainer would train without what is its own; derive that trainer from PackedTrainer, its Config "
+            "from PackedTrainer.Config, and give packed_config one of these"
+        )
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return PackedTrainer.Config(**values | {"dataloader": PackedDataLoader.Config(loader=settings)})
+
+
+def refuse_config(config: Any) -> None:
+    """Raise a `ConfigError` for what would not train, or would train something else."""
+    for message in _untrainable(config):
+        raise ConfigError(message)
+
+
+def _loss_chunks(config: Any) -> int:
+    """Equal parts into which the loss cuts the tokens of a micro-batch."""
+    return config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
+
+
+def _untrainable(config: Any) -> Iterator[str]:
+    if resolve_format("torchtitan") != "torchtitan_batched":
+        yield (
+            "the installed torchtitan takes batches of shape [T], and PackedTrainer is tried with its release 0.3.0, "
+            "which takes [1, T]; PackedDataLoader.Config alone gives either shape, with loader['micro_batches'] equal "
+            "to the trainer's number of micro-batches a step"
+        )
+    if not isinstance(config.dataloader, PackedDataLoader.Config):
+        yield (
+            f"dataloader is a {type(config.dataloader).__qualname__}; give PackedDataLoader.Config(loader={{...}}), or "
+            "make the configuration with packed_config"
+        )
+        return
+    training = config.training
+    if training.local_batch_size != 1 or training.global_batch_size != -1:
+        yield (
+            f"training.local_batch_size is {training.local_batch_size} and global_batch_size "
+            f"{training.global_batch_size}; a micro-batch is one pack, and the plan has their number: set "
+            "local_batch_size = 1, leave global_batch_size at -1, and give loader={'batch_tokens': ...}"
+        )
+    multiple, chunks = config.dataloader.loader.get("pack_multiple", 1), _loss_chunks(config)
+    if multiple % chunks:
+        yield (
+            f"loader['pack_multiple'] is {multiple}, and ChunkedLossWrapper cuts a pack into {chunks} equal parts; set "
+            f"loader['pack_multiple'] = {chunks}, or take the loss that it wraps"
+        )
+    if not training.disable_cuda_graphs and torch.cuda.is_available():
+        yield "training.disable_cuda_graphs is off: a CUDA graph replays one shape, and packs differ in length; set it"
+    for name, reason in _PARALLEL.items():
+        if (degree := getattr(config.parallelism, name)) > 1:
+            yield f"parallelism.{name} is {degree}: {reason}. Leave it at 1"
+    yield from _attending_across(config.model_spec)
+
+
+def _attending_across(model_spec: Any) -> Iterator[str]:
+    """Layers in which documents of a pack would see each other."""
+    fix = 'take a decoder with attn_backend "flex" or "varlen" in all layers'
+    layers = getattr(model_spec.model, "layers", None)
+    if not layers:
+        yield (
+            f"{model_spec.name} ({type(model_spec.model).__qualname__}) has no layers that could be checked, so "
+            f"documents of a pack might see each other; {fix}"
+        )
+    for index, layer in enumerate(layers or ()):
+        inner = getattr(getattr(layer, "attention", None), "inner_attention", None)
+        if not isinstance(inner, FlexAttention.Config | VarlenAttention.Config):
+            kind = "no attention that is known" if inner is None else type(inner).__qualname__
+            yield (
+                f"layer {index} of {model_spec.name} has {kind}, which knows no documents, so that those of a pack "
+                f"would see each other; {fix}"
+            )
+
+
+def model_of(name: str, config: Any) -> ModelSpec:
+    """Return what the cost model reads of a dense decoder.
+
+    Args:
+        name: shown to users.
+        config: torchtitan's `Decoder.Config`; layers all alike, with grouped-query attention and a gated block.
+
+    Raises:
+        ConfigError: another kind of model.
+    """
+    try:
+        layers = [_layer_of(layer, config.dim) for layer in config.layers]
+        vocab_size, tied = config.vocab_size, config.enable_weight_tying
+    except AttributeError as err:
+        raise ConfigError(
+            f"torchtitan's {name} is no dense decoder of alike layers ({err}); name the model for which packs are "
+            'balanced: loader={"model": ...}'
+        ) from err
+    if len(set(layers)) != 1:
+        raise ConfigError(
+            f"the layers of torchtitan's {name} differ: {sorted(set(layers))}; name the model for which packs are "
+            'balanced: loader={"model": ...}'
+        )
+    num_heads, num_kv_heads, head_dim, ffn_hidden_size = layers[0]
+    return ModelSpec(
+        name=name,
+        num_layers=len(layers),
+        hidden_size=config.dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=vocab_size,
+        tied_embeddings=tied,
+    )
+
+
+def _layer_of(layer: Any, hidden_size: int) -> tuple[int, int, int, int]:
+    """Heads, key/value heads, width of a head, inner width of the feed-forward block."""
+    attention = layer.attention
+    num_heads = attention.n_heads
+    return (
+        num_heads,
+        attention.n_kv_heads or num_heads,
+        attention.head_dim or hidden_size // num_heads,
+        layer.feed_forward.w1.out_features,
+    )
