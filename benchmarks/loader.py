@@ -4,41 +4,28 @@
                `PackedLoader`: a whole run from the constructor to the last pack, `best_fit`, one worker process; peers
                get the same documents from the same memmap and pack them into the same windows (axolotl's knows all
                lengths beforehand: it is no streaming packer, but the fastest that there is)
-    text       jsonl through the loader's reading side only (decode, byte-pair tokenise, shuffle, global batch), with
-               0, 1 and 2 workers, against the tokeniser alone
 
 Every variant takes turns in every round; figures are medians over rounds. Peers need `pip install 'evenload[bench]'`
 (and axolotl from benchmarks/peers.txt); what is not installed is left out and named.
 
-    python benchmarks/loader.py [--quick] [--append] [--part packed|text]
+    python benchmarks/loader.py [--quick] [--append]
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from evenload.data.config import DataConfig
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.tokenize import FileTokenizer
 from evenload.integrations.packed_loader import PackedLoader
 from harness import Row, alternate, median_and_spread, ratio_row, run
 from loader_peers import STREAM_PACKERS, PackAll, TokenFile
-from loader_sources import (
-    library_texts,
-    short_lengths,
-    text_pieces,
-    work_directory,
-    write_jsonl,
-    write_tokenizer,
-    write_tokens,
-)
+from loader_sources import short_lengths, work_directory, write_tokens
 
 OURS = "PackedLoader, with its start"
 PACK_WINDOW = 8_192
 PACKED_DOCUMENTS = 60_000
 BATCH = 4_096
 ROUNDS = 3
-TEXT_BYTES = 8_000_000
 
 
 def token_config(path: Path) -> DataConfig:
@@ -95,52 +82,7 @@ def measure_packed(quick: bool) -> Iterator[Row]:
             yield ratio_row("packed", name, "rate of ours", taken_s, seconds[OURS], OURS)
 
 
-def text_config(path: Path, tokenizer: Path, workers: int) -> DataConfig:
-    """Texts of many lengths."""
-    return DataConfig(
-        sources=(str(path),),
-        tokenizer=str(tokenizer),
-        batch_documents=256,
-        shuffle_window=1_024,
-        max_document_tokens=32_768,
-        epochs=1,
-        workers=workers,
-    )
-
-
-def measure_text(quick: bool) -> Iterator[Row]:
-    """Documents a second, and the loader's time over the tokeniser's alone."""
-    with work_directory() as directory:
-        pieces = text_pieces(library_texts())
-        path = directory / "texts.jsonl"
-        count = write_jsonl(path, pieces, TEXT_BYTES // (10 if quick else 1))
-        tokenizer_path = write_tokenizer(directory)
-        tokenizer = FileTokenizer(tokenizer_path)
-        texts = [pieces[index % len(pieces)] for index in range(count)]
-
-        def read(workers: int) -> None:
-            loader = GlobalBatchLoader(text_config(path, tokenizer_path, workers))
-            seen = 0
-            while (batch := loader.next_batch()) is not None:
-                seen += len(batch.documents)
-            assert seen == count, (seen, count)
-
-        def tokenise() -> None:
-            for start in range(0, count, 64):
-                tokenizer.encode_batch(texts[start : start + 64])
-
-        variants: dict[str, Callable[[], object]] = {"tokeniser alone": tokenise}
-        variants |= {f"loader, {workers} workers": lambda many=workers: read(many) for workers in (0, 1, 2)}
-        seconds = alternate(variants, 1 if quick else 3)
-    for name, taken_s in seconds.items():
-        case = f"{name}, jsonl of {count:,} texts"
-        value, spread = median_and_spread([count / one for one in taken_s])
-        yield Row("text", case, "documents per second", value, "1/s", "", spread)
-        if name != "tokeniser alone":
-            yield ratio_row("text", case, "time", taken_s, seconds["tokeniser alone"], "tokeniser alone")
-
-
-PARTS = {"packed": measure_packed, "text": measure_text}
+PARTS = {"packed": measure_packed}
 
 if __name__ == "__main__":
     run(PARTS)

@@ -461,16 +461,6 @@ def packers() -> str:
     return table(("packer", "documents a second", "fill", "loader's rate over it"), lines) + source(rows, "loader")
 
 
-def reading() -> str:
-    """Texts tokenised while they are read."""
-    rows = newest("loader", "text")
-    lines = [
-        (case, f"{own.value('documents per second'):,.0f}", times(own.value("time")))
-        for case, own in rows.by_case().items()
-    ]
-    return table(("", "documents a second", "time over the tokeniser's alone"), lines) + source(rows, "loader")
-
-
 def _training() -> dict[str, Rows]:
     return {case.rpartition(", ")[0]: own for case, own in newest("loader_training").by_case().items()}
 
@@ -557,7 +547,7 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "planners without": lambda: planners("DP 8 x TP 4"),
         "planning times": planning_times, "slimpack": slimpack, "wlb": wlb, "documents that wait": waiting,
         "skrull": skrull, "flexpipe": flexpipe, "times of HBSA": hbsa, "ideas that pay": ideas,
-        "gaps to exact solutions": gaps, "packers": packers, "reading": reading, "training": training_rates,
+        "gaps to exact solutions": gaps, "packers": packers, "training": training_rates,
     },
     ENGINES: {
         "steps of engines": engine_steps, "prices of engines": engine_prices,
