@@ -136,10 +136,6 @@ MEASURED: Mapping[str, tuple[str, Callable[[], str], str]] = {
     "replay-memory": (
         "replay", lambda: _range("replay", "replay", "peak memory"), "replay: peak memory, against the same",
     ),
-    "own-time": (
-        "step_overhead", lambda: _range("step_overhead", "step", "own", "{:.1%} to {:.1%}"),
-        "a step's time that is Evenload's own, not tensor work: packs of 2K to 8K tokens, 2 to 376 documents",
-    ),
     "simulator": (
         "simulator", _simulator, "simulator: tasks a second, and against its reference in plain Python",
     ),
@@ -171,7 +167,7 @@ MEASURED: Mapping[str, tuple[str, Callable[[], str], str]] = {
     ),
 }  # fmt: skip
 """Anchor -> the script, the figure, what it is."""
-IN_README = ("replay-time", "replay-memory", "own-time", "demo", "shared-outlier")
+IN_README = ("replay-time", "replay-memory", "demo", "shared-outlier")
 
 
 def measured() -> str:
