@@ -224,7 +224,9 @@ def bench(quick: bool) -> Iterator[Row]:
             if subprocess.run(command, check=False).returncode:
                 failed.append(case.name)
             else:
-                append_result(LEDGER, msgspec.json.decode(answer.read_bytes(), type=BenchResult), case.name, commit_name())
+                append_result(
+                    LEDGER, msgspec.json.decode(answer.read_bytes(), type=BenchResult), case.name, commit_name()
+                )
     if failed:
         sys.exit(f"evenload bench failed on {', '.join(failed)}")
     yield from ()
