@@ -6,7 +6,7 @@ import textwrap
 
 from corpus_files import write_corpus
 
-CORE = ("types", "cost", "schedule", "simulate", "stepplan", "plan")
+CORE = ("types", "cost", "schedule", "stepplan", "plan")
 NOT_OF_THE_LOADER = ("explore", "report", "cli", "api", "calibrate", "bench", "check", "plan.reconfiguration")
 MOST_MODULES = 175
 
