@@ -165,7 +165,7 @@ def _table_of(rows: Iterable[LedgerRow]) -> str:
 
 
 def _why(row: LedgerRow) -> str:
-    """What the row itself tells: disturbance, packs, or what lies between them."""
+    """What the row itself tells: noise, packs, or what lies between them."""
     if row.demand > 1:
         return f"{row.demand:g} computing threads a core: ranks wait for each other's cores"
     if not row.is_quiet:

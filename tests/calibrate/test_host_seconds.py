@@ -10,7 +10,7 @@ from cost_samples import BACKWARD, FORWARD, sample_model
 from evenload.calibrate.calibrate import RankMeasurement, coefficients_of
 from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.rounds import QUICK_ROUNDS, Sample, pack_features, rounds_up_to
-from evenload.cost.coefficients import Disturbance
+from evenload.cost.coefficients import Noise
 from evenload.cost.groups import WEIGHT_RINGS
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
@@ -48,7 +48,7 @@ def measured(*, is_apart):
         for ranges in packs
     )
     return RankMeasurement(
-        disturbance=Disturbance(waited_share=0.0, spread=0.0),
+        noise=Noise(waited_share=0.0, spread=0.0),
         packs=samples,
         head=((1, 1.0), (2, 2.0)),
         peak_flops_per_s=1e9,

@@ -13,7 +13,7 @@ from evenload.cli.bench import show_result
 from evenload.cli.bench_worker import bench_report, checked_bench
 from evenload.cli.main import main
 from evenload.config.train_config import load_train_config
-from evenload.cost.coefficients import Disturbance, MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, Noise
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.run_report import RunSection
 from ledger import plan_again
@@ -118,18 +118,18 @@ def test_no_winner_is_shown_that_the_repeats_do_not_support(capsys, monkeypatch)
     assert [page.headline for page in pages] == [f"Measured: {result.outcome}" for result in (quiet, noisy)]
 
 
-def disturbed_result(load: MachineLoad, disturbance: Disturbance, *seconds: float) -> BenchResult:
-    """Of one strategy, with costs that were measured under a disturbance."""
-    where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, disturbance=disturbance)
+def noisy_result(load: MachineLoad, noise: Noise, *seconds: float) -> BenchResult:
+    """Of one strategy, with costs that were measured under a noise."""
+    where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, noise=noise)
     costs = sample_coefficients(device="never seen, 1 thread a process", measured_on=where)
     return result_of(runs("slimpack", batch_run(seconds)), load=load, coefficients=costs)
 
 
-QUIET, BUSY = Disturbance(waited_share=0.0, spread=0.0), Disturbance(waited_share=0.4, spread=0.4)
+QUIET, BUSY = Noise(waited_share=0.0, spread=0.0), Noise(waited_share=0.4, spread=0.4)
 
 
 @pytest.mark.parametrize(
-    ("load", "disturbance", "seconds", "held", "words"),
+    ("load", "noise", "seconds", "held", "words"),
     [
         (0.0, QUIET, (1.0, 1.0, 1.0), "1 of 1", "0.88 to 1.16 times the predicted"),
         (0.0, QUIET, (1.8, 1.8, 1.8), "0 of 1", "here 0 of 1"),
@@ -138,8 +138,8 @@ QUIET, BUSY = Disturbance(waited_share=0.0, spread=0.0), Disturbance(waited_shar
         (0.0, BUSY, (1.8, 1.8, 1.8), "", "no 90 % interval of step times: the machine was busy while its costs were"),
     ],
 )
-def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, disturbance, seconds, held, words):
-    result = disturbed_result(MachineLoad(demand=1.0, waited_share=load), disturbance, *seconds)
+def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, noise, seconds, held, words):
+    result = noisy_result(MachineLoad(demand=1.0, waited_share=load), noise, *seconds)
     assert result.held_to_interval()[1] == held
     show_result(result, 1.0)
     out = capsys.readouterr().out

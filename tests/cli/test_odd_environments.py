@@ -124,7 +124,7 @@ def test_a_home_that_belongs_to_somebody_else_is_refused(tmp_path, monkeypatch):
 
 def test_a_home_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    measured = SimpleNamespace(coefficients=COSTS, largest_pack_tokens=8, disturbance=SimpleNamespace(is_noisy=False))
+    measured = SimpleNamespace(coefficients=COSTS, largest_pack_tokens=8, noise=SimpleNamespace(is_noisy=False))
     for name, answer in (("calibrate", measured), ("computing_demand", None), ("what_is_timed", "")):
         monkeypatch.setattr(worker_setup, name, lambda *asked, answer=answer: answer)
     monkeypatch.setattr(worker_setup.dist, "broadcast_object_list", lambda *asked, **options: None)

@@ -10,7 +10,7 @@ import pytest
 from evenload.cli.main import main
 from evenload.cli.plan_inputs import PlanCosts
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import CopySpec, CostCoefficients, Disturbance, MeasuredOn, write_coefficients
+from evenload.cost.coefficients import CopySpec, CostCoefficients, MeasuredOn, Noise, write_coefficients
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
@@ -75,8 +75,8 @@ def test_costs_of_a_busy_machine_give_no_interval_anywhere(table, tmp_path, caps
     """Neither in the line, nor in the sentence and column of the strategies, nor in the files."""
     costs = measured_on_one_device(SMALL)
     assert costs.measured_on is not None
-    disturbance = Disturbance(waited_share=waited_share, spread=0.0)
-    where = msgspec.structs.replace(costs.measured_on, disturbance=disturbance)
+    noise = Noise(waited_share=waited_share, spread=0.0)
+    where = msgspec.structs.replace(costs.measured_on, noise=noise)
     write_coefficients(tmp_path / "cost.json", msgspec.structs.replace(costs, measured_on=where))
     names = {"cost": "cost.json", "json": "plan.json", "html": "page"}
     files = [word for name, file in names.items() for word in (f"--{name}", str(tmp_path / file))]

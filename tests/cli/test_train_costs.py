@@ -13,7 +13,6 @@ from evenload.cli.main import main
 from evenload.cli.plan_inputs import cost_file_warnings, measured_line, other_device_line
 from evenload.cost.coefficients import (
     CopySpec,
-    Disturbance,
     FitError,
     MeasuredOn,
     OverlapCost,
@@ -114,18 +113,13 @@ def profiled(model: ModelSpec):
     error = FitError(packs=20, folds=5, median=0.03, p90=0.08)
     record = Profile(
         date="2026-11-22T21:00:00+00:00", versions={"evenload": "1", "torch": "2"}, dtype="float32",
-        attention="cpu_flash", layers=4, passes=9, seconds=120.0, outliers=3, timings=400, waited_share=0.0, spread=0.1,
-        forward=error, backward=error, packs=(), kernels=(), transfers=(), 
+        attention="cpu_flash", layers=4, passes=9, seconds=120.0, outliers=3, timings=400,
+        forward=error, backward=error, packs=(), kernels=(), transfers=(),
         activation_bytes={"replay": 8}, held_bytes=3, counted_bytes=2,
     )  # fmt: skip
     where = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
     costs = msgspec.structs.replace(COSTS, measured_on=where, profile=record)
     return msgspec.structs.replace(costs, profile=msgspec.structs.replace(record, digest=digest_of(costs)))
-
-
-def test_a_profile_of_an_older_version_knows_how_busy_the_machine_was():
-    """Its record had it before `measured_on` did."""
-    assert profiled(MODELS["llama-7b"]).disturbance == Disturbance(waited_share=0.0, spread=0.1)
 
 
 def test_what_a_file_says_about_itself(tmp_path):

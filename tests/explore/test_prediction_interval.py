@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import Disturbance, MeasuredOn
+from evenload.cost.coefficients import MeasuredOn, Noise
 from evenload.explore import prediction_interval as intervals
 from evenload.explore.prediction_interval import (
     ANY_LAYOUT,
@@ -21,8 +21,8 @@ from evenload.types.layout import even_layout
 
 def measured_beside(waited_share: float, spread: float):
     """Costs of a CPU whose calibration was disturbed by as much."""
-    disturbance = Disturbance(waited_share=waited_share, spread=spread)
-    where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, disturbance=disturbance)
+    noise = Noise(waited_share=waited_share, spread=spread)
+    where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, noise=noise)
     return sample_coefficients(device="AMD EPYC, 1 thread a process", measured_on=where)
 
 
@@ -80,7 +80,7 @@ def test_threads_do_not_make_another_processor(ledger):
 
 
 def test_what_disturbed_the_calibration_widens_the_interval(ledger):
-    """Half widths add by their squares, in logarithms and around the middle; more of either disturbance is more."""
+    """Half widths add by their squares, in logarithms and around the middle; more of either noise is more."""
     ledger(OF_ALL)
     low, high = prediction_interval(measured_beside(0.0, 0.4), even_layout(4)).of(1.0) or (0.0, 0.0)
     middle, half = math.sqrt(0.9 * 1.2), math.log(1.2 / 0.9) / 2

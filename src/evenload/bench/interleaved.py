@@ -32,8 +32,7 @@ from evenload.config.planner import run_planner
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.packs_beside_transfers import times_beside_transfers
+from evenload.explore.timelines import detailed_timeline, times_beside_transfers
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.strategy import LeftOutStrategy
@@ -70,14 +69,14 @@ class _Measured:
         return tuple(report.measured.step_time_s for report in self.reports)
 
     def tasks_s(self) -> NDArray[np.float64]:
-        """float64[num_rounds, num_tasks]."""
+        """Return the seconds of tasks; float64[num_rounds, num_tasks]."""
         return np.array([task_seconds(report.measured) for report in self.reports])
 
     def peak_bytes(self) -> int:
         return max(int(report.row["peak_memory_bytes"] or 0) for report in self.reports)
 
     def typical(self) -> StepReport:
-        """Of the round in the middle; of two the slower one."""
+        """Return the step of the round in the middle; of two the slower one."""
         return sorted(self.reports, key=lambda report: report.measured.step_time_s)[len(self.reports) // 2]
 
 
@@ -92,7 +91,7 @@ def run_interleaved(
     demand: float,
     on_step: Callable[[], None],
 ) -> Interleaved | None:
-    """Measure; the result on rank 0, None elsewhere. Collective.
+    """Measure strategies against each other; the result on rank 0, None elsewhere. Collective.
 
     Args:
         trainer: whose weights are used and stay what they are; its optimizer's moments do not.

@@ -84,22 +84,22 @@ class BatchRun(Frozen):
 
     @property
     def step_time_s(self) -> float:
-        """The median of the rounds."""
+        """Return the median of the rounds."""
         return median(self.measured_s)
 
     @property
     def error(self) -> float:
-        """Of the predicted step time."""
+        """Return the signed error of the predicted step time."""
         return self.predicted_s / self.step_time_s - 1
 
     @property
     def memory_error(self) -> float:
-        """Of the predicted peak."""
+        """Return the signed error of the predicted peak."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1
 
     @property
     def spread(self) -> float:
-        """What rounds differ by: (slowest - fastest) / median."""
+        """Return what rounds differ by: (slowest - fastest) / median."""
         return (max(self.measured_s) - min(self.measured_s)) / self.step_time_s
 
 
@@ -111,28 +111,28 @@ class StrategyRuns(Frozen):
 
     @property
     def measured_s(self) -> float:
-        """Mean step time."""
+        """Return the mean step time."""
         return sum(run.step_time_s for run in self.batches) / len(self.batches)
 
     @property
     def predicted_s(self) -> float:
-        """Mean predicted step time."""
+        """Return the mean predicted step time."""
         return sum(run.predicted_s for run in self.batches) / len(self.batches)
 
     @property
     def error(self) -> float:
-        """Of the predicted mean step time."""
+        """Return the signed error of the predicted mean step time."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def spread(self) -> float:
-        """What rounds of the whole set of batches differ by: (slowest - fastest) / median."""
+        """Return what rounds of the whole set of batches differ by: (slowest - fastest) / median."""
         rounds = np.array([run.measured_s for run in self.batches]).sum(axis=0)
         return float((rounds.max() - rounds.min()) / np.median(rounds))
 
     @property
     def tokens_per_s(self) -> float:
-        """Real tokens, without padding."""
+        """Return the real tokens a second, without padding."""
         return sum(run.tokens for run in self.batches) / (self.measured_s * len(self.batches))
 
 
@@ -166,11 +166,11 @@ class MeasuredRatio(NamedTuple):
 
     @property
     def is_told(self) -> bool:
-        """The repeats show which one is slower, in the figures that are shown."""
+        """Say whether the repeats show which one is slower, in the figures that are shown."""
         return self.low is not None and self.high is not None and (round(self.low, 2) > 1 or round(self.high, 2) < 1)
 
     def describe(self) -> str:
-        """A sentence without its full stop, with no order that the repeats do not support."""
+        """Describe the ratio in a sentence without its full stop, with no order that the repeats do not support."""
         if self.low is None or self.high is None:
             return f"each step was measured once, which does not tell whether {self.one} or {self.other} is faster"
         interval, than = f"{self.low:.2f} to {self.high:.2f}", f"times as long as {self.other}"
@@ -182,7 +182,7 @@ class MeasuredRatio(NamedTuple):
 
 
 def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1) -> MeasuredRatio:
-    """Step times of one strategy over those of another, measured in turn in the same rounds.
+    """Compare step times of one strategy with those of another, measured in turn in the same rounds.
 
     A neighbour that slows a round slows both, so what counts is by how much ln(one / other) of a batch differs between
     rounds: from that deviation follows the error of medians of so many rounds (sqrt(pi / 2) times that of means), and
@@ -237,13 +237,13 @@ class BenchInputs(Frozen):
 
 
 def recorded_batch(plan: StepPlan) -> RecordedBatch:
-    """Of a plan that trains its whole batch."""
+    """Record the batch of a plan that trains all of it."""
     rows = ((one.doc_id, one.num_tokens, one.num_label_tokens) for one in plan.documents)
     return RecordedBatch(step=plan.step, documents=tuple(rows))
 
 
 def option_tables_of(options: PlanOptions) -> dict[str, Any]:
-    """As a configuration writes them down: own options of strategies in tables of their names."""
+    """Return options as a configuration writes them down: own options of strategies in tables of their names."""
     shared = msgspec.to_builtins(options)
     own = {one.pop("strategy"): one for one in shared.pop("strategies")}
     return shared | own
@@ -271,13 +271,13 @@ class BenchResult(Frozen):
 
     @property
     def ratios(self) -> tuple[MeasuredRatio, ...]:
-        """Of the strategies, in the order asked for, over the one with the shortest mean step time."""
+        """Compare the strategies, in the order asked for, with the one that has the shortest mean step time."""
         fastest = min(self.runs, key=lambda one: one.measured_s)
         return tuple(measured_ratio(one, fastest, len(self.runs) - 1) for one in self.runs if one is not fastest)
 
     def held_to_interval(self) -> tuple[PredictionInterval, str]:
-        """The interval of predicted step times, and how many of the strategies lie inside, such as "2 of 2"; "" where
-        there is none, or the machine was not as quiet while steps were measured as it is made for."""
+        """Return the interval of predicted step times, and how many of the strategies lie inside, such as "2 of 2"; ""
+        where there is none, or the machine was not as quiet while steps were measured as it is made for."""
         interval = prediction_interval(self.coefficients, self.inputs.layout)
         spread = max(one.spread for one in self.runs)
         held = interval.count_inside(one.measured_s / one.predicted_s for one in self.runs)
@@ -285,14 +285,14 @@ class BenchResult(Frozen):
 
     @property
     def winner(self) -> str:
-        """The fastest strategy, where the repeats tell it apart from all others; else ""."""
+        """Return the fastest strategy, where the repeats tell it apart from all others; else ""."""
         is_told = all(ratio.is_told for ratio in self.ratios)
         return min(self.runs, key=lambda one: one.measured_s).strategy if is_told else ""
 
     @property
     def outcome(self) -> str:
-        """What was measured in one sentence without its full stop: the first comparison, or the first that the repeats
-        do not decide."""
+        """Describe what was measured in one sentence without its full stop: the first comparison, or the first that the
+        repeats do not decide."""
         said = [one.describe() for one in sorted(self.ratios, key=lambda one: one.is_told)]
         said = said or [f"{self.runs[0].strategy} takes {self.runs[0].measured_s:.3g} s a step"]
         waited = f"; other programs held cores it needed for {self.load.waited_share:.0%} of the time"
@@ -300,12 +300,12 @@ class BenchResult(Frozen):
 
 
 def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
-    """Of every task; float64[num_tasks]. Tasks of several runs of one plan are in the same order."""
+    """Return the seconds of every task; float64[num_tasks]. Tasks of several runs of one plan are in the same order."""
     return timeline.end_s - timeline.start_s
 
 
 def pack_errors(times: tuple[PackTimes, ...], timeline: Timeline, rounds_s: NDArray[np.float64]) -> PackErrors:
-    """Predicted against measured pack seconds.
+    """Compare predicted with measured pack seconds.
 
     Args:
         times: of a plan, by replica, with what transfers beside packs take.
@@ -333,7 +333,7 @@ assert KINDS == "FBIW", "the order of a plan's times in pack_errors"
 
 
 def loss_difference(runs: tuple[StrategyRuns, ...]) -> float:
-    """The most that the loss of one batch differs between strategies, relative; 0 for one strategy."""
+    """Return the most that the loss of one batch differs between strategies, relative; 0 for one strategy."""
     worst = 0.0
     for same in zip(*(one.batches for one in runs), strict=True):
         losses = [run.loss for run in same]

@@ -1,20 +1,16 @@
-"""Coefficients of a run from what its ranks measured: one cost file for all of them.
+"""Calibrate for some seconds at the start of training, so that predicted step times mean something.
 
-A cache of calibrated cost files, keyed by everything that changes the measured seconds.
+Every rank times its own stage's layers on a handful of packs (whole documents, many short ones, slices with a prefix),
+*all ranks at once*, because ranks of one machine share its memory bandwidth and their step will too. Rank 0 fits the
+cost model's coefficients by non-negative least squares on relative errors and broadcasts them: one cost file for all
+ranks, cached by everything that changes the measured seconds. `calibrate.profile` measures the same and more, longer.
 
-Quick calibration: seconds spent at the start of training, so that predicted step times mean something.
-
-Every rank times its own stage's layers on a handful of packs (whole documents, many short ones, slices
-with a prefix), *all ranks at once*, because ranks of one machine share its memory bandwidth and their step
-will too. Rank 0 fits the cost model's coefficients by non-negative least squares on relative errors and
-broadcasts them: one cost file for all ranks. `calibrate.profile` measures the same and more, longer.
-
-A machine that is busy with something else while it is timed is noticed (`disturbance.py`) and timed once more; the
-quieter of the two measurements is taken, and the caller is told.
+A machine that is busy with something else while it is timed is noticed (`calibrate.fit`) and timed once more; the
+quieter of the two measurements is taken.
 
 On a GPU packs of more tokens follow, up to the largest of the run: those of 4,096 tokens do not fill it. They go
-through one layer of every window, so that a fifth of the device's memory holds what layers keep of them; as far as it
-does, the caller is told. The host that queues packs is timed apart from the device that computes them (`pack_clock`).
+through one layer of every window, so that a fifth of the device's memory holds what layers keep of them. The host
+that queues packs is timed apart from the device that computes them.
 
 Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, repeated for some seconds
 to warm up and then while the time budget lasts; the longer ones are left out where the budget is gone before them.
@@ -56,8 +52,8 @@ from evenload.calibrate.rounds import (
 )
 from evenload.cost.coefficients import (
     CostCoefficients,
-    Disturbance,
     MeasuredOn,
+    Noise,
     OverlapCost,
     PassCoefficients,
     read_coefficients,
@@ -89,7 +85,7 @@ class RankMeasurement:
         weight_s: of `weight_timings.TOKENS` tokens' weight gradients on one layer.
     """
 
-    disturbance: Disturbance
+    noise: Noise
     packs: tuple[Sample, ...]
     head: tuple[tuple[int, float], ...]
     peak_flops_per_s: float
@@ -100,10 +96,10 @@ class RankMeasurement:
     overlap: OverlapCost | None = None
 
 
-def most_disturbed(ranks: Sequence[RankMeasurement]) -> Disturbance:
-    """The most that any rank had of either."""
-    found = [rank.disturbance for rank in ranks]
-    return Disturbance(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
+def highest_noise(ranks: Sequence[RankMeasurement]) -> Noise:
+    """Return the most that any rank had of either kind of noise."""
+    found = [rank.noise for rank in ranks]
+    return Noise(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
 
 
 def coefficients_of(
@@ -153,7 +149,7 @@ def coefficients_of(
             cp=layout.cp,
             pp=layout.pipeline_ranks,
             tp=layout.tp,
-            disturbance=most_disturbed(ranks),
+            noise=highest_noise(ranks),
         ),
     )
     return msgspec.structs.replace(fitted, weight_share=_weight_share(ranks, fitted, tp))
@@ -181,7 +177,7 @@ def _median_overlap(known: Sequence[OverlapCost]) -> OverlapCost | None:
 def pass_timings(
     ranks: Sequence[RankMeasurement], direction: Direction, tile: int
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
-    """Features, the device's seconds and samples of all ranks' packs in one direction."""
+    """Return features, the device's seconds and samples of all ranks' packs in one direction."""
     chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]
     features: list[tuple[float, ...]] = [pack_features(one.ranges, one.windows, tile) for one in chosen]
     return features, [sample.seconds for sample in chosen], chosen
@@ -219,7 +215,7 @@ _VERSION = 19
 def cached_path(
     directory: Path, model: ModelSpec, layout: ParallelLayout, device_name: str, threads: int, backend: str
 ) -> Path:
-    """Where the cost file of this model, layout and device lies, or would lie."""
+    """Return where the cost file of this model, layout and device lies, or would lie."""
     key = (_VERSION, model, layout, device_name, threads, backend)
     return directory / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:24]}.json"
 
@@ -291,9 +287,9 @@ def calibrate(
     """
     rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
     attempts: list[list[RankMeasurement]] = []
-    while not attempts or (most_disturbed(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
+    while not attempts or (highest_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
         attempts.append(_measured(stages, model, mesh, rounds, demand))
-    everyone = min(attempts, key=lambda ranks: most_disturbed(ranks).size)
+    everyone = min(attempts, key=lambda ranks: highest_noise(ranks).size)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout)
     if mesh.device.type == "cpu":
         # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
@@ -316,7 +312,7 @@ def _measured(
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
     copy, copied_bytes = copy_work(model, mesh.layout.tp, mesh.device, first.dtype)
     mine = RankMeasurement(
-        disturbance=Disturbance(waited_share=waited_share, spread=spread),
+        noise=Noise(waited_share=waited_share, spread=spread),
         packs=packs,
         head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),

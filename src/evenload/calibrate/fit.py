@@ -1,24 +1,18 @@
-"""Coefficients from timed packs: non-negative least squares on relative errors, and how far they are off elsewhere.
+"""Fit coefficients to timed packs, and say how far timings are to be believed: repeats, noise, error of the fit.
 
     minimise  Σ (prediction / measured - 1)²   over coefficients >= 0
 
-so that a small pack counts like a large one. The error that is told is of packs that the fit has not seen: packs are
-dealt into k folds, each fold is predicted by a fit to the others (k-fold cross-validation). All repeats and all ranks'
-timings of a pack are in the same fold, else the fit would have seen it.
+so that a small pack counts like a large one. The error of the fit is of packs that it has not seen: packs are dealt
+into k folds, each fold is predicted by a fit to the others (k-fold cross-validation). All repeats and all ranks'
+timings of a pack are in the same fold, else the fit would have seen it. Price: k + 1 solutions of n equations in five
+unknowns.
 
-Price: k + 1 solutions of n equations in five unknowns; milliseconds.
+Of repeats the median counts, because a step in training has the average luck of a machine, not its best. Repeats that
+lie far off (another program, a clock that changed) hardly move it; they are counted.
 
-Repeats of one timing: their median, and which of them lie far from it.
-
-A median, because a step in training has the average luck of a machine, not its best: the fastest of thirty repeats is
-what no step takes. Repeats that lie far off (another program, a clock that changed) hardly move a median; they are
-counted and told.
-
-Whether something else kept the machine busy while it was timed: seconds without a core, and spread of repeats.
-
-A busy neighbour that is always there slows the fastest repeat as well, so that spread alone does not show it; the
-system's own count of how long threads stood ready without a core does (Linux; elsewhere only the spread is known).
-`cost.coefficients.Disturbance` is what a cost file keeps of it.
+Whether something else kept the machine busy meanwhile (`cost.coefficients.Noise`): a busy neighbour that is
+always there slows the fastest repeat as well, so that the spread of repeats alone does not show it; the system's own
+count of how long threads stood ready without a core does (Linux; elsewhere only the spread is known).
 """
 
 import statistics
@@ -52,7 +46,7 @@ class LeftOut(NamedTuple):
 def fit_relative(
     features: Sequence[Sequence[float]] | NDArray[np.float64], seconds: Sequence[float]
 ) -> tuple[float, ...]:
-    """Non-negative coefficients that minimise squared *relative* errors.
+    """Return the non-negative coefficients that minimise squared *relative* errors.
 
     Args:
         features: n rows of one length.
@@ -70,7 +64,7 @@ def fit_relative(
 def left_out(
     features: Sequence[Sequence[float]], seconds: Sequence[float], packs: Sequence[object], folds: int = FOLDS
 ) -> LeftOut:
-    """Every timing predicted by a fit to the other folds.
+    """Predict every timing by a fit to the other folds.
 
     Args:
         packs: n, hashable: which pack was timed; packs are dealt to folds in turn, by their first timing.
@@ -102,7 +96,8 @@ _LEAST_FAR_SHARE = 0.05
 
 
 def num_outliers(seconds: Sequence[float]) -> int:
-    """Repeats more than five robust standard deviations (median absolute deviation) from the median."""
+    """Count the repeats that lie more than five robust standard deviations (median absolute deviation) from the
+    median."""
     middle = statistics.median(seconds)
     deviation = statistics.median(abs(one - middle) for one in seconds) / _NORMAL
     far_s = max(_FAR_DEVIATIONS * deviation, _LEAST_FAR_SHARE * middle)
@@ -110,13 +105,13 @@ def num_outliers(seconds: Sequence[float]) -> int:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median of some runs, after one that does not count."""
+    """Time some runs, after one that does not count, and return their median."""
     work()
     return statistics.median(timed(work, device) for _ in range(repeats))
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, with everything that it queues."""
+    """Time one run, with everything that it queues, in seconds."""
     start_s = seconds_now(device)
     work()
     return seconds_now(device) - start_s
@@ -136,7 +131,8 @@ class CoreWaits:
         self._before_s = _ready_without_core_s()
 
     def share(self) -> float:
-        """Of the time since then, in which the thread that waited longest had no core; 0 where it is not known."""
+        """Return the share of the time since then in which the thread that waited longest had no core; 0 where it is
+        not known."""
         passed_s = max(time.perf_counter() - self._from_s, 1e-9)
         now_s = _ready_without_core_s()
         longest_s = max((waited - self._before_s.get(task, 0.0) for task, waited in now_s.items()), default=0.0)
@@ -144,7 +140,7 @@ class CoreWaits:
 
 
 def spread_of_repeats(timings: list[list[float]]) -> float:
-    """By how much the sum of means is above the sum of minima.
+    """Return by how much the sum of means is above the sum of minima.
 
     Args:
         timings: seconds of the repeats of each pack.

@@ -1,23 +1,15 @@
-"""Seconds of a rank's own kernels besides packs through layers: head, embedding, optimizer, matrix products, attention
-by itself, copies of rows.
+"""Time a rank's own kernels apart from packs through layers, and count what layers leave in memory.
 
-Each function makes what it needs once and returns work to be timed again and again, by name, so that repeats of
-everything can be interleaved.
+Head, embedding, optimizer, matrix products, attention by itself, copies of rows: each function makes what it needs once
+and returns work to be timed again and again, by name, so that repeats of everything can be interleaved.
 
-What W of a split backward takes: the weight gradients of a pack's linears, put off and then added.
-
-By count of products W is half of the linears' backward. By the clock it is less: the elementwise work of a layer is in
-the same seconds a token, and stays in I. So a pack of short documents goes forward and backward with its weight
-gradients put off, as `PipelineStage` does it in a pipeline, and what adding them takes is timed.
-
-Price: four forwards and backwards of 1,024 tokens.
-
-What `train.deterministic` costs on this device: attention's backward in one order of summation against any order.
-
-The other kernels that change (sums of gradients of embeddings) take a small part of a step. Price: two dozen backwards
-of one document of 4,096 tokens.
-
-Bytes that layers really leave for their backward, by activation policy, and what an allocator takes on top.
+- Weight gradients (W of a split backward): by count of products W is half of the linears' backward. By the clock it is
+  less: the elementwise work of a layer is in the same seconds, and stays in I. So a pack of short documents goes
+  forward and backward with its weight gradients put off, as `PipelineStage` does it in a pipeline, and what adding them
+  takes is timed. Price: four forwards and backwards of 1,024 tokens.
+- `train.deterministic`: attention's backward in one order of summation against any order; the other kernels that change
+  (sums of gradients of embeddings) take a small part of a step. Price: two dozen backwards of 4,096 tokens.
+- Memory: bytes that layers leave for their backward, by activation policy, and what an allocator takes on top.
 """
 
 import functools
@@ -64,13 +56,13 @@ _COPIED_BYTES = 1 << 25
 
 
 def head_rows(model: ModelSpec, tp: int, most_flops: float) -> list[int]:
-    """Rows to time the head with, of at most so many FLOPs; the two smallest in any case."""
+    """List the rows to time the head with, of at most so many FLOPs; the two smallest in any case."""
     row_flops = 6.0 * model.embedding_parameters / tp
     return [rows for rows in HEAD_ROWS if rows in HEAD_ROWS[:2] or rows * row_flops <= most_flops]
 
 
 def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK_HEAD_ROWS) -> Work:
-    """Final norm, logits, loss and their gradient, by rows. Last stage only."""
+    """Make work of final norm, logits, loss and their gradient, by rows. Last stage only."""
 
     def of(rows: int) -> Callable[[], object]:
         ranges = (Range(0, 0, rows),)
@@ -82,8 +74,8 @@ def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK
 
 
 def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable[[], object]:
-    """Rows of the embedding and the sum of their gradients, of so many tokens. First stage without tensor parallelism
-    only."""
+    """Make work of rows of the embedding and the sum of their gradients, of so many tokens. First stage without tensor
+    parallelism only."""
     token_ids, table = torch.randint(0, vocab_size, (rows,), device=stage.device), stage.model.positions
     positions = torch.arange(rows, device=stage.device) % (rows if table is None else table.num_embeddings)
     grad = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
@@ -97,7 +89,7 @@ def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """The best that matrix products reach, which MFU is a share of."""
+    """Measure the best that matrix products reach, which MFU is a share of."""
     # A GPU is judged by the precision it computes in, and is busy only with large matrices.
     n, dtype = (8192, dtype) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -105,7 +97,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def matmul_token_flops(model: ModelSpec, tp: int) -> float:
-    """Of the product with the widest matrix of a layer, on one rank."""
+    """Count the FLOPs a token of the product with the widest matrix of a layer, on one rank."""
     return 2.0 * _widest(model, tp) * model.hidden_size
 
 
@@ -114,7 +106,7 @@ def _widest(model: ModelSpec, tp: int) -> int:
 
 
 def matmul_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype, most_flops: float) -> Work:
-    """A product with the widest matrix of a layer, by tokens.
+    """Make work of a product with the widest matrix of a layer, by tokens.
 
     Args:
         most_flops: of a product; the smallest is timed in any case.
@@ -130,7 +122,8 @@ def matmul_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dt
 
 
 def attention_flops(model: ModelSpec, tp: int, rows: int, prefix: int) -> float:
-    """Of the forward of so many queries behind a prefix, on one rank; a backward has 2.5 times as many."""
+    """Count the FLOPs of the forward of so many queries behind a prefix, on one rank; a backward has 2.5 times as
+    many."""
     start = np.array([prefix], np.int64)
     pairs = float(slice_pairs(start, start + rows, 0).sum())
     return 4.0 * (model.num_heads // tp) * model.head_dim * pairs
@@ -165,8 +158,8 @@ class AttentionWork:
 
 
 def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """All that a step does to gradients and weights between transfers: zeroes the gradients of all ranks' shards, sums
-    squares, clips, updates, copies what it sends. And the parameters of this rank's shard."""
+    """Make work of all that a step does to gradients and weights between transfers: zeroes the gradients of all ranks'
+    shards, sums squares, clips, updates, copies what it sends. Also returns the parameters of this rank's shard."""
     count = _OPTIMIZER_PARAMETERS
     gradients = torch.zeros(data_size * count, device=device)
     parameter, shard = torch.zeros(count, device=device), gradients[:count]
@@ -184,7 +177,8 @@ def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], o
 
 
 def copy_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
-    """Rows of keys and values put in place by an index, as gathered ones are; and the bytes that are copied."""
+    """Make work of rows of keys and values put in place by an index, as gathered ones are; also returns the bytes that
+    are copied."""
     width = 2 * max(1, model.num_kv_heads // tp) * model.head_dim
     rows = max(1, _COPIED_BYTES // (width * dtype.itemsize))
     gathered = torch.randn(rows, width, device=device, dtype=dtype)
@@ -199,14 +193,15 @@ _REPEATS = 3
 
 
 def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
-    """Of a pack of `TOKENS` on one layer; the median of some repeats, after one that does not count. As
-    `time_weights`."""
+    """Time the weight gradients of a pack of `TOKENS` on one layer: the median of some repeats, after one that does not
+    count. As `time_weights`."""
     found = [time_weights(stage, clock) for _ in range(1 + _REPEATS)][1:]
     return statistics.median(found) / len(stage.model.layers)
 
 
 def time_weights(stage: PipelineStage, clock: PackClock) -> float:
-    """Once, seconds of all layers. Adds to gradients. Collective over ranks that share matrices."""
+    """Time weight gradients once, in seconds of all layers. Adds to gradients. Collective over ranks that share
+    matrices."""
     (ranges,) = packs = whole(*[_DOCUMENT_TOKENS] * (TOKENS // _DOCUMENT_TOKENS))
     num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)
@@ -223,7 +218,8 @@ _PRICE_REPEATS = 11
 
 
 def deterministic_price(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
-    """Seconds in one order / in any order, medians of interleaved repeats. Leaves deterministic kernels switched on."""
+    """Return seconds in one order / in any order, medians of interleaved repeats. Leaves deterministic kernels switched
+    on."""
     heads, kv_heads = model.num_heads // tp, local_kv_heads(model, tp)
     work = AttentionWork(stage.backend, rows, 0, heads, kv_heads, model.head_dim, stage.device, stage.dtype)
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -240,7 +236,7 @@ _TOKENS = 256
 
 
 def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[str, int]:
-    """Bytes that one token leaves on one layer of the device under each policy, without keys and values.
+    """Count the bytes that one token leaves on one layer of the device under each policy, without keys and values.
 
     Args:
         model: whose memory is predicted; layers of the stage are its.
@@ -274,8 +270,9 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
 
 
 def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> tuple[int, int]:
-    """Memory held at the peak of one round, and what its tensors needed: of a GPU reserved and allocated; of a CPU what
-    the process grew by (0 where the system does not say) and what is counted, without temporary tensors of a layer.
+    """Return the memory held at the peak of one round, and what its tensors needed: of a GPU reserved and allocated; of
+    a CPU what the process grew by (0 where the system does not say) and what is counted, without temporary tensors of a
+    layer.
 
     Args:
         before_bytes: `resident_bytes` before the model was made.
@@ -296,7 +293,7 @@ def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, stat
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not say."""
+    """Return the resident memory of this process; 0 where the system does not say."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return 0

@@ -1,18 +1,14 @@
-"""Seconds of transfers between the ranks of a run, and to host memory: latency and bandwidth of every link it uses.
+"""Time transfers between the ranks of a run and to host memory, and how collectives and compute slow each other.
 
     seconds = latency + bytes / bandwidth     (Skrull Eq. 16: a constant, then proportional to the volume)
 
 read from several sizes by the same fit as packs. A `TransferWork` is one kind of transfer over one group of ranks; all
 ranks of the group make the call together, and others stand by. Calls are those of the runtime.
 
-Measure how much collective communication and compute slow each other on a CPU.
-
-gloo moves bytes with the cores that compute, so neither is free. Both slowdowns are read from one trial:
-reduce-scatters and all-gathers, as a step has them, in the thread that a step runs them in, and matrix products until
-they are done; each alone just before. All groups of the layout at once, as in a step. On a GPU transfers have copy
-engines and few processors; what they take from kernels is assumed (`OverlapCost`).
-
-Price: some 0.4 s.
+Overlap is tried on a CPU: gloo moves bytes with the cores that compute, so neither is free. Both slowdowns are read
+from one trial: reduce-scatters and all-gathers, as a step has them, in the thread that a step runs them in, and matrix
+products until they are done; each alone just before. All groups of the layout at once, as in a step. On a GPU transfers
+have copy engines and few processors; what they take from kernels is assumed (`OverlapCost`). Price: some 0.4 s.
 """
 
 import functools
@@ -65,7 +61,7 @@ class TransferWork:
 
 
 def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
-    """All that this rank takes part in, in an order that is the same on all ranks that meet.
+    """Yield all transfers that this rank takes part in, in an order that is the same on all ranks that meet.
 
     Args:
         all_groups: time groups of every size that may share documents, else the largest only.
@@ -86,7 +82,7 @@ def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
 
 
 def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
-    """Of the transfers that this rank takes part in, the largest group of each kind."""
+    """Time the transfers that this rank takes part in, the largest group of each kind."""
     found = {}
     for work in transfers_of(mesh, all_groups=False):
         seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
@@ -95,7 +91,7 @@ def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
 
 
 def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
-    """Latency and bandwidth from the seconds of several sizes, the last of which is the largest."""
+    """Fit latency and bandwidth to the seconds of several sizes, the last of which is the largest."""
     latency_s, byte_s = fit_relative([(1.0, float(size)) for size in num_bytes], seconds)
     if byte_s * num_bytes[-1] < _LEAST_SEEN_SHARE * seconds[-1]:
         # Too few bytes to see what one costs: not more than all of the largest transfer, instead of nothing.
@@ -104,7 +100,7 @@ def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
 
 
 def median_link(ranks: Sequence[Mapping[TransferKind, LinkSpec]], *kinds: TransferKind) -> LinkSpec | None:
-    """Of the first of these kinds that a rank knows, the median over ranks; None = nobody knows one.
+    """Return the median over ranks of the first of these kinds that a rank knows; None = nobody knows one.
 
     Ranks that know several kinds give the first.
     """
@@ -210,8 +206,8 @@ _NUM_CALLS, _NUM_TRIALS, _PRODUCT_SIZE = 6, 7, 256
 
 
 def overlap_cost(mesh: Mesh) -> OverlapCost | None:
-    """Return medians of one rank; None on a GPU, and where no two ranks hold the same weights. Collective over the data
-    group."""
+    """Time collectives and compute together, medians of one rank; None on a GPU, and where no two ranks hold the same
+    weights. Collective over the data group."""
     group = mesh.data
     if mesh.device.type != "cpu" or group is None or group.size() == 1:
         return None
@@ -229,8 +225,8 @@ def overlap_cost(mesh: Mesh) -> OverlapCost | None:
 
 
 def measured_overlap(meshes: Meshes) -> OverlapCost | None:
-    """Return medians over all ranks, in the layout in which most of them hold the same weights; the same on every rank,
-    None as `overlap_cost`. Collective over all ranks of the run, idle ones too."""
+    """Time as `overlap_cost` in the layout in which most ranks hold the same weights, medians over all ranks; the same
+    on every rank. Collective over all ranks of the run, idle ones too."""
     mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
     own = None if mesh.is_idle else overlap_cost(mesh)
     pair = (math.nan, math.nan) if own is None else (own.communication_slowdown, own.compute_slowdown)

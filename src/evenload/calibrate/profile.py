@@ -1,20 +1,6 @@
-"""What a profile has measured so far, in a file from which a second call goes on.
+"""Profile one model and layout for some minutes, so that predictions of this device come true.
 
-One JSON object beside the cost file. It is replaced as a whole after every pass, so that it is never half written, and
-belongs to one task: another model, layout, device or version begins anew.
-
-Everything that one pass of a profile times on one rank, made once; repeats of all of it are interleaved.
-
-Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
-`queue:<round>:<number>` of its host, `weights`,
-`head:<rows>`, `attention forward:<queries>:<prefix>`, `reduction:<ranks>:<bytes>` and so on. Ranks that meet time it
-together; a rank without a part in it gives no such name.
-
-What the passes of all ranks say together: medians by name, links, rates and curves.
-
-`profile`: minutes spent on one model and layout, so that predictions of this device come true.
-
-    grid     packs, kernels, transfers that one pass times (`grid_choice`, `pass_work`)
+    grid     packs, kernels, transfers that one pass times (`calibrate.rounds`, `PassWork`)
     passes   over all of it, interleaved, so that a busy minute disturbs every timing alike; each pass is kept in a file
     fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile is the one with
              which packs that were left out come out best
@@ -25,6 +11,13 @@ rotary embedding and elementwise work are inside `linear_s_per_token`, launches 
 packs of 16 to 32,768 tokens tell them apart.
 
 Price: at most the minutes that are given, and at least three passes over what coefficients need.
+
+Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
+`queue:<round>:<number>` of its host, `weights`, `head:<rows>`, `attention forward:<queries>:<prefix>`,
+`reduction:<ranks>:<bytes>` and so on. Ranks that meet time it together; a rank without a part in it gives no such name.
+Passes are kept in one JSON object beside the cost file, from which a second call goes on. It is replaced as a whole
+after every pass, so that it is never half written, and belongs to one task: another model, layout, device or version
+begins anew.
 """
 
 import statistics
@@ -40,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.calibrate import kernels
-from evenload.calibrate.calibrate import RankMeasurement, coefficients_of, most_disturbed, pass_timings
+from evenload.calibrate.calibrate import RankMeasurement, coefficients_of, highest_noise, pass_timings
 from evenload.calibrate.fit import CoreWaits, LeftOut, left_out, median_seconds, num_outliers, spread_of_repeats, timed
 from evenload.calibrate.kernels import (
     activation_bytes,
@@ -54,8 +47,8 @@ from evenload.calibrate.links import GRID_BYTES, TRANSFER_KINDS, TransferWork, l
 from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
 from evenload.cost.coefficients import (
     CostCoefficients,
-    Disturbance,
     KernelRate,
+    Noise,
     Profile,
     TimedPack,
     TransferCurve,
@@ -97,8 +90,8 @@ def partial_path(output: Path) -> Path:
 
 
 def read_partial(path: Path, task: str) -> tuple[PartialProfile, str]:
-    """What was measured of this task, and a sentence about it where there is a file; nothing measured where it is of
-    another task or cannot be read."""
+    """Return what was measured of this task, and a sentence about it where there is a file; nothing measured where it
+    is of another task or cannot be read."""
     if not path.is_file():
         return PartialProfile(task=task), ""
     try:
@@ -173,8 +166,8 @@ class PassWork:
         self._beside: _Beside | None = None
 
     def choose_beside_rows(self) -> int:
-        """Queries of local attention that take at most as long as a gather; 0 where nothing is ever gathered.
-        Collective over the group."""
+        """Choose the queries of local attention that take at most as long as a gather; 0 where nothing is ever
+        gathered. Collective over the group."""
         if self._largest is None:
             return 0
         gather = _gather(self._largest, self._stage)
@@ -275,17 +268,17 @@ class PassResults:
         return [name for name in self.passes[0][rank] if name.startswith(start)]
 
     def all_repeats(self) -> list[list[float]]:
-        """Of everything on every rank."""
+        """Return the repeats of everything on every rank."""
         return [self.repeats(rank, name) for rank in range(self.num_ranks) for name in self.names(rank)]
 
     def measurement(
         self, rank: int, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
     ) -> RankMeasurement:
-        """What coefficients are made of, of the rank that did the `work`."""
+        """Return what coefficients are made of, of the rank that did the `work`."""
         packs = self.names(rank, "pack:")
         spread = spread_of_repeats([self.repeats(rank, name) for name in packs])
         return RankMeasurement(
-            disturbance=Disturbance(waited_share=waited_share, spread=spread),
+            noise=Noise(waited_share=waited_share, spread=spread),
             packs=tuple(
                 Sample(
                     direction,
@@ -315,13 +308,13 @@ class PassResults:
         return self.median(rank, name) if name in self.passes[0][rank] else 0.0
 
     def embedding_s_per_token(self) -> float | None:
-        """Of a forward or a backward; None where no rank timed it."""
+        """Return the seconds a token of a forward or a backward; None where no rank timed it."""
         found = [self.median(rank, "embedding") for rank in range(self.num_ranks) if self.names(rank, "embedding")]
         # What was timed is both.
         return statistics.median(found) / EMBEDDED_ROWS / 2 if found else None
 
     def rates(self, model: ModelSpec, tp: int) -> tuple[KernelRate, ...]:
-        """FLOP/s that matrix products and attention reach by themselves, on rank 0."""
+        """Return the FLOP/s that matrix products and attention reach by themselves, on rank 0."""
         rates = []
         for name in self.names(0, "matmul:"):
             tokens = int(name.partition(":")[2])
@@ -335,7 +328,7 @@ class PassResults:
         return tuple(rates)
 
     def curves(self) -> tuple[TransferCurve, ...]:
-        """Of every kind of transfer and size of group, medians over ranks."""
+        """Return the curve of every kind of transfer and size of group, medians over ranks."""
         members: dict[tuple[str, int], list[int]] = {}
         for rank in range(self.num_ranks):
             for name in self.names(rank):
@@ -417,7 +410,7 @@ class ProfileTask:
     versions: Mapping[str, str]
 
     def describe(self, mesh: Mesh, stage: PipelineStage) -> str:
-        """Everything that passes of one measurement share, as text."""
+        """Describe everything that passes of one measurement share, as text."""
         return (
             f"{self.model.name} {self.dtype}, {self.layers} layers, {mesh.layout.describe()}, up to "
             f"{self.longest:,} tokens, {self.device_name}, {stage.backend_name}, timings {TIMINGS}, "
@@ -463,7 +456,7 @@ def profile(
     mine = replace(mine, overlap=overlap_cost(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
-    disturbed = most_disturbed(ranks)
+    disturbed = highest_noise(ranks)
     if disturbed.is_noisy:
         say(
             f"the machine was disturbed: {disturbed.describe()}. Medians bear some of that; where predictions matter, "
@@ -551,7 +544,6 @@ def _recorded(
     """Coefficients with what only a profile measures, and its record."""
     curves, embedding = results.curves(), results.embedding_s_per_token()
     shares = [curve.hidden_share for curve in curves if curve.hidden_share is not None]
-    disturbed = most_disturbed(ranks)
     repeats = results.all_repeats()
     record = Profile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -563,8 +555,6 @@ def _recorded(
         seconds=found.seconds,
         outliers=sum(map(num_outliers, repeats)),
         timings=sum(map(len, repeats)),
-        waited_share=disturbed.waited_share,
-        spread=disturbed.spread,
         forward=errors["forward"].error,
         backward=errors["backward"].error,
         packs=tuple(pack for direction in DIRECTIONS for pack in _timed_packs(ranks, direction, errors[direction])),

@@ -1,34 +1,25 @@
-"""Seconds of a pack on its device, and apart from them the seconds of the host that queues it.
-
-On a CPU both are one: the call is the work, and the host's part is 0.
-
-On a GPU the host queues a pack's kernels one by one. Between two CUDA events the device's own seconds are only seen if
-it never waited for the next kernel, so it is kept busy until all of the pack is queued: by matrix products that take a
-little longer than the host took before. The host's seconds are of its own clock, from the first call to the return of
-the last; it does not wait for the device meanwhile, unless the pack has more kernels than the device's queue (1,024),
-which is why few layers are timed at a time (`rounds.part_of`).
-
-That the device had not come to the pack when the host was done is looked at every time. Where it had (a first time, a
-host that was held up), and in layers whose host asks the device (experts: how many tokens each has), the device's
-seconds hold its waits: still what the pack takes.
-
-Price: one matrix product at the start, then about twice the host's seconds a pack. Written from CUDA's and torch's
-documentation, run on stand-ins of the clock only (tests/calibrate/test_pack_clock.py): no GPU was at hand.
-
-Packs that are timed, and one round of them through the layers of a stage.
+"""Time packs: rounds of packs through the layers of a stage, and the clock that tells a device from its host.
 
 A round is a few documents, each cut alike: all packs forward, then backward in reverse order, as a step runs them.
 Between them rounds vary tokens, slices, pairs and prefix independently, which the fit needs. Two grids:
 
     QUICK_ROUNDS  at the start of a run, up to 4,096 tokens; on a GPU `rounds_up_to` its largest pack too
     GRID          of `evenload profile`: these and what real packs look like (documents of mixed lengths, short ones
-                  beside a slice of a long one), cuts at several prefixes, rows that do not fill a kernel's tiles, and
-                  documents of up to 32,768 tokens
+                  together with a slice of a long one), cuts at several prefixes, rows that do not fill a kernel's
+                  tiles, and documents of up to 32,768 tokens; as many as its minutes allow, the cheapest first
 
 Features are those of the cost model (`cost.coefficients`): tokens, slices, 1, pairs, prefix; pairs and prefix by the
 windows of the layers that are timed, and with a kernel's tiles, where it has any.
 
-Which packs of the grid a profile times: as many as its minutes allow, the cheapest first.
+On a CPU the call is the work, and the host's part is 0. On a GPU the host queues a pack's kernels one by one. Between
+two CUDA events the device's own seconds are only seen if it never waited for the next kernel, so it is kept busy until
+all of the pack is queued: by matrix products that take a little longer than the host took before. The host's seconds
+are of its own clock, from the first call to the return of the last; it does not wait for the device meanwhile, unless
+the pack has more kernels than the device's queue (1,024), which is why few layers are timed at a time (`part_of`).
+Whether the device had come to the pack when the host was done is checked every time. Where it had (a first time, a host
+that was held up), and in layers whose host asks the device (experts: how many tokens each has), the device's seconds
+hold its waits: still what the pack takes. Price: one matrix product at the start, then about twice the host's seconds a
+pack. Run on stand-ins of the clock only (tests/calibrate/test_pack_clock.py): no GPU was at hand.
 """
 
 import functools
@@ -130,7 +121,7 @@ class AskingClock(QueueClock):
 
 
 def pack_clock(stage: PipelineStage, mesh: Mesh) -> PackClock:
-    """For packs of a stage. On a GPU its first use of matrix products may be here."""
+    """Make the clock for packs of a stage. On a GPU its first use of matrix products may be here."""
     device = stage.device
     if device.type != "cuda":
         return PackClock(device)
@@ -185,7 +176,7 @@ Timed = tuple[Direction, tuple[Range, ...]]
 
 
 def median_sample(repeats: Sequence[Sample]) -> Sample:
-    """Of repeats of one pack."""
+    """Return the median of repeats of one pack."""
     return repeats[0]._replace(
         seconds=statistics.median(one.seconds for one in repeats),
         host_s=statistics.median(one.host_s for one in repeats),
@@ -193,19 +184,19 @@ def median_sample(repeats: Sequence[Sample]) -> Sample:
 
 
 def whole(*lengths: int) -> Packs:
-    """One pack of whole documents."""
+    """Return one pack of whole documents."""
     return (tuple(Range(doc, 0, length) for doc, length in enumerate(lengths)),)
 
 
 def cut(*cuts: int, beside: Sequence[int] = ()) -> Packs:
-    """A document cut into packs at (0, ...) `cuts`; whole documents of the lengths `beside` lie in the last one."""
+    """Cut a document into packs at (0, ...) `cuts`; whole documents of the lengths `beside` lie in the last one."""
     packs: list[tuple[Range, ...]] = [(Range(0, start, stop),) for start, stop in zip((0, *cuts), cuts, strict=False)]
     packs[-1] += tuple(Range(doc, 0, length) for doc, length in enumerate(beside, start=1))
     return tuple(packs)
 
 
 def num_tokens_of(packs: Packs) -> dict[int, int]:
-    """Tokens of every document."""
+    """Count the tokens of every document."""
     lengths: dict[int, int] = {}
     for doc, _, stop in (r for pack in packs for r in pack):
         lengths[doc] = max(lengths.get(doc, 0), stop)
@@ -270,8 +261,9 @@ GRID: tuple[Packs, ...] = (
 
 
 def rounds_up_to(pack_tokens: int, document_tokens: int) -> tuple[Packs, ...]:
-    """What comes behind `QUICK_ROUNDS` on a device that only larger packs keep busy: packs of twice as many tokens
-    each, up to a run's largest, of short documents, of one whole document, and of the end of one behind a prefix."""
+    """Return what comes behind `QUICK_ROUNDS` on a device that only larger packs keep busy: packs of twice as many
+    tokens each, up to a run's largest, of short documents, of one whole document, and of the end of one behind a
+    prefix."""
     rounds: list[Packs] = []
     tokens = 2 * longest_of(QUICK_ROUNDS[-1])
     while tokens <= pack_tokens:
@@ -284,15 +276,15 @@ def rounds_up_to(pack_tokens: int, document_tokens: int) -> tuple[Packs, ...]:
 
 
 def round_flops(packs: Packs, model: ModelSpec) -> float:
-    """Of the forward on a layer without a window."""
+    """Count the FLOPs of the forward on a layer without a window."""
     start, stop = (np.array([r[i] for pack in packs for r in pack], dtype=np.int64) for i in (1, 2))
     pairs, tokens = float(slice_pairs(start, stop, 0).sum()), float((stop - start).sum())
     return 2.0 * model.linear_parameters_per_layer * tokens + 4.0 * model.num_heads * model.head_dim * pairs
 
 
 def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> PipelineStage:
-    """A stage of its first layers, at most so many and one of every window at least: seconds of one layer are those of
-    another, a device's queue holds the kernels of few, and large packs keep little memory on few.
+    """Return a stage of its first layers, at most so many and one of every window at least: seconds of one layer are
+    those of another, a device's queue holds the kernels of few, and large packs keep little memory on few.
 
     Args:
         windows: of all layers of the model, 0 = full.
@@ -304,12 +296,12 @@ def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> Pipeline
 
 
 def timed_part(stage: PipelineStage, windows: Sequence[int]) -> PipelineStage:
-    """The layers of a stage that packs of `QUICK_ROUNDS` are timed on."""
+    """Return the layers of a stage that packs of `QUICK_ROUNDS` are timed on."""
     return part_of(stage, windows, _GPU_LAYERS) if stage.device.type == "cuda" else stage
 
 
 def time_round(stage: PipelineStage, packs: Packs, clock: PackClock) -> Iterator[Sample]:
-    """Forward pack by pack, backward in reverse; seconds of all layers. Adds to gradients."""
+    """Time a round, forward pack by pack, backward in reverse, in seconds of all layers. Adds to gradients."""
     num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)
     store = ActivationStore(num_tokens, packs, shard=stage.row_shard)
@@ -323,13 +315,13 @@ def time_round(stage: PipelineStage, packs: Packs, clock: PackClock) -> Iterator
 
 
 def pack_tokens(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
-    """Of documents of token 0, for layers that are timed by themselves."""
+    """Return a pack of documents of token 0, for layers that are timed by themselves."""
     positions = torch.cat([torch.arange(a, b, device=stage.device) for _, a, b in ranges])
     return PackTokens(ranges, torch.zeros_like(positions), torch.zeros_like(positions), positions)
 
 
 def pack_features(ranges: Sequence[Range], windows: Sequence[int], tile: int = 1) -> Features:
-    """Of one pack, as `cost.pack_cost` counts them.
+    """Return the features of one pack, as `cost.pack_cost` counts them.
 
     Args:
         windows: of every layer that was timed, 0 = full.
@@ -355,7 +347,8 @@ _MEMORY_SHARE = 0.4
 def choose_rounds(
     stage: PipelineStage, model: ModelSpec, mesh: Mesh, longest: int, budget_s: float, free_bytes: int
 ) -> list[int]:
-    """Indices into `GRID`, ascending. Times each once, which warms caches and allocators up. Collective.
+    """Choose rounds of the grid, as ascending indices into `GRID`. Times each once, which warms caches and allocators
+    up. Collective.
 
     Args:
         longest: no longer documents are tried, but where a coefficient needs them.
@@ -386,7 +379,7 @@ def choose_rounds(
 
 
 def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh) -> float:
-    """What layers keep and make for a round."""
+    """Count what layers keep and make for a round."""
     tp = mesh.layout.tp
     token_bytes = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
     # Of one layer as much again, for what its backward makes.
@@ -394,5 +387,5 @@ def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh)
 
 
 def windows_of(stage: PipelineStage, model: ModelSpec) -> tuple[int, ...]:
-    """Of the layers that are timed, by `model` of exactly these layers."""
+    """Return the windows of the layers that are timed, by `model` of exactly these layers."""
     return tuple(np.array(model.windows)[list(stage.model.layers)].tolist())

@@ -1,4 +1,6 @@
-"""Isolation: what a document computes does not depend on its neighbours in a pack.
+"""Check isolation, invariance and resume on the smaller run, ledger and memory on the user's own batches.
+
+**Isolation**: what a document computes does not depend on its neighbours in a pack.
 
 Every other document, in the order in which they stand in the packs, gets other tokens; then the rest. All rows of the
 unchanged documents (outputs and gradients) must come out as before: to the bit on the CPU; on devices whose kernels are
@@ -7,31 +9,28 @@ out different, or the probe would see nothing.
 
 Price: four steps.
 
-Invariance: loss and gradients of one global batch do not depend on how it is packed, cut or scheduled.
+**Invariance**: loss and gradients of one global batch do not depend on how it is packed, cut or scheduled.
 
 The batch is planned by several strategies and with short slices, each plan runs on the configured layout, and each is
 compared with plain training of the same documents in float64: transformers' own model and attention, one document at a
 time, torch's autograd. Nothing of the runtime takes part in that, except that random weights come from it (they depend
 on the seed and the unit); documents are divided over the ranks, and their gradients summed. The error of plain training
-in the configured precision is the yardstick: ours may be twice that, of the loss and of the whole gradient (at least
+in the configured precision is the measure: ours may be twice that, of the loss and of the whole gradient (at least
 1e-6 in float32 and 1e-2 in bfloat16; 1e-10 in float64, which is float64 throughout: `exact_casts`); and no single
 parameter may be plainly wrong.
 
 Price: a step a plan, and plain training twice.
 
-Resume: a run that is stopped and started anew goes on as if it had not been.
+**Resume**: a run that is stopped and started anew goes on as if it had not been.
 
 One trainer trains to the end and saves on the way; another, made from nothing, resumes from that checkpoint. Its
 batches (the digests of its plans) and its losses and gradient norms must be the first one's, bit for bit.
 
 Price: seven small steps, one save, one load.
 
-The user's own batches, read and planned as training would but not computed; what they say of ledger and memory.
-
-Runs on one process, with the configured model, layout, strategy and data settings, until an epoch is over or the time
-or number of documents is used up.
-
-All checks in order, on every rank of the smaller run; ledger and memory on rank 0.
+**Ledger and memory**: the user's own batches, read and planned as training would but not computed, on rank 0, with the
+configured model, layout, strategy and data settings, until an epoch is over or the time or number of documents is used
+up.
 """
 
 import math
@@ -255,7 +254,7 @@ def _errors(
 def plain_step(
     config: TrainConfig, tokens: TokenTable | Mapping[int, NDArray[np.int32]], dtype: torch.dtype, mesh: Mesh
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and the gradient of every parameter, on every rank. Collective.
+    """Return the loss and the gradient of every parameter, on every rank. Collective.
 
     Args:
         tokens: of all documents, with labels where they have some.
@@ -431,7 +430,7 @@ def survey_batches(
 
 
 def check_ledger(survey: Survey) -> Verdict:
-    """Every token that is read is trained, dropped for a reason, deferred, or still waiting."""
+    """Check that every token that is read is trained, dropped for a reason, deferred, or still waiting."""
     extent = "a whole epoch" if survey.whole_epoch else "the first batches"
     # Without what stayed at zero.
     told = (" ".join(line.split()) for line in survey.ledger_lines)
@@ -446,7 +445,7 @@ def check_ledger(survey: Survey) -> Verdict:
 
 
 def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdict:
-    """The worst of the surveyed steps, as predicted, against what a process may hold."""
+    """Check the worst of the surveyed steps, as predicted, against what a process may hold."""
     limit = format_bytes(memory_cap_bytes)
     if not survey.peaks:
         if survey.memory_error:
@@ -475,7 +474,7 @@ def run_checks(
     users_cap_bytes: int,
     on_start: Callable[[str], None],
 ) -> list[Verdict]:
-    """The verdicts, the same on every rank. Collective.
+    """Run all checks in order and return their verdicts, the same on every rank. Collective.
 
     Args:
         config: the user's.

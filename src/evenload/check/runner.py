@@ -1,23 +1,18 @@
-"""`Verdict`: what one check found, in words and as pass, fail or skipped.
-
-`exact_casts`: float64 models compute in float64 throughout, inside transformers' own modules too.
-
-transformers casts to float32 in norms, softmax, routers, rotary angles and losses, whatever the model's precision. The
-processor decides where a value on the edge of that rounding goes: two exact computations differ by 1e-8. Casts are told
-apart by who casts, a module in float64, so no architecture needs an entry. A small model takes a quarter longer.
-
-What the checks that compute run on: the user's model, shortened where it is large, and a small part of the data.
+"""Run what the checks compute: a smaller run of the same kind, observed row by row, and how a check's result is told.
 
 Isolation, invariance and resume do not depend on how many layers there are or how many documents a batch holds, so a
 minute is enough: the model keeps its first layers (with its own weights), a step has a few documents, long ones are
-cut, and two replicas stand for all. Everything that was made smaller is said in `notes`. Ledger and memory look at the
+cut, and two replicas stand for all. Everything that was made smaller is in `Scope.notes`. Ledger and memory take the
 user's own batches and model.
 
-`StepRunner`: one rank that runs plans through the real executor and shows what each document got.
+`StepRunner` runs plans through the real executor. It records, per document and slice, the hidden states before the head
+(last stage) and the gradients of the layers' input (first stage): logits and losses are functions of the first row by
+row, and a label that crosses documents shows in the second.
 
-Seen are, per document and slice, the hidden states before the head (last stage) and the gradients of the layers' input
-(first stage): logits and losses are functions of the first row by row, and a label that crosses documents shows in the
-second.
+`exact_casts` makes float64 models compute in float64 throughout, inside transformers' own modules too: these cast to
+float32 in norms, softmax, routers, rotary angles and losses, whatever the model's precision. The processor decides
+where a value on the edge of that rounding goes: two exact computations differ by 1e-8. Casts are told apart by who
+casts, a module in float64, so no architecture needs an entry. A small model takes a quarter longer.
 """
 
 import functools
@@ -94,7 +89,8 @@ def skipped(name: str, found: str, why: str) -> Verdict:
 
 
 def exit_code(verdicts: list[Verdict]) -> int:
-    """0 nothing failed; 3 only memory failed, as where no plan fits; 1 anything else failed."""
+    """Return 0 where nothing failed; 3 where only memory failed, as where no plan fits; 1 where anything else
+    failed."""
     failed = {verdict.name for verdict in verdicts if verdict.outcome == "fail"}
     if not failed:
         return 0
@@ -163,7 +159,8 @@ class Scope(NamedTuple):
 
 
 def checked_scope(config: TrainConfig, directory: Path) -> Scope:
-    """The smaller run; `directory`, for a shortened model and its checkpoint, is visible to all ranks."""
+    """Return the settings of the smaller run; `directory`, for a shortened model and its checkpoint, is visible to all
+    ranks."""
     model = model_spec(config)
     notes = []
     settings, parallel = config.model, config.parallel

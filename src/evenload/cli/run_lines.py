@@ -181,7 +181,7 @@ def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_
 
     Args:
         ratios: measured over predicted seconds of the steps after the first.
-        waited_share: of the time, in which this rank stood without a core (`cost.coefficients.Disturbance`).
+        waited_share: of the time, in which this rank stood without a core (`cost.coefficients.Noise`).
     """
     if not ratios:
         return ""

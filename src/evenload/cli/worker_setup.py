@@ -267,7 +267,7 @@ def _found_or_measured(
             f"may have {most:,}, whose seconds are extrapolated",
             soft_wrap=True,
         )
-    if (found_noise := measured.coefficients.disturbance) is not None and found_noise.is_noisy:
+    if (found_noise := measured.coefficients.noise) is not None and found_noise.is_noisy:
         console.print(
             f"calibration was disturbed: {found_noise.describe()}. Predicted seconds may be too long. These "
             "costs are used for this run and not kept for the next; once the machine is quiet, train.recalibrate=true "

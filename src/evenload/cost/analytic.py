@@ -49,7 +49,7 @@ HIDING_SHARE = 0.5
 def analytic_coefficients(
     model: ModelSpec, cluster: ClusterSpec, layout: ParallelLayout, attention: str = "auto"
 ) -> CostCoefficients:
-    """Coefficients of a model on a cluster; the layout decides which links the transfers cross.
+    """Return the coefficients of a model on a cluster; the layout decides which links the transfers cross.
 
     Args:
         attention: backend of range attention (`train.attention`), which decides how fast its kernels are.

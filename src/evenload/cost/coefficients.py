@@ -1,19 +1,10 @@
-"""What the coefficients of a cost file were measured on: the model, the layout, and how busy the machine was
-meanwhile.
-
-`Profile`: what stands beside the coefficients of a cost file that `evenload profile` measured.
-
-How, when and on what it was measured, how far the fit is off on packs that it had not seen, and the curves behind
-coefficients that are one number each. Planning reads none of it; people, reports and the intervals of predictions do.
-
-`CopySpec`: what a change of the layout takes between processes of a machine that read each other's memory.
-
-`CostCoefficients`: everything the cost model knows about a device, in seconds and bytes, by value.
+"""Hold what the cost model knows about a device, in seconds and bytes, by value: `CostCoefficients`, a cost file.
 
 The analytic model (`cost.analytic`) and the calibration on the user's device fill the same struct, so that
 planners and the simulator never know where a number came from. A file of it is plain JSON and is the only way
 in which measurements return to planning; it says what it was measured on (`cost.validity` compares that with what is
-planned), and what was not measured is absent rather than free.
+planned), and what was not measured is absent rather than free. `Profile` records how `evenload profile` measured;
+planning reads none of it, but people, reports and the intervals of predictions do.
 
 Time of a pack on one layer is linear in five features of the pack:
 
@@ -55,7 +46,7 @@ _MOST_WAITED_SHARE = 0.15
 _MOST_SPREAD = 0.5
 
 
-class Disturbance(Frozen):
+class Noise(Frozen):
     """How busy something else kept the machine while it was timed; of several ranks, the most that any had.
 
     Args:
@@ -69,12 +60,12 @@ class Disturbance(Frozen):
 
     @property
     def is_noisy(self) -> bool:
-        """Too much for what was timed to be believed."""
+        """Say whether it is too much for what was timed to be believed."""
         return self.size > 1
 
     @property
     def size(self) -> float:
-        """To tell the quieter of two measurements."""
+        """Return a number that tells the quieter of two measurements; above 1 is too much."""
         return max(self.waited_share / _MOST_WAITED_SHARE, self.spread / _MOST_SPREAD)
 
     def describe(self) -> str:
@@ -90,7 +81,7 @@ class MeasuredOn(Frozen):
     Args:
         model: whose layers were timed, in the precision that they computed in.
         dp, cp, pp, tp: sizes of the layout that ran; links between more devices than those are not known.
-        disturbance: of the machine meanwhile; None = not known (cost files of older versions).
+        noise: of the machine meanwhile; None = not known.
     """
 
     model: ModelSpec
@@ -98,7 +89,7 @@ class MeasuredOn(Frozen):
     cp: int
     pp: int
     tp: int
-    disturbance: Disturbance | None = None
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         for field in ("dp", "cp", "pp", "tp"):
@@ -180,7 +171,7 @@ class TransferCurve(Frozen):
 
     @property
     def threshold_bytes(self) -> float:
-        """Below this the constant part is the larger one."""
+        """Return the bytes below which the constant part is the larger one."""
         return self.latency_s * self.bandwidth_bytes_per_s
 
 
@@ -195,7 +186,6 @@ class Profile(Frozen):
         passes: over the whole grid, interleaved; measured seconds are medians over them.
         seconds: that measuring took, all calls together.
         outliers, timings: repeats that lay far from the median of their pack (more than 5 deviations), of so many.
-        waited_share, spread: how much the machine was disturbed, see `cost.coefficients.Disturbance`.
         forward, backward: the fit's error on packs that it had not seen.
         packs: the grid with its residuals.
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
@@ -214,8 +204,6 @@ class Profile(Frozen):
     seconds: float
     outliers: int
     timings: int
-    waited_share: float
-    spread: float
     forward: FitError
     backward: FitError
     packs: tuple[TimedPack, ...]
@@ -229,7 +217,7 @@ class Profile(Frozen):
 
 
 def digest_of(coefficients: msgspec.Struct) -> str:
-    """Of all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
+    """Hash all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
     default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and what it
     overlaps, which it chooses, and what copies take between its processes, which it measures."""
     tree = _said(coefficients)
@@ -291,12 +279,12 @@ class CopySpec(Frozen):
             raise ConfigError(f"copies of a cost file: num_ranks is {self.num_ranks}, must be >= 0; 0 = unknown")
 
     def arranging_seconds(self, num_layers: int, num_gained: int, num_left: int) -> float:
-        """What a switch takes whatever moves, on a rank that holds so many layers afterwards, and comes to hold and
-        leaves so many pieces."""
+        """Return what a switch takes whatever moves, on a rank that holds so many layers afterwards, and comes to hold
+        and leaves so many pieces."""
         return self.fixed_s + self.layer_s * num_layers + self.gained_s * num_gained + self.left_s * num_left
 
     def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int, tp: int) -> float:
-        """Until every rank has read what it lacks; without `arranging_seconds`.
+        """Return the seconds until every rank has read what it lacks; without `arranging_seconds`.
 
         Args:
             read_bytes: by rank, of one tensor-parallel place; each of the `tp` reads as much beside it.
@@ -309,7 +297,7 @@ class CopySpec(Frozen):
 
 
 def most_layers(layout: ParallelLayout) -> int:
-    """That one pipeline rank holds."""
+    """Count the layers that the fullest pipeline rank holds."""
     held: dict[int, int] = {}
     for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
         held[rank] = held.get(rank, 0) + last - first
@@ -480,21 +468,17 @@ class CostCoefficients(Frozen):
                 raise ConfigError(f"cost coefficients of {self.device}: {field} is {share}, must be in 0..1")
 
     def of_pass(self, direction: Literal["forward", "backward"]) -> PassCoefficients:
-        """Of one direction."""
+        """Return the coefficients of one direction."""
         return self.forward if direction == "forward" else self.backward
 
     @property
-    def disturbance(self) -> Disturbance | None:
-        """Of the machine while these were measured; None where nothing was, or an older version did not keep it."""
-        if self.measured_on is not None and self.measured_on.disturbance is not None:
-            return self.measured_on.disturbance
-        if self.profile is None:
-            return None
-        return Disturbance(waited_share=self.profile.waited_share, spread=self.profile.spread)
+    def noise(self) -> Noise | None:
+        """Return the noise of the machine while these were measured; None where it is not known."""
+        return self.measured_on.noise if self.measured_on is not None else None
 
     @property
     def is_changed(self) -> bool:
-        """A profile was changed after it was measured, by hand or by another program."""
+        """Say whether a profile was changed after it was measured, by hand or by another program."""
         if self.profile is None:
             return False
         return self.profile.digest != digest_of(self)
@@ -521,13 +505,14 @@ class CostCoefficients(Frozen):
         return 0.5 if self.weight_share is None else self.weight_share
 
     def stage_link(self) -> LinkSpec:
-        """The link between neighbouring pipeline stages; a `ConfigError` where it is not known."""
+        """Return the link between neighbouring pipeline stages; raises `ConfigError` where it is not known."""
         return self._known_link("p2p", "between pipeline stages, so a layout with pp above 1", "pp=1")
 
     def ring_seconds(
         self, num_bytes: float, copies: int, calls: int = 1, way: Literal["sum", "gather"] = "sum"
     ) -> float:
-        """Reduce-scatters or all-gathers of `num_bytes` (whole buffers) over the ranks with copies of the weights.
+        """Return the seconds of reduce-scatters or all-gathers of `num_bytes` (whole buffers) over the ranks with
+        copies of the weights.
 
         A ring moves `(n-1)/n` of the bytes over every link in `n-1` steps. A `ConfigError` where there are several
         copies and no link between them is known.
@@ -554,9 +539,9 @@ class CostCoefficients(Frozen):
         return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
 
     def group_link(self, members: int, stride: int) -> LinkSpec:
-        """The link that bounds a collective over `members` ranks that lie `stride` devices apart (1 in a
-        tensor-parallel group, tp in a context-parallel one and among replicas that share documents); a `ConfigError`
-        where it is not known."""
+        """Return the link that bounds a collective over `members` ranks that lie `stride` devices apart (1 in a
+        tensor-parallel group, tp in a context-parallel one and among replicas that share documents); raises
+        `ConfigError` where it is not known."""
         link = self.group_link_or_none(members, stride)
         if link is None:
             raise ConfigError(
@@ -566,7 +551,7 @@ class CostCoefficients(Frozen):
         return link
 
     def group_link_or_none(self, members: int, stride: int) -> LinkSpec | None:
-        """`group_link`, with None where the link is not known."""
+        """Return `group_link`, or None where the link is not known."""
         if members * stride <= self.devices_per_node:
             return self.intra_node
         if self.nics_per_node is None or self.inter_node is None:
@@ -575,7 +560,8 @@ class CostCoefficients(Frozen):
         return group_link(members, stride, self.devices_per_node, self.nics_per_node, inside, self.inter_node)
 
     def device_link(self, *, leaves_node: bool) -> LinkSpec:
-        """The link from one device to one other, in its node or in another; a `ConfigError` where it is not known."""
+        """Return the link from one device to one other, in its node or in another; raises `ConfigError` where it is not
+        known."""
         link = self.inter_node if leaves_node else self.intra_node
         if link is None:
             place = "another node" if leaves_node else "its node"
@@ -603,7 +589,7 @@ def read_coefficients(path: str | Path) -> CostCoefficients:
 
 
 def encode_coefficients(coefficients: CostCoefficients) -> bytes:
-    """A cost file: indented JSON."""
+    """Encode a cost file as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(coefficients), indent=2) + b"\n"
 
 

@@ -70,19 +70,21 @@ class ContextSeconds(NamedTuple):
 def tensor_seconds(
     model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
 ) -> tuple[float, float]:
-    """(seconds a token, seconds a pack) of one layer that are exposed."""
+    """Return (seconds a token, seconds a pack) of one layer's tensor-parallel transfers that are exposed."""
     return _exposed_seconds(model, coefficients, tp, TENSOR_RINGS[direction])
 
 
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
-    """(seconds a token, seconds a pack) of one layer's transfers that a split backward makes again in W, exposed."""
+    """Return (seconds a token, seconds a pack) of one layer's transfers that a split backward makes again in W,
+    exposed."""
     if model.adapter_parameters_per_layer:
         return 0.0, 0.0  # frozen matrices have no products to defer
     return tensor_ring_seconds(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
 
 
 def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: float) -> tuple[float, float]:
-    """So many gathers and scatters of a layer's hidden states: (seconds a token, seconds a pack)."""
+    """Return (seconds a token, seconds a pack) of so many all-gathers and reduce-scatters of a layer's hidden
+    states."""
     if tp == 1:
         return 0.0, 0.0
     link = coefficients.group_link(tp, stride=1)
@@ -91,7 +93,7 @@ def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: in
 
 
 def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
-    """(seconds a token, seconds a pack) of one layer's transfers that recomputing makes again, exposed."""
+    """Return (seconds a token, seconds a pack) of one layer's transfers that recomputing makes again, exposed."""
     return _exposed_seconds(model, coefficients, tp, 2 if model.post_norm else 1)
 
 
@@ -111,7 +113,7 @@ def context_seconds(
     cut_tokens: NDArray[np.float64],
     direction: Direction,
 ) -> ContextSeconds:
-    """What keys and values of every pack take, before anything hides them.
+    """Return what keys and values of every pack take, before anything hides them.
 
     Args:
         ranks: int64[num_packs], ranks that share the pack.
@@ -139,7 +141,7 @@ def context_seconds(
 def context_traffic(
     model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction, *, is_cut: bool
 ) -> ContextTraffic:
-    """Of a token of a document that is cut, in forward or in backward, or of one that never is."""
+    """Return what a token of a document that is cut, or of one that never is, moves in forward or in backward."""
     kv, gradients = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
     if coefficients.context_exchange == "ring":
         return ContextTraffic(kv, 1, 0) if direction == "forward" else ContextTraffic(kv + gradients, 2, 0)
@@ -152,7 +154,8 @@ def context_traffic(
 
 
 def ring_home(model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction) -> tuple[int, int]:
-    """The last transfer of a ring's gradients, to the rank with the rows: (bytes of one token and layer, transfers)."""
+    """Return (bytes of one token and layer, transfers) of the last transfer of a ring's gradients, to the rank with the
+    rows."""
     if coefficients.context_exchange != "ring" or direction == "forward":
         return 0, 0
     return kv_gradient_bytes_per_token(model, tp), 1

@@ -1,9 +1,9 @@
-"""Host memory that offloaded activations take on a node.
+"""Count main memory: what offloaded activations take on a node, and a whole training process on a CPU.
 
-What a rank holds there follows its actions: a forward's offloaded rows from its start on (`cost.layer_counts`: all that
-`replay` would keep), until the backward that contains a chunk's first token ends, as on the device. The memory is
-page-locked and not given back within a run (`runtime/replay/host_arena.py`), so a rank's peak is what it holds, and a
-node's need is the sum of the peaks of its ranks, whenever each of them is.
+**Offloaded activations.** What a rank holds there follows its actions: a forward's offloaded rows from its start on
+(`cost.layer_counts`: all that `replay` would keep), until the backward that contains a chunk's first token ends, as on
+the device. The memory is page-locked and not given back within a run (`runtime/replay/host_arena.py`), so a rank's peak
+is what it holds, and a node's need is the sum of the peaks of its ranks, whenever each of them is.
 
 The order of ranks says who shares a node (`types.layout`): devices are numbered by pipeline rank, then replica, then
 context and tensor rank, and a node has `devices_per_node` neighbours.
@@ -14,7 +14,7 @@ pinned memory rounds up, about 100 GB of llama-150b on 32 nodes; 1 % of what is 
 beyond it (tests/runtime/test_host_arena.py); 100 GB for the system and its page cache. A
 large model on few nodes has a larger copy: there `host_memory_bytes` is to be lowered by it.
 
-Main memory of a whole training process on a CPU: what a system's monitor shows, and a container limits.
+**A process on a CPU**: what a system's monitor shows, and a container limits.
 
     fixed       interpreter, libraries, process groups, loader: measured by the run itself before its first step
     static      weights, gradients and optimizer state (`cost.memory`), all touched before the first step
@@ -69,7 +69,7 @@ class HostMemory:
 
     @property
     def of_device_bytes(self) -> int | None:
-        """What each device gets of it where all get as much; None = not limited."""
+        """Return what each device gets where all get as much; None = not limited."""
         return None if self.limit_bytes is None else self.limit_bytes // self.devices_per_node
 
 
@@ -79,12 +79,12 @@ by name, so that no limit is forgotten."""
 
 
 def host_memory(cluster: ClusterSpec) -> HostMemory:
-    """Of a cluster's nodes."""
+    """Return what nodes of a cluster offer to offloaded activations."""
     return host_memory_of_node(cluster.devices_per_node, cluster.host_memory_bytes)
 
 
 def host_memory_of_node(devices_per_node: int, memory_bytes: int | None) -> HostMemory:
-    """Of a node with so much memory; None = not known, so not limited."""
+    """Return what a node with so much memory offers; None = not known, so not limited."""
     return HostMemory(devices_per_node, None if memory_bytes is None else int(OFFLOAD_SHARE * memory_bytes))
 
 
@@ -97,7 +97,7 @@ def peak_host_bytes(
     policy: NDArray[np.int8] | None,
     actions: ActionColumns,
 ) -> NDArray[np.int64]:
-    """The most that every pipeline rank of one replica has offloaded at any time; int64[R].
+    """Return the most that every pipeline rank of one replica has offloaded at any time; int64[R].
 
     Args:
         forward, backward: the replica's packs.
@@ -118,7 +118,7 @@ class PacksInHostMemory(NamedTuple):
     freed: NDArray[np.int64]
 
     def peaks(self, actions: ActionColumns) -> NDArray[np.int64]:
-        """The most that every pipeline rank holds at any time where packs run in an order; int64[R]."""
+        """Return the most that every pipeline rank holds at any time where packs run in an order; int64[R]."""
         kept, freed = np.zeros((2, len(actions.kind)), np.int64)
         for kind, into, of_packs in (("F", kept, self.kept), ("B", freed, self.freed), ("I", freed, self.freed)):
             at = np.flatnonzero(actions.kind == KINDS.index(kind))
@@ -139,7 +139,7 @@ def host_bytes_of_packs(
     num_tokens: NDArray[np.int64],
     policy: NDArray[np.int8],
 ) -> PacksInHostMemory:
-    """Arguments as `peak_host_bytes`."""
+    """Count the offloaded bytes of packs; arguments as `peak_host_bytes`."""
     counts = count_tokens(forward, backward, num_tokens, policy)
     rate = np.array(layout.stage_counts, np.int64) * activation_bytes_per_token(model, "replay", layout.tp)
     kept, freed = (np.outer(tokens[:, OFFLOAD], rate) for tokens in (counts.kept_chunks, counts.freed_chunks))
@@ -147,7 +147,7 @@ def host_bytes_of_packs(
 
 
 def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]], devices_per_node: int) -> int:
-    """Of the node whose ranks hold most.
+    """Return the bytes of the node whose ranks hold most.
 
     Args:
         peaks: int64[R] of every replica, of one of its context and tensor ranks, which hold alike.
@@ -167,7 +167,7 @@ MAPPED_BYTES = 32 * 2**20
 
 
 def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
-    """Predicted peak of the fullest process while it runs a plan, alone or after lighter ones.
+    """Predict the peak of the fullest process while it runs a plan, alone or after lighter ones.
 
     Args:
         fixed_bytes: resident bytes before the first step beside weights, gradients and optimizer state.

@@ -1,6 +1,6 @@
-"""Attention pairs and true FLOPs of documents.
+"""Count what a token costs on one layer, whatever the device: FLOPs, attention pairs, and bytes by activation policy.
 
-Conventions, used for MFU and nothing else:
+FLOPs, for MFU and nothing else:
 - a matrix product of a token with a weight costs 2 FLOPs a weight; attention costs 4·heads·head_dim FLOPs a
   (query, key) pair (QK and PV, 2 each), only pairs inside the causal mask and the sliding window count;
 - backward counts 2x forward for both, so a training step is 3x forward. Cost (seconds) charges attention's
@@ -9,7 +9,7 @@ Conventions, used for MFU and nothing else:
 - a frozen matrix (LoRA) has no dW, so its backward is 1x forward; adapters themselves count as any matrix;
 - the embedding look-up is 0, norms and activations are not counted.
 
-Bytes one token leaves on one layer of one device, by activation policy and tensor-parallel size.
+Bytes that stay between forward and backward, by activation policy and tensor-parallel size:
 
     replay     every linear layer's output (the runtime's default): nothing is computed twice but norms
     recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products,
@@ -19,16 +19,15 @@ Bytes one token leaves on one layer of one device, by activation policy and tens
 
 Where experts are, the router's logits are kept under `replay` and `recompute`: computed again in other company they
 may differ in the last bit, and a token that was near a tie would go back through other experts than it came. With
-norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too.
+norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V stay on the
+device under every policy: later slices of the document read them. Under tensor parallelism a device holds its heads
+and its columns of the feed-forward block; hidden states between blocks are split over tokens (sequence parallelism).
+Key/value heads fewer than devices are copied.
 
-K and V stay on the device under every policy: later slices of the document read them. Under tensor parallelism
-a device holds its heads and its columns of the feed-forward block; hidden states between blocks are split over
-tokens (sequence parallelism). Key/value heads fewer than devices are copied.
-
-Memory that attention's backward takes beside its results, as FlashAttention 2's kernels in torch make it.
-
-Of one layer of one backward pack with T rows in n slices that see K keys in all, prefixes included; H query heads, G
-key heads of dimension D (kernels: rounded up), e bytes an element:
+Workspace of attention's backward, as FlashAttention 2's kernels in torch make it (`mha_varlen_bwd` of torch 2.13,
+aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). Of one layer of one backward pack with T rows in n
+slices that see K keys in all, prefixes included; H query heads, G key heads of dimension D (kernels: rounded up), e
+bytes an element:
 
     sums of dQ and of dO·O      4·(T + 128·n)·H·(D + 1)    fp32; every document is rounded up to a block of rows
       added in one order        4·(T + 128·n)·D·S more     of every processor of S apart (`train.deterministic`): as
@@ -38,14 +37,9 @@ key heads of dimension D (kernels: rounded up), e bytes an element:
                                                            `KEY_GRADIENT_BYTES` they are made for some key heads at a
                                                            time, at least for one (`attention.varlen_cuda`)
 
-An estimate as all temporaries: windows are not counted, and a pack of a context-parallel group takes its documents one
-after the other, so it holds less. Charged where a run's attention is these kernels' (`ModelSpec.attention_workspace`).
-
-Source: `mha_varlen_bwd` of torch 2.13 (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
-
-Which parallel layouts a model allows; one place, so that every command says the same.
-
-What the runtime can train is narrower and refused there (`runtime.comm.mesh`).
+It is an estimate as all temporaries are: windows are not counted, and a pack of a context-parallel group takes its
+documents one after the other, so it holds less. Charged where attention is these kernels'
+(`ModelSpec.attention_workspace`).
 """
 
 from dataclasses import dataclass
@@ -66,7 +60,8 @@ BACKWARD_ATTENTION_RATIO = 2.5
 
 
 def slice_pairs(start: NDArray, stop: NDArray, window: int = 0, *, causal: bool = True) -> NDArray[np.float64]:
-    """Pairs of slices. A bidirectional model has only whole documents (`start` 0): `stop²` within the window."""
+    """Count the (query, key) pairs of slices. A bidirectional model has only whole documents (`start` 0): `stop²`
+    within the window."""
     if causal:
         return causal_pairs(start, stop, window)
     tokens = np.asarray(stop, np.float64)
@@ -74,13 +69,13 @@ def slice_pairs(start: NDArray, stop: NDArray, window: int = 0, *, causal: bool 
 
 
 def backward_linear_ratio(model: ModelSpec) -> float:
-    """Backward / forward of the model's own matrix products: frozen ones (LoRA) have no dW."""
+    """Return backward / forward of the model's own matrix products: frozen ones (LoRA) have no dW."""
     return 1.0 if model.adapter_parameters_per_layer else BACKWARD_LINEAR_RATIO
 
 
 def recomputed_share(model: ModelSpec) -> float:
-    """Of a layer's matrix products forward, those that the backward of a recomputed document makes again: all but the
-    down projection, unless a norm behind it reads its output."""
+    """Return, of a layer's matrix products forward, the share that the backward of a recomputed document makes again:
+    all but the down projection, unless a norm behind it reads its output."""
     if model.post_norm:
         return 1.0
     down = model.hidden_size * model.ffn_hidden_size * max(1, model.experts_per_token)
@@ -88,7 +83,8 @@ def recomputed_share(model: ModelSpec) -> float:
 
 
 def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
-    """FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of `num_tokens`."""
+    """Count the FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of
+    `num_tokens`."""
     tokens = np.asarray(num_tokens, np.float64)
     layer = model.linear_parameters_per_layer + model.adapter_parameters_per_layer
     linear = 2.0 * layer * model.num_layers + 2.0 * model.embedding_parameters
@@ -101,7 +97,7 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64
 
 
 def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
-    """Model FLOPs of forward and backward of whole documents; the numerator of MFU.
+    """Count the model FLOPs of forward and backward of whole documents; the numerator of MFU.
 
     3x forward; with LoRA adapters 3x forward less dW of the frozen matrices.
     """
@@ -118,7 +114,8 @@ REPLAY, RECOMPUTE, OFFLOAD = range(3)
 
 
 def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "replay", tp: int = 1) -> int:
-    """Bytes one token leaves on ONE layer of the device between forward and backward, without K and V."""
+    """Count the bytes that one token leaves on ONE layer of the device between forward and backward, without K and
+    V."""
     if policy == "offload":
         return 0
     query = model.num_heads // tp * model.head_dim
@@ -130,7 +127,8 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
 
 
 def recomputed_width(model: ModelSpec, tp: int = 1) -> int:
-    """Elements a token that `recompute` makes again: q, k, v, o_proj output, gate and up, down where it is kept."""
+    """Count the elements a token that `recompute` makes again: q, k, v, o_proj output, gate and up, down where it is
+    kept."""
     query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
     ffn = (2 if model.gated_ffn else 1) * model.ffn_hidden_size * max(1, model.experts_per_token)
     down = -(-model.hidden_size // tp) if model.post_norm else 0
@@ -138,27 +136,28 @@ def recomputed_width(model: ModelSpec, tp: int = 1) -> int:
 
 
 def kv_bytes_per_token(model: ModelSpec, tp: int = 1) -> int:
-    """Bytes of one token's K and V on ONE layer."""
+    """Count the bytes of one token's K and V on ONE layer."""
     return model.bytes_per_element * 2 * local_kv_heads(model, tp) * model.head_dim
 
 
 def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> int:
-    """Bytes of one token's dK and dV sums on ONE layer."""
+    """Count the bytes of one token's dK and dV sums on ONE layer."""
     return accumulator_bytes(model) * 2 * local_kv_heads(model, tp) * model.head_dim
 
 
 def local_kv_heads(model: ModelSpec, tp: int) -> int:
-    """Key/value heads of one device; copies where there are fewer than devices."""
+    """Return the key/value heads of one device; copies where there are fewer than devices."""
     return max(1, model.num_kv_heads // tp)
 
 
 def accumulator_bytes(model: ModelSpec) -> int:
-    """fp32 sums, float64 where the model itself is float64."""
+    """Return the bytes of a gradient sum: fp32, float64 where the model itself is float64."""
     return 8 if model.bytes_per_element == 8 else 4
 
 
 def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
-    """Elements one token leaves on ONE layer of one device from I to W: inputs, and gradients of outputs.
+    """Count the elements that one token leaves on ONE layer of one device from I to W: inputs, and gradients of
+    outputs.
 
     Of experts every chosen one has its own rows, but the inputs, which the router shares with them. Frozen matrices
     (LoRA) leave nothing, and the weight gradients of adapters are added in I.
@@ -197,13 +196,13 @@ class WorkspaceRates:
     grouped_key_head: int = 0
 
     def of_grouped_keys(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes of gradients for every query head, of packs whose slices see so many keys."""
+        """Count the bytes of gradients for every query head, of packs whose slices see so many keys."""
         most = np.maximum(KEY_GRADIENT_BYTES, keys * self.grouped_key_head)
         return np.minimum(keys * self.grouped_key, most)
 
 
 def workspace_rates(model: ModelSpec, heads: int, kv_heads: int) -> WorkspaceRates:
-    """Of the heads of one rank."""
+    """Return the workspace rates of the heads of one rank."""
     if not model.attention_workspace:
         return WorkspaceRates()
     element, dim = model.bytes_per_element, model.head_dim
@@ -223,7 +222,8 @@ def workspace_rates(model: ModelSpec, heads: int, kv_heads: int) -> WorkspaceRat
 
 
 def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
-    """Refuse what would be costed wrong.
+    """Refuse a layout that would be priced wrong; one place, so that every command says the same. What the runtime can
+    train is narrower and refused there.
 
     Raises:
         ConfigError: heads that do not divide over tensor ranks, context parallelism of a bidirectional model, or a

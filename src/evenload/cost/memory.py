@@ -1,4 +1,4 @@
-"""Bytes a pipeline rank holds, mirroring the runtime's own accounting.
+"""Count the bytes that a pipeline rank holds, mirroring the runtime's own accounting.
 
 Kept between forward and backward (e = bytes per element, L = layers of the stage, T = tokens):
 
@@ -35,16 +35,14 @@ Context parallelism (static, or DP-Merge per pack) divides a pack's tokens over 
 rank keeps its share of documents that are never cut and gathers one layer at a time; of a cut document it keeps all,
 gathered, and all of dK and dV. Tensor parallelism: see `cost.layer_counts`; logits are split over the vocabulary.
 
-Bytes of packs of which some slices lie whole on one rank of a context-parallel group (DACP).
+Where some slices lie whole on one rank of a context-parallel group (DACP), ranks hold different documents, and
+`PackBytes` has one column for all: we take, pack by pack, what the fullest rank holds. Exact for packs that are freed
+before the next one starts (pp = 1), else an upper bound.
 
-Ranks then hold different documents, and `PackBytes` has one column for all: we take, pack by pack, what the
-fullest rank holds. Exact for packs that are freed before the next one starts (pp = 1), else an upper bound.
-
-`bytes_by_kind`: priced packs whose bytes are told apart by kind of memory; the kinds add up to them exactly.
-
-`cost.memory.bytes_at_rates` is a sum with a term a rate, so a kind's bytes are what it gives with all other rates at 0.
-Thus a kind can neither be forgotten nor counted differently from the totals that planners use. Kinds are
-`types.timeline.MEMORY_KINDS`; their columns have one more axis, K = len(MEMORY_KINDS).
+`bytes_by_kind` tells bytes apart by kind of memory; the kinds add up to them exactly. `bytes_at_rates` is a sum with a
+term a rate, so a kind's bytes are what it gives with all other rates at 0. Thus a kind can neither be forgotten nor
+counted differently from the totals that planners use. Kinds are `types.timeline.MEMORY_KINDS`; their columns have one
+more axis, K = len(MEMORY_KINDS).
 
 What an I leaves for its W (`cost.pipeline_tasks`) is the kind "weight_gradient_inputs". Where ranks of a group hold
 different documents (DACP), a pack's kinds are those of its fullest rank, as its total is.
@@ -85,7 +83,7 @@ OFFLOAD_BUFFERED_LAYERS = 2
 
 
 def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
-    """Stored parameters of every pipeline rank; int64[R].
+    """Count the stored parameters of every pipeline rank; int64[R].
 
     A tied head on another rank than the embedding is a second copy, as in the runtime.
     """
@@ -102,7 +100,7 @@ def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.
 
 
 def trained_parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
-    """Of those the ones that have gradients and optimizer state; int64[R]."""
+    """Count the parameters of every pipeline rank that have gradients and optimizer state; int64[R]."""
     if not model.adapter_parameters_per_layer:
         return parameters_per_rank(model, layout)
     trained = np.zeros(layout.pipeline_ranks, np.int64)
@@ -112,8 +110,8 @@ def trained_parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDA
 
 
 def trained_unit_parameters(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[int, int]:
-    """Trained parameters of a pipeline rank by unit: 0 is the embedding, 1 the first layer, and the head comes after
-    the last. They add up to the rank's `trained_parameters_per_rank`."""
+    """Count the trained parameters of a pipeline rank by unit: 0 is the embedding, 1 the first layer, and the head
+    comes after the last. They add up to the rank's `trained_parameters_per_rank`."""
     stages = layout.stages_of_rank(rank)
     layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
     found = dict.fromkeys((1 + layer for layer in layers), trained_layer_parameters(model, layout.tp))
@@ -129,13 +127,13 @@ def trained_unit_parameters(model: ModelSpec, layout: ParallelLayout, rank: int)
 
 
 def embedding_parameters(model: ModelSpec, tp: int = 1) -> int:
-    """Of the embedding, or of the head, on one tensor-parallel rank: rows are split."""
+    """Count the parameters of the embedding, or of the head, on one tensor-parallel rank: rows are split."""
     return -(-model.vocab_size // tp) * model.hidden_size
 
 
 def layer_parameters(model: ModelSpec, tp: int = 1) -> int:
-    """Of one layer on one tensor-parallel rank: matrices are split; norms, router, and biases behind a sum over ranks
-    are copies."""
+    """Count the parameters of one layer on one tensor-parallel rank: matrices are split; norms, router, and biases
+    behind a sum over ranks are copies."""
     copied = 2 * model.hidden_size + model.hidden_size * model.num_experts
     if model.biases:
         copied += 4 * model.hidden_size
@@ -146,25 +144,25 @@ def layer_parameters(model: ModelSpec, tp: int = 1) -> int:
 
 
 def trained_layer_parameters(model: ModelSpec, tp: int = 1) -> int:
-    """As `layer_parameters`, those that have gradients and optimizer state: all, or the adapters alone."""
+    """Count as `layer_parameters` those that have gradients and optimizer state: all, or the adapters alone."""
     return model.adapter_parameters_per_layer or layer_parameters(model, tp)
 
 
 def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
-    """Weights, gradients and optimizer state of every pipeline rank; int64[R]."""
+    """Count the bytes of weights, gradients and optimizer state of every pipeline rank; int64[R]."""
     return static_kinds(model, layout).sum(axis=1)
 
 
 def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
-    """These three apart; int64[R, 3]."""
+    """Count weights, gradients and optimizer state apart; int64[R, 3]."""
     element, trained = model.bytes_per_element, trained_parameters_per_rank(model, layout)
     state = optimizer_bytes_per_parameter(model) * -(-trained // np.array(layout.data_sizes))
     return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * trained, state], axis=1)
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
-    """AdamW's state: two moments, and a master copy where weights have less than 4 bytes; and what is as long, the
-    moving average of the weights, if there is one. Muon's is smaller."""
+    """Count the bytes of AdamW's state: two moments, and a master copy where weights have less than 4 bytes; and what
+    is as long, the moving average of the weights, if there is one. Muon's is smaller."""
     element = model.bytes_per_element
     return (4 if element < 4 else 0) + (3 if model.averaged_weights else 2) * max(element, 4)
 
@@ -177,7 +175,7 @@ def pipeline_bytes(
     num_tokens: NDArray[np.int64],
     policy: NDArray[np.int8] | None = None,
 ) -> PackBytes:
-    """All byte columns of one replica.
+    """Count all byte columns of one replica.
 
     Args:
         forward, backward: the replica's packs.
@@ -220,7 +218,7 @@ def count_tokens(
     num_tokens: NDArray[np.int64],
     policy: NDArray[np.int8] | None = None,
 ) -> TokenCounts:
-    """What `bytes_at_rates` multiplies with; arguments as `pipeline_bytes`."""
+    """Count what `bytes_at_rates` multiplies with; arguments as `pipeline_bytes`."""
     forward_pack, backward_pack = forward.pack_of_slice(), backward.pack_of_slice()
     forward_tokens, backward_tokens = (
         -(-forward.slice_tokens() // forward.cp),
@@ -254,7 +252,7 @@ def count_tokens(
 
 
 def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PackBytes:
-    """Byte columns of counted packs; a sum with a term a rate, so that kinds of bytes can be told apart."""
+    """Return the byte columns of counted packs; a sum with a term a rate, so that kinds of bytes can be told apart."""
     logits_rows = np.minimum(tokens.computed.sum(axis=1), HEAD_ROWS)
     gathered = tokens.gathered_forward * rates.gathered_forward, tokens.gathered_backward * rates.gathered_backward
     attention = rates.attention
@@ -300,7 +298,7 @@ class ByteRates:
 
 
 def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
-    """Of a model under a layout."""
+    """Return the rates of a model under a layout."""
     tp, element = layout.tp, model.bytes_per_element
     layers = np.array(layout.stage_counts, np.int64)
     is_last = np.arange(len(layers)) == len(layers) - 1
@@ -342,8 +340,8 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
 def backward_temp_estimate(
     model: ModelSpec, layout: ParallelLayout, pack_tokens: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Temporaries of backward packs of one whole document each, or of none, the estimated part common to all policies;
-    int64[num_packs, P].
+    """Estimate the temporaries of backward packs of one whole document each, or of none, the part common to all
+    policies; int64[num_packs, P].
 
     Args:
         pack_tokens: int64[num_packs] tokens as one rank computes them, padding included.
@@ -425,7 +423,7 @@ def owned_pipeline_bytes(
     policy: NDArray[np.int8] | None,
     owners: tuple[NDArray[np.int64], NDArray[np.int64]],
 ) -> PackBytes:
-    """As `pipeline_bytes`, the most of any rank.
+    """Count as `pipeline_bytes`, the most of any rank.
 
     Args:
         owners: int64[num_slices] of forward and of backward: the rank that holds a slice, -1 = all ranks.
@@ -454,7 +452,7 @@ def _all_ranks(columns: SliceColumns, owner: NDArray[np.int64], cp: int, num_doc
 
 
 def rank_view(columns: SliceColumns, owner: NDArray[np.int64], rank: int) -> SliceColumns:
-    """The packs, never padded, as one rank sees them: its own slices and the shared ones."""
+    """Return the packs, never padded, as one rank sees them: its own slices and the shared ones."""
     return columns.assigned((owner == rank) | (owner < 0), columns.pack_of_slice(), columns.num_packs)
 
 
@@ -471,8 +469,8 @@ def bytes_by_kind(
     policy: NDArray[np.int8] | None = None,
     owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
 ) -> PipelineTasks:
-    """The same tasks with an axis of kinds at the end of every column of bytes: `held.static_bytes` int64[R, K], the
-    others, those of `split` too, int64[packs, P, K].
+    """Return the same tasks with an axis of kinds at the end of every column of bytes: `held.static_bytes` int64[R, K],
+    the others, those of `split` too, int64[packs, P, K].
 
     Args:
         tasks: the packs as priced; of their bytes only what I leaves for W is taken from there.
@@ -505,7 +503,8 @@ def bytes_by_kind(
 
 
 def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
-    """Rates of every kind that packs hold, all others at zero; they add up to `rates` (without static bytes)."""
+    """Return the rates of every kind that packs hold, all others at zero; they add up to `rates` (without static
+    bytes)."""
     zeros: dict[str, Any] = {
         field.name: 0 * getattr(rates, field.name)
         for field in dataclasses.fields(ByteRates)

@@ -1,6 +1,9 @@
-"""`SliceFeatures`: what the cost of a slice, or of a pack, is linear in.
+"""Price packs, documents and transfers of one model, one device and one layout: `PackCosts`.
 
-Columns: tokens, slices, 1, then pairs and prefix of each distinct window of the model.
+Every pack is reduced to a few features (`SliceFeatures`: tokens, slices, 1, then pairs and prefix of each distinct
+window of the model); a stage is a row of rates (`StageRates`: seconds a feature); seconds are one small matrix product.
+O(slices) numpy per direction, no Python loop. `native_table` evaluates the same formulas per stage for the core
+(`native/price.h`).
 
 - Sliding windows: layers with equal windows share one pair count.
 - Tiles: flash attention computes whole blocks of `tile` query rows. The rows a slice lacks to full blocks cost like its
@@ -8,29 +11,13 @@ Columns: tokens, slices, 1, then pairs and prefix of each distinct window of the
 - Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes one
   near the start and one near the end; a shorter one stays whole on some rank where the sharding leaves it whole
   (`mixed`). Features are those of one rank, on average over the ranks.
-
-`StageRates`: seconds that a feature of a pack (`cost.pack_cost`) costs on every virtual stage of one layout.
-
-The first stage carries the embedding in both directions, the last stage's BACKWARD carries the head. Tensor parallelism
-divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.groups`). Who shares a pack, and
-policies, are `cost.pack_cost`'s.
-
-`CostTable`: one model, device and layout as the plain numbers that native prices are made of (`native/price.h`).
-
-Formulas stay in `cost.pack_cost`, `cost.memory`, `cost.groups` and `cost.pipeline_tasks`; here they are only
-evaluated per stage. Made once for a planner; pricing a pack then multiplies and adds in the core.
-
-`PackCosts`: seconds of packs, documents and transfers for one model, one device and one layout.
-
-Every pack is reduced to a few features (`cost.pack_cost`); a stage is a row of rates (`cost.pack_cost`); seconds
-are one small matrix product. O(slices) numpy per direction, no Python loop.
-
-Details that matter:
+- The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
+  divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.groups`).
 - Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
 - A stage's host may take longer to queue a pack than its device to compute it: a pack takes the longer of the two.
 - Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
-  pack costs what its ranks take on average. K and V travel for slices that are cut (`cost.groups`). That is
-  what searches compare; what a plan promises is the slowest rank by its own rows (`cost.pack_split`).
+  pack costs what its ranks take on average. K and V travel for slices that are cut. That is what searches compare; what
+  a plan promises is the slowest rank by its own rows (`cost.pack_split`).
 - Recomputed layers of the layout (`ParallelLayout.stage_recomputed`): part of what a token and a pack cost in backward.
 - Policies (`cost.layer_counts`): a recomputed document pays the matrix products that are made again in backward, which
   is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
@@ -92,7 +79,7 @@ class SliceFeatures:
     keeps_short_whole: bool
 
     def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
-        """float64[num_packs, num_columns], of one of the ranks that share each pack.
+        """Return the features of packs, of one of the ranks that share each; float64[num_packs, num_columns].
 
         Args:
             chosen: bool[num_slices] that count; None = all.
@@ -112,7 +99,7 @@ class SliceFeatures:
     def of_slices(
         self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None, tile: int | None = None
     ) -> NDArray[np.float64]:
-        """float64[num_slices, num_columns]; column 2 is left 1 for the pack constant.
+        """Return the features of slices; column 2 is left 1 for the pack constant; float64[num_slices, num_columns].
 
         Args:
             ranks: int64[num_slices] that share each slice; None = 1.
@@ -133,7 +120,7 @@ class SliceFeatures:
         return out
 
     def is_sharded(self, rows: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Slices that are cut over their ranks; the others stay whole on one of them."""
+        """Say which slices are cut over their ranks; the others stay whole on one of them."""
         shortest = 2 * ranks * self.tile if self.keeps_short_whole else 0
         return (ranks > 1) & (rows >= shortest)
 
@@ -163,7 +150,7 @@ class SliceFeatures:
 
 
 def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
-    """Tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
+    """Count the tokens of every pack on one rank by activation policy; float64[num_packs, number of policies]."""
     pack = columns.pack_of_slice()
     tokens = columns.slice_tokens() / columns.cp
     sums = np.bincount(
@@ -173,7 +160,8 @@ def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np
 
 
 def weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`features @ matrix`, summed in the order of the features: every machine gives the same bits, as the core does."""
+    """Return `features @ matrix`, summed in the order of the features: every machine gives the same bits, as the core
+    does."""
     total = features[:, :1] * matrix[0]
     for feature in range(1, len(matrix)):
         total += features[:, feature, None] * matrix[feature]
@@ -185,12 +173,12 @@ def num_columns(num_windows: int) -> int:
 
 
 def pairs_column(window_index: int) -> int:
-    """Of a window's pairs."""
+    """Return the column of a window's pairs."""
     return 3 + 2 * window_index
 
 
 def prefix_column(window_index: int) -> int:
-    """Of a window's prefix tokens."""
+    """Return the column of a window's prefix tokens."""
     return 4 + 2 * window_index
 
 
@@ -208,7 +196,7 @@ class StageRates:
     windows: tuple[int, ...]
 
     def features(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
-        """Seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
+        """Return the seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
         tp = self.layout.tp if tp is None else tp
         layer = self.coefficients.of_pass(direction)
         stages = self.layout.stage_layers
@@ -228,12 +216,13 @@ class StageRates:
         return matrix
 
     def host(self, direction: Direction) -> NDArray[np.float64]:
-        """Seconds of the host a slice and a pack; float64[2, P]. No axis divides them: every rank queues its own."""
+        """Return the seconds of the host a slice and a pack; float64[2, P]. No axis divides them: every rank queues its
+        own."""
         layer = self.coefficients.of_pass(direction)
         return np.outer((layer.host_slice_s, layer.host_pack_s), self.layers())
 
     def linear_again(self, layers: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
-        """Of what recomputing makes again in so many layers of every stage: (seconds a token, seconds a pack);
+        """Return (seconds a token, seconds a pack) of what recomputing makes again in so many layers of every stage;
         float64[P] each."""
         model, tp = self.model, self.layout.tp
         layer, share = self.coefficients.forward, recomputed_share(model)
@@ -241,7 +230,7 @@ class StageRates:
         return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
 
     def layers(self) -> NDArray[np.int64]:
-        """Layers of every virtual stage."""
+        """Count the layers of every virtual stage."""
         return np.array(self.layout.stage_counts, np.int64)
 
     def _linear(self, direction: Direction, tp: int) -> tuple[NDArray, NDArray]:
@@ -261,7 +250,8 @@ def native_table(
     *,
     keeps_short_whole: bool,
 ) -> _native.CostTable:
-    """The numbers of one `PackCosts`.
+    """Return the numbers of one `PackCosts` for the core. Made once for a planner; pricing a pack then multiplies and
+    adds there.
 
     Args:
         stage_seconds: float64[features, P] of each direction, seconds per feature of a pack.
@@ -396,7 +386,7 @@ class PackCosts:
 
     @functools.cached_property
     def native(self) -> _native.CostTable:
-        """The same numbers for the core (`cost.pipeline_tasks`)."""
+        """Return the same numbers for the core (`cost.pipeline_tasks`)."""
         return native_table(
             self.model,
             self.coefficients,
@@ -409,8 +399,8 @@ class PackCosts:
 
     @functools.cached_property
     def pack_constant_s(self) -> float:
-        """Seconds that a pack takes on all stages, forward and backward, whatever is in it; at least the smallest float
-        above 0."""
+        """Return the seconds that a pack takes on all stages, forward and backward, whatever is in it; at least the
+        smallest float above 0."""
         constant_s = sum(
             float(np.maximum(matrix[2], self.host_seconds[direction][1]).sum())
             for direction, matrix in self.stage_seconds.items()
@@ -424,7 +414,8 @@ class PackCosts:
         policy: NDArray[np.int8] | None = None,
         is_cut: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.float64]:
-        """Seconds of every pack on every virtual stage, where it is shared the mean over ranks; float64[num_packs, P].
+        """Price every pack on every virtual stage, where it is shared by the mean over its ranks; float64[num_packs,
+        P].
 
         Args:
             policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
@@ -443,7 +434,8 @@ class PackCosts:
     def under_policy(
         self, seconds: NDArray[np.float64], columns: SliceColumns, direction: Direction, policy: NDArray[np.int8]
     ) -> NDArray[np.float64]:
-        """Seconds of packs whose documents are all replayed -> the same under their policies; float64[num_packs, P]."""
+        """Turn seconds of packs whose documents are all replayed into those under their policies; float64[num_packs,
+        P]."""
         if not policy.any():
             return seconds
         tokens = policy_tokens(columns, policy)
@@ -454,7 +446,7 @@ class PackCosts:
         return np.maximum(seconds, self._copy_seconds(tokens[:, OFFLOAD])) if tokens[:, OFFLOAD].any() else seconds
 
     def compute_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
-        """As `pack_seconds` under replay, without waiting for keys and values; float64[num_packs, P]."""
+        """Price as `pack_seconds` under replay, without waiting for keys and values; float64[num_packs, P]."""
         features = self._features(columns)
         seconds, host = weighted(features, self.stage_seconds[direction]), self.host_seconds[direction]
         return np.maximum(seconds, weighted(features[:, 1:3], host)) if host.any() else seconds
@@ -468,8 +460,8 @@ class PackCosts:
         cut_tokens: NDArray[np.float64],
         is_local: NDArray[np.bool_],
     ) -> NDArray[np.float64]:
-        """What keys and values of shared documents cost beyond attention: transfers that attention of local documents
-        does not hide, and copies; float64[num_packs, P].
+        """Return what keys and values of shared documents cost beyond attention: transfers that attention of local
+        documents does not hide, and copies; float64[num_packs, P].
 
         Args:
             ranks, whole_tokens, cut_tokens: of every pack, as `group_comm.context_seconds` takes them.
@@ -489,15 +481,16 @@ class PackCosts:
     def context_seconds(
         self, columns: SliceColumns, direction: Direction
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """K and V of every pack's shared slices: (transfers that attention may hide, copies and transfers that nothing
-        hides); float64[num_packs, P] each."""
+        """Return (transfers that attention may hide, copies and transfers that nothing hides) of K and V of every
+        pack's shared slices; float64[num_packs, P] each."""
         ranks = columns.pack_ranks()
         travelling = self._travelling_tokens(columns, None)
         found = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *travelling, direction)
         return np.outer(found.transfer_s, self.layers()), np.outer(found.plain_s, self.layers())
 
     def copy_seconds(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
-        """Copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs, P].
+        """Return the copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs,
+        P].
 
         Args:
             policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`.
@@ -508,7 +501,7 @@ class PackCosts:
     def document_seconds(
         self, num_tokens: ArrayLike, policy: NDArray[np.int8] | None = None, ranks: int | None = None
     ) -> NDArray[np.float64]:
-        """Forward + backward of whole documents through the whole pipeline of one replica, without the constant
+        """Price forward + backward of whole documents through the whole pipeline of one replica, without the constant
         of the pack they lie in; float64[n]. What DP assignment balances (oracle: time, not forward FLOPs).
 
         Args:
@@ -525,11 +518,12 @@ class PackCosts:
         return seconds
 
     def forward_work(self, stage: int | None = None) -> WorkCurve:
-        """Work of a token range on one virtual stage, for exact cuts; default: the stage slowest per token."""
+        """Return the work of a token range on one virtual stage, for exact cuts; default: the stage slowest per
+        token."""
         return self._work("forward", stage, 0.0)
 
     def backward_work(self, stage: int | None = None, recomputed_share: float = 0.0) -> WorkCurve:
-        """As `forward_work`, for backward; by default usually the last stage, which carries the head.
+        """Return as `forward_work` for backward; by default usually the last stage, which carries the head.
 
         Args:
             recomputed_share: of the tokens, those whose documents are recomputed; a curve knows no documents.
@@ -537,9 +531,9 @@ class PackCosts:
         return self._work("backward", stage, recomputed_share)
 
     def reduction_seconds(self) -> float:
-        """Reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank, in full:
-        for searches, which count latency once and hide nothing. What a plan pays follows from its order and its units
-        (`simulate.step_end`)."""
+        """Price the reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank,
+        in full: for searches, which count latency once and hide nothing. What a plan pays follows from its order and
+        its units (`schedule.step_ends`)."""
         element = self.model.bytes_per_element
         return max(
             sum(
@@ -550,7 +544,7 @@ class PackCosts:
         )
 
     def optimizer_seconds(self) -> float:
-        """The update of one rank's shard, fullest rank."""
+        """Price the update of one rank's shard, fullest rank."""
         seconds = self.coefficients.optimizer_s_per_parameter
         return max(seconds * parameters / copies for copies, parameters in self._fullest_by_copies().items())
 
@@ -570,7 +564,7 @@ class PackCosts:
         return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
 
     def useful_stage_seconds(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
-        """As `lower_bound_seconds`, of every virtual stage on one tensor-parallel group, with its transfers;
+        """Return as `lower_bound_seconds` that of every virtual stage on one tensor-parallel group, with its transfers;
         float64[P]."""
         return self._useful_features(num_tokens) @ (self._rates.features("forward") + self._rates.features("backward"))
 
@@ -590,7 +584,7 @@ class PackCosts:
             )
 
     def host_link(self) -> LinkSpec:
-        """The link that offloaded activations travel; a `ConfigError` where it is not known."""
+        """Return the link that offloaded activations travel; raises `ConfigError` where it is not known."""
         link = self.coefficients.host_link
         if link is None:
             raise ConfigError(
@@ -600,7 +594,7 @@ class PackCosts:
         return link
 
     def layers(self) -> NDArray[np.int64]:
-        """Layers of every virtual stage."""
+        """Count the layers of every virtual stage."""
         return self._rates.layers()
 
     def _travelling_tokens(

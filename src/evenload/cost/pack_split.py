@@ -1,4 +1,4 @@
-"""`RankedPacks`: shared packs as the rows that each of their ranks computes, priced rank by rank.
+"""Price shared packs rank by rank (`RankedPacks`), and split the seconds of packs by cause (`PackSplit`).
 
     seconds of a rank    those of its own rows as a pack of its own (`PackCosts.pack_seconds`), and what keys and values
                          of shared documents cost beyond the attention of its local ones
@@ -8,11 +8,10 @@ So uneven rules of sharding (WLB §5: per-sequence) and short pieces that waste 
 pack, as they are in the run. Layers are not told apart: where layers with and without a window had different slowest
 ranks, a pack would take longer than this says.
 
-Who computes which rows says `stepplan.ranked_packs`. O(ranges + packs · ranks · stages) numpy.
+Who computes which rows says `stepplan.rank_rows`. O(ranges + packs · ranks · stages) numpy.
 
-Why packs take as long as they do: their seconds by cause, which add up to `PackCosts.pack_seconds`.
-
-One thing after the other is taken away, and each difference is that cause's share:
+Causes add up to `PackCosts.pack_seconds`. One thing after the other is taken away, and each difference is that cause's
+share:
 
     as planned ─ copies to the host ─ recompute ─ waiting for keys and values ─ tensor-parallel transfers
                ─ tiles, constants and waiting for the host ─ padding = useful work
@@ -20,7 +19,7 @@ One thing after the other is taken away, and each difference is that cause's sha
 So a cause is what would be saved if it went away after those before it in the chain; only copies and transfers
 of keys and values depend on the order (they hide behind the rest), and they come first.
 
-Causes of a pack that several ranks share are means over its ranks, each by its own rows (`cost.pack_split`); what the
+Causes of a pack that several ranks share are means over its ranks, each by its own rows; what the
 slowest takes beyond the mean is `cp_imbalance_s`.
 
 O(slices + packs · stages) numpy, seven times the price of `pack_seconds`; for chosen plans, not for candidates.
@@ -61,15 +60,15 @@ class RankedPacks:
     cut_tokens: NDArray[np.float64]
 
     def num_ranks(self) -> NDArray[np.int64]:
-        """Of every pack."""
+        """Count the ranks of every pack."""
         return np.diff(self.first_rank)
 
     def slowest(self, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of [rows packs, P] the largest of every pack's ranks; float64[num_packs, P]."""
+        """Return, of [rows packs, P], the largest of every pack's ranks; float64[num_packs, P]."""
         return self._over_ranks(np.maximum, rank_values)
 
     def mean(self, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of [rows packs, P] the mean over every pack's ranks; float64[num_packs, P]."""
+        """Return, of [rows packs, P], the mean over every pack's ranks; float64[num_packs, P]."""
         return self._over_ranks(np.add, rank_values) / self.num_ranks()[:, None]
 
     def _over_ranks(self, operation: np.ufunc, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -81,7 +80,7 @@ class RankedPacks:
 def rank_seconds(
     costs: PackCosts, ranked: RankedPacks, direction: Direction, policy: NDArray[np.int8] | None = None
 ) -> NDArray[np.float64]:
-    """Seconds of every rank of every pack on every virtual stage; float64[packs of `ranked.rows`, P].
+    """Price every rank of every pack on every virtual stage; float64[packs of `ranked.rows`, P].
 
     Args:
         policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
@@ -94,7 +93,7 @@ def rank_seconds(
 
 
 def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> NDArray[np.float64]:
-    """Of `rank_seconds` what keys and values of shared documents cost; float64[packs of `ranked.rows`, P]."""
+    """Return, of `rank_seconds`, what keys and values of shared documents cost; float64[packs of `ranked.rows`, P]."""
     ranks = ranked.num_ranks()
     whole_tokens, cut_tokens = np.repeat(ranked.whole_tokens, ranks), np.repeat(ranked.cut_tokens, ranks)
     return costs.waiting_seconds(
@@ -120,7 +119,7 @@ class PackSplit:
     cp_imbalance_s: NDArray[np.float64]
 
     def total_s(self) -> NDArray[np.float64]:
-        """All causes; float64[num_packs, P]."""
+        """Add all causes up; float64[num_packs, P]."""
         return np.sum([getattr(self, field.name) for field in dataclasses.fields(self)], axis=0)
 
 
@@ -131,7 +130,7 @@ def split_pack_seconds(
     policy: NDArray[np.int8] | None = None,
     ranked: RankedPacks | None = None,
 ) -> PackSplit:
-    """Seconds of every pack on every virtual stage by cause.
+    """Split the seconds of every pack on every virtual stage by cause.
 
     Args:
         policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.

@@ -1,11 +1,16 @@
-"""A backward pack as I and W (zero bubble; Qi et al. 2023): seconds and bytes of both.
+"""Price one replica's packs in one call of the core: seconds, bytes and dependencies, and backwards as I and W.
 
-W is one of the two equal products of every linear layer's backward (dW; the other is dX) and its part of the constants
-that come with them: the share of these seconds that was measured, else half. Attention has no weights: all of it, of
-the norms and of the embedding stays in I. So does the head: its logits live for a block of rows only
-(`cost.memory.HEAD_ROWS`), and keeping them for W would cost vocab·(e + 4) bytes a token. Under tensor parallelism W
-gathers again the rows that I has let go (`group_comm.WEIGHT_RINGS`): I and W together then take longer than the whole
-backward.
+`forwards_needed[j]` is one more than the last forward pack that holds a slice of a document of backward pack j.
+Formulas stand in `cost.pack_cost` (seconds), `cost.memory` (bytes) and here (I and W); `tests/reference/prices.py` puts
+them together in numpy and agrees to the last bit. O(slices + packs · stages · features), about 50 ns a slice and 10 ns
+a pack and stage.
+
+I and W (zero bubble; Qi et al. 2023): W is one of the two equal products of every linear layer's backward (dW; the
+other is dX) and its part of the constants that come with them: the share of these seconds that was measured, else half.
+Attention has no weights: all of it, of the norms and of the embedding stays in I. So does the head: its logits live for
+a block of rows only (`cost.memory.HEAD_ROWS`), and keeping them for W would cost vocab·(e + 4) bytes a token. Under
+tensor parallelism W gathers again the rows that I has let go (`cost.groups.WEIGHT_RINGS`): I and W together then take
+longer than the whole backward.
 
 From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs, which
 `runtime/replay/weight_products.py` keeps as they are, so that W computes nothing but products:
@@ -16,13 +21,6 @@ From I to W stay, per token and layer, the inputs of the matrix products and the
 That is more than the backward gives back, so delaying W costs memory. Counted for the tokens of the backward pack, and
 beside the forward's chunk until I ends: the attention output, which is in both, counts twice until then, and for as
 long as the chunk stays where it outlives I. Never too little.
-
-`pipeline_tasks`: seconds, bytes and dependencies of one replica's packs, in one call of the core.
-
-What is computed stands in `cost.pack_cost` (seconds), `cost.memory` (bytes) and `cost.pipeline_tasks` (I and W), which
-plans use for single quantities; `tests/reference/prices.py` puts them together in numpy and agrees to the last bit.
-`forwards_needed[j]` is one more than the last forward pack that holds a slice of a document of backward pack j.
-O(slices + packs · stages · features), about 50 ns a slice and 10 ns a pack and stage.
 """
 
 from dataclasses import fields
@@ -44,8 +42,8 @@ from evenload.types.pipeline import PackBytes, PipelineTasks, SplitBackward
 def gather_seconds(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, backward: SliceColumns
 ) -> NDArray[np.float64]:
-    """What I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again in W;
-    float64[m_b, P]."""
+    """Return what I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again
+    in W; float64[m_b, P]."""
     token_s, pack_s = weight_gather_seconds(model, coefficients, layout.tp)
     return np.outer(backward.rank_tokens() * token_s + pack_s, np.array(layout.stage_counts, np.float64))
 
@@ -58,7 +56,7 @@ def weight_seconds(
     backward_s: NDArray[np.float64],
     copy_s: NDArray[np.float64] | None,
 ) -> NDArray[np.float64]:
-    """What W defers of every backward; float64[m_b, P].
+    """Return what W defers of every backward; float64[m_b, P].
 
     Args:
         tokens: int64[m_b], of the rank.
@@ -82,7 +80,7 @@ def divide_backward(
     input_s: NDArray[np.float64],
     weight_s: NDArray[np.float64],
 ) -> SplitBackward:
-    """The bytes of I and W beside known seconds.
+    """Divide the bytes of backwards between I and W, whose seconds are known.
 
     Args:
         input_s, weight_s: float64[m_b, P].

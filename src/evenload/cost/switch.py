@@ -46,7 +46,7 @@ from evenload.types.model import ModelSpec
 def switch_seconds(
     model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout, hidden_s: float = 0.0
 ) -> float:
-    """Seconds for which training stands still where all that moves is sent; 0 where nothing must.
+    """Return the seconds for which training stands still where all that moves is sent; 0 where nothing must.
 
     Args:
         coefficients: for the links.
@@ -114,8 +114,8 @@ class ReceiveSeconds:
         self._known: dict[tuple[int, int, int], float] = {}
 
     def of_stage(self, rank: int, first: int, last: int) -> float:
-        """Seconds until stage `rank`, of a layout with one stage a rank, holds the layers `[first, last)` on all its
-        devices."""
+        """Return the seconds until stage `rank`, of a layout with one stage a rank, holds the layers `[first, last)` on
+        all its devices."""
         key = rank, first, last
         if key not in self._known:
             low = 0 if first == 0 else first + 1

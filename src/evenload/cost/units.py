@@ -1,24 +1,21 @@
-"""Seconds in which one unit's gradients are summed over the ranks that hold it, and its updated weights gathered.
+"""Time the units of a step (embedding, layers, head), and bound a step's time from below.
 
-A unit's parameters lie in a few buffers, each a transfer of its own (`runtime.optim.parameter_units`): what takes
-weight decay apart from what does not, what a tensor-parallel rank holds a part of apart from what it holds whole, and a
-tied embedding apart from everything. So a unit pays its bytes once and the latency of a ring once a buffer.
+A unit's gradients are reduce-scattered over the ranks that hold it, and its updated weights all-gathered. Its
+parameters lie in a few buffers, each a transfer of its own (`runtime.optim.parameter_units`): what takes weight decay
+apart from what does not, what a tensor-parallel rank holds a part of apart from what it holds whole, and a tied
+embedding apart from everything. So a unit pays its bytes once and the latency of a ring once a buffer.
 
-When, inside the last backward of a stage, the gradients of each of its units are complete.
-
-A backward runs the head, then the layers downwards, then the embedding, and each takes what its coefficients say of the
-pack. Waiting for other ranks and what is computed again are not told apart: they are spread like the rest.
-
-When, inside the first forward of a stage, the weights of each of its units are read: embedding, then layers upwards.
-
-As `cost.units` for the other end of a step; waiting for other ranks is not told apart here either.
+The gradients of a unit are complete, inside the last backward of a stage, when it has run: a backward runs the head,
+then the layers downwards, then the embedding, and each takes what its coefficients say of the pack. A first forward
+reads their weights in the order embedding, layers upwards. Waiting for other ranks and what is computed again are
+spread like the rest.
 
 The least time of a step: of any machine with these devices, and of any plan in one layout.
 
     physical      model FLOPs of all tokens / (devices · peak FLOP/s): every product at the peak, nothing else, no
                   waiting. MFU is the share of it that a step reaches.
     of the layout the busiest pipeline rank computes its stages of all documents, its share of them, at the cost model's
-                  rates, with the tensor-parallel transfers that nothing hides; or sums its gradients, if that takes
+                  rates, with the tensor-parallel transfers that nothing hides; or reduces its gradients, if that takes
                   longer; then the update. No plan in the layout is faster under the cost model: it may cut, share and
                   order documents as it likes, but not move layers.
     of the sizes  the same for every split of the model's layers over the pipeline's ranks, with any number of stages a
@@ -63,7 +60,8 @@ class UnitTransfers(NamedTuple):
 def unit_transfers(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, rank: int
 ) -> UnitTransfers:
-    """Raises `ConfigError` where several ranks hold the units and no link between them is known."""
+    """Time the reduce-scatter and the all-gather of every unit of a pipeline rank; raises `ConfigError` where several
+    ranks hold the units and no link between them is known."""
     parameters, buffers = trained_unit_parameters(model, layout, rank), unit_buffers(model, layout, rank)
     units, copies, element = sorted(parameters), layout.data_sizes[rank], model.bytes_per_element
     sums, gathers = (
@@ -75,7 +73,7 @@ def unit_transfers(
 
 
 def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[int, int]:
-    """Buffers of a pipeline rank's units. Biases of models whose biases are not counted are not either."""
+    """Count the buffers of a pipeline rank's units. Biases of models whose biases are not counted are not either."""
     is_cut, stages, last = layout.tp > 1, layout.stages_of_rank(rank), layout.num_stages - 1
     layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
     if model.adapter_parameters_per_layer:
@@ -90,22 +88,22 @@ def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[in
 
 
 def pack_features(costs: PackCosts, packs: Sequence[tuple[SliceColumns, int]]) -> NDArray[np.float64]:
-    """Of packs by their columns and number, as `cost.pack_cost` has them; float64[n, features]."""
+    """Return the features of packs by their columns and number, as `cost.pack_cost` has them; float64[n, features]."""
     parts = [columns.pack_range(pack, pack + 1) for columns, pack in packs]
     return costs.features.of_packs(SliceColumns.concat(parts, [0] * len(parts)))
 
 
 def stage_units(costs: PackCosts, stage: int) -> list[int]:
-    """Numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a backward completes
-    them."""
+    """List the numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a backward
+    completes them."""
     first, last = costs.layout.stage_layers[stage]
     head = [1 + costs.model.num_layers] if stage == costs.layout.num_stages - 1 else []
     return [*head, *(1 + layer for layer in reversed(range(first, last))), *([0] if stage == 0 else [])]
 
 
 def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-    """Of every pack and unit (`stage_units`) the share of the backward's seconds that is left when the unit's gradients
-    are complete; float64[n, units].
+    """Return, of every pack and unit (`stage_units`), the share of the backward's seconds that is left when the unit's
+    gradients are complete; float64[n, units].
 
     Args:
         features: of the packs.
@@ -119,7 +117,7 @@ def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> 
 def unit_seconds(
     costs: PackCosts, features: NDArray[np.float64], units: Sequence[int], direction: Direction
 ) -> NDArray[np.float64]:
-    """Of every pack on every unit, without transfers; float64[n, units]. The head counts as backward."""
+    """Price every pack on every unit, without transfers; float64[n, units]. The head counts as backward."""
     coefficients, tp = costs.coefficients, costs.layout.tp
     layer: PassCoefficients = getattr(coefficients, direction)
     rates = np.zeros((features.shape[1], len(units)))
@@ -137,15 +135,15 @@ def unit_seconds(
 
 
 def forward_units(costs: PackCosts, stage: int) -> list[int]:
-    """Numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a forward reads them;
-    the head is read by the backward."""
+    """List the numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a forward
+    reads them; the head is read by the backward."""
     first, last = costs.layout.stage_layers[stage]
     return [*([0] if stage == 0 else []), *(1 + layer for layer in range(first, last))]
 
 
 def shares_before(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-    """Of every pack and unit (`forward_units`) the share of the forward's seconds that is over when the unit's weights
-    are read; float64[n, units].
+    """Return, of every pack and unit (`forward_units`), the share of the forward's seconds that is over when the unit's
+    weights are read; float64[n, units].
 
     Args:
         features: of the packs (`cost.units.pack_features`).
@@ -157,13 +155,13 @@ def shares_before(costs: PackCosts, features: NDArray[np.float64], stage: int) -
 
 
 def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
-    """Of a step with documents of these lengths (int64[n])."""
+    """Bound the time of a step with documents of these lengths (int64[n]) on any machine with these devices."""
     flops = float(training_flops(costs.model, np.asarray(num_tokens, np.int64)).sum())
     return flops / (costs.layout.world_size * costs.coefficients.peak_flops_per_s)
 
 
 def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
-    """Of a step with documents of these lengths (int64[n]) in the layout of `costs`."""
+    """Bound the time of a step with documents of these lengths (int64[n]) in the layout of `costs`."""
     layout = costs.layout
     stage_s = costs.useful_stage_seconds(num_tokens)
     rank_s = np.zeros(layout.pipeline_ranks)
@@ -182,7 +180,7 @@ def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
 def sizes_bound_seconds(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, num_tokens: ArrayLike
 ) -> float:
-    """Of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp.
+    """Bound the time of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp.
 
     Args:
         coefficients: of layouts of these sizes.

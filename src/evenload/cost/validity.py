@@ -1,4 +1,4 @@
-"""Whether measured costs speak for a model and a layout, what they lack, and completing them from a cluster.
+"""Check whether measured costs hold for a model and a layout, name what is missing, and complete it from a cluster.
 
 Seconds a layer belong to one shape of layer in one precision; costs of another shape are refused. How many layers a
 model has, its name, whether its embedding is tied, which layers have windows and what memory is counted is not part of
@@ -9,7 +9,7 @@ the shape: seconds are of one layer, and pairs of tokens are counted by window.
     links       a link is known between as many devices as took part in the measurement, and not known where nothing
                 was sent over it
 
-A run measures what its costs lack; a plan without devices takes links from its cluster and says so. Where a run may
+A run measures what is missing; a plan without devices takes links from its cluster and says so. Where a run may
 change its layout, what one of its links measured stands for those that another layout of the same processes needs.
 """
 
@@ -24,7 +24,7 @@ from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
-Lack = Literal["layers", "pipeline link", "reduction link", "group link"]
+Missing = Literal["layers", "pipeline link", "reduction link", "group link"]
 """A part of costs that a layout needs: seconds of layers; links between pipeline stages, over which gradients are
 reduced, and inside a tensor- or context-parallel group."""
 
@@ -32,7 +32,7 @@ _NOT_SHAPE = {
     *("name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows"),
     *("attention_workspace", "ordered_attention", "averaged_weights"),
 }
-_LINK_OF: Mapping[Lack, str] = {
+_LINK_OF: Mapping[Missing, str] = {
     "pipeline link": "the transfer between pipeline stages",
     "reduction link": "the reduction of gradients",
     "group link": "the transfer between devices that share matrices or documents",
@@ -40,7 +40,7 @@ _LINK_OF: Mapping[Lack, str] = {
 
 
 def shape_differences(measured: ModelSpec, planned: ModelSpec) -> dict[str, tuple[object, object]]:
-    """Fields in which the layers of two models differ, with both values."""
+    """Return the fields in which the layers of two models differ, with both values."""
     one, other = msgspec.structs.asdict(measured), msgspec.structs.asdict(planned)
     return {name: (one[name], other[name]) for name in one if name not in _NOT_SHAPE and one[name] != other[name]}
 
@@ -72,24 +72,24 @@ def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin
 
 
 def in_measured_precision(model: ModelSpec, coefficients: CostCoefficients) -> ModelSpec:
-    """The model in the precision that was measured, where nobody says in which it will be trained."""
+    """Return the model in the precision that was measured, where nobody says in which it will be trained."""
     measured = coefficients.measured_on
     if measured is None:
         return model
     return msgspec.structs.replace(model, bytes_per_element=measured.model.bytes_per_element)
 
 
-def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tuple[Lack, ...]:
-    """What a layout needs and the costs do not have; () = they cover it."""
+def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tuple[Missing, ...]:
+    """List what a layout needs and the costs do not have; () = they hold for it."""
     measured = coefficients.measured_on
-    lacks: list[Lack] = ["layers"] if measured is not None and measured.tp not in (1, layout.tp) else []
-    for lack, prefix, span in _used_links(layout):
+    missing: list[Missing] = ["layers"] if measured is not None and measured.tp not in (1, layout.tp) else []
+    for part, prefix, span in _used_links(layout):
         is_known = getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is not None
         if not is_known or (measured is not None and span > measured.world_size):
-            lacks.append(lack)
+            missing.append(part)
     if layout.cp * layout.tp > 1 and coefficients.group_link_or_none(layout.cp * layout.tp, 1) is None:
-        lacks.append("group link")
-    return tuple(lacks)
+        missing.append("group link")
+    return tuple(missing)
 
 
 def require_covered(coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, origin: str) -> None:
@@ -99,12 +99,12 @@ def require_covered(coefficients: CostCoefficients, model: ModelSpec, layout: Pa
         ConfigError: names the model and the differing fields, or what is missing.
     """
     measured = require_measured_on(coefficients, model, origin)
-    lacks = missing_costs(coefficients, layout)
-    if not lacks:
+    missing = missing_costs(coefficients, layout)
+    if not missing:
         return
-    if "layers" in lacks:
+    if "layers" in missing:
         raise ConfigError(_other_tp(measured, layout, origin))
-    parts = " and ".join(_LINK_OF[lack] for lack in lacks)
+    parts = " and ".join(_LINK_OF[part] for part in missing)
     raise ConfigError(
         f"{origin} was measured on {_sizes(measured)} and does not cover layout {layout.describe()}: {parts} was not "
         "measured between so many devices; measure on this layout, or train on the measured one"
@@ -114,8 +114,7 @@ def require_covered(coefficients: CostCoefficients, model: ModelSpec, layout: Pa
 def completed_from_cluster(
     coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, origin: str
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
-    """Costs in which the links that the layout needs and the measurement lacks are the cluster's, and what was taken,
-    one sentence each.
+    """Return costs whose missing links are the cluster's, and what was taken, one sentence each.
 
     Links known between fewer devices than the layout has stand for all that lie in one node of the cluster.
 
@@ -130,21 +129,21 @@ def completed_from_cluster(
     changes: dict[str, object] = {"devices_per_node": max(coefficients.devices_per_node, cluster.devices_per_node)}
     notes = []
 
-    def take(lack: Lack, span_devices: int, link: LinkSpec) -> LinkSpec:
+    def take(part: Missing, span_devices: int, link: LinkSpec) -> LinkSpec:
         notes.append(
-            f"{_LINK_OF[lack]} over {span_devices} devices was not measured ({origin}: {_sizes(measured)}): taken from "
+            f"{_LINK_OF[part]} over {span_devices} devices was not measured ({origin}: {_sizes(measured)}): taken from "
             f"cluster {cluster.name}, {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s and {link.latency_s * 1e6:.3g} us"
         )
         return link
 
-    for lack, prefix, span in _used_links(layout):
+    for part, prefix, span in _used_links(layout):
         if getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is None or span > known_span:
             of_cluster = (
                 cluster.device_link(span)
-                if lack == "pipeline link"
+                if part == "pipeline link"
                 else cluster.group_link(max(layout.data_sizes), layout.tp)
             )
-            link = take(lack, span, of_cluster)
+            link = take(part, span, of_cluster)
             changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
             changes[f"{prefix}_latency_s"] = link.latency_s
             if prefix == "reduce":
@@ -168,7 +167,8 @@ def completed_from_cluster(
 def completed_between_layouts(
     coefficients: CostCoefficients, layout: ParallelLayout
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
-    """Costs of another layout of the processes that were measured, and what was taken for what, one sentence each.
+    """Return costs of another layout of the processes that were measured, and what was taken for what, one sentence
+    each.
 
     A message from a process to another takes what it takes, whatever it is for: the transfer between stages, or where
     there are none a step of the ring of gradients, or one inside a group, stands for those that were not measured.
@@ -217,7 +217,7 @@ def completed_between_layouts(
     return msgspec.structs.replace(coefficients, **changes), notes
 
 
-def _used_links(layout: ParallelLayout) -> Iterator[tuple[Lack, str, int]]:
+def _used_links(layout: ParallelLayout) -> Iterator[tuple[Missing, str, int]]:
     """Between stages and between replicas, where the layout has several: with the devices that the link spans."""
     if layout.num_stages > 1:
         yield "pipeline link", "p2p", layout.world_size

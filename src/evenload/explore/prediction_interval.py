@@ -89,7 +89,7 @@ def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) 
     """
     if coefficients.source == "analytic":
         return _published(DATA_SHEET_ERROR, "costs of a data sheet")
-    device, noise = device_model(coefficients.device), coefficients.disturbance
+    device, noise = device_model(coefficients.device), coefficients.noise
     known = {one.layout: one for one in ledger_intervals() if one.device == device}
     found = known.get(layout_kind(layout)) or known.get(ANY_LAYOUT)
     if found is None:

@@ -50,7 +50,7 @@ from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
-from evenload.stepplan.forward_only import forward_only
+from evenload.stepplan.plan_file import forward_only
 from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec

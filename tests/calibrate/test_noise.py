@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenload.calibrate.fit import CoreWaits, spread_of_repeats
-from evenload.cost.coefficients import Disturbance
+from evenload.cost.coefficients import Noise
 
 
 def _keep_busy(core: int) -> None:
@@ -46,14 +46,14 @@ def test_a_neighbour_on_the_same_core_is_seen_and_the_runs_own_ranks_are_not() -
             neighbour.kill()
             neighbour.join()
     assert share > 0.3
-    assert Disturbance(waited_share=share, spread=0.0).is_noisy
+    assert Noise(waited_share=share, spread=0.0).is_noisy
     assert own < 0.1
 
 
 def test_repeats_that_differ_are_noisy() -> None:
     even = spread_of_repeats([[1.0, 1.1, 1.05], [4.0, 4.2, 4.1]])
     uneven = spread_of_repeats([[1.0, 3.0, 2.0], [4.0, 9.0, 8.0]])
-    assert not Disturbance(waited_share=0.0, spread=even).is_noisy
-    assert Disturbance(waited_share=0.0, spread=uneven).is_noisy
-    assert Disturbance(waited_share=0.0, spread=uneven).size > Disturbance(waited_share=0.05, spread=even).size
-    assert "3% of the time" in Disturbance(waited_share=0.03, spread=0.0).describe()
+    assert not Noise(waited_share=0.0, spread=even).is_noisy
+    assert Noise(waited_share=0.0, spread=uneven).is_noisy
+    assert Noise(waited_share=0.0, spread=uneven).size > Noise(waited_share=0.05, spread=even).size
+    assert "3% of the time" in Noise(waited_share=0.03, spread=0.0).describe()
