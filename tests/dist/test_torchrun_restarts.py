@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from evenload.report.metrics_file import latest_per_step, read_metrics
 
 from dist_training import train_steps
 from evenload.cli.train import train_command
 from evenload.errors import ConfigError
+from evenload.report.run_files import latest_per_step, read_metrics
 from process_tree import family_of
 from small_run import write_small_costs, write_steps
 
