@@ -4,8 +4,8 @@ own do (Megatron-LM's data for fine-tuning and its `dp_balanced`). Packs are dea
 Registered here only, for baselines of `engine_steps.py`.
 """
 
-from evenload.plan.packing.whole_packs import assign_in_turn
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.packing import assign_in_turn
+from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.registry import register
 

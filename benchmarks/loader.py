@@ -25,7 +25,7 @@ from evenload.data.tokenize import FileTokenizer
 from evenload.feed.collate import collate_pack
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.plan import decode_plan, encode_plan
 from harness import Row, alternate, median_and_spread, ratio_row, run

@@ -14,7 +14,7 @@ from evenload.cost.units import pack_features, shares_left, stage_units
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.simulate.simulate import simulate
 from evenload.simulate.step_end import RankSums, _completing_places, run_sums
 from evenload.simulate.step_start import SimulatedReplica

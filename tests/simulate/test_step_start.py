@@ -12,7 +12,7 @@ from evenload.cost.units import forward_units, pack_features, shares_before, uni
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_proposal
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.simulate.step_start import delayed, first_gathers, run_gathers
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document

@@ -12,7 +12,7 @@ from evenload.cost.layer_counts import local_kv_heads
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.blocks import BlockIndex
 from evenload.runtime.replay.host_arena import HostArena

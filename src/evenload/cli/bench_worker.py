@@ -25,8 +25,8 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.time_split import split_planned_step
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.strategies.best_fit import BEST_FIT
+from evenload.plan.problem import PlanOptions
+from evenload.plan.strategies.baselines import BEST_FIT
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report

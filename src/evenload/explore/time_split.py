@@ -19,8 +19,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
 from evenload.cost.pipeline_tasks import gather_seconds
 from evenload.plan.planner import Proposal
-from evenload.plan.problem.candidate import Candidate
-from evenload.plan.problem.step_problem import ReplicaChoice
+from evenload.plan.problem import Candidate, ReplicaChoice
 from evenload.simulate.bubble import Bubble, split_bubble
 from evenload.simulate.simulate import simulate
 from evenload.simulate.step_end import step_end

@@ -8,7 +8,7 @@
                    them as separate one-token pieces, each of which would cost a whole tile.)
     owners         a slice whole on its owner; those of owner -1 per document
 
-No prices: which rule a pack gets is the planner's choice (`plan.sharing.cp_sharding`). O(slices · cp) numpy, for any
+No prices: which rule a pack gets is the planner's choice (`plan.cp_sharding`). O(slices · cp) numpy, for any
 number of packs at once.
 """
 

@@ -39,8 +39,8 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
 from evenload.errors import ConfigError, DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import RunPlanner, StepPlanner
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, checkpoints_of, saved_passes, with_pass
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
