@@ -45,9 +45,9 @@ from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, checkpoints_of, saved_passes, with_pass
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.runtime.replay.forward_store import ForwardStore
-from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ForwardStore
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
 from evenload.stepplan.forward_only import forward_only
