@@ -24,7 +24,7 @@ import numpy as np
 
 from evenload.errors import EvenloadError
 from evenload.plan.planner import Proposal
-from evenload.plan.problem.options import PlanOptions, StrategyOptions
+from evenload.plan.problem import PlanOptions, StrategyOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.schedule.packflow import packflow_list, packflow_static

@@ -17,8 +17,8 @@ from evenload.data.config import DataConfig
 from evenload.integrations.catalog import engine_named
 from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.integrations.price import engine_price
-from evenload.plan.packing.whole_packs import assign_in_turn
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.packing import assign_in_turn
+from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.registry import register
 from evenload.plan.strategies.strategy import Strategy
 from evenload.types.hf_config import model_from_hf_config

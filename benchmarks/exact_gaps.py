@@ -35,13 +35,10 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.hub import model_from
-from evenload.plan.packing.bin_packing import assign_replicas, longest_first
-from evenload.plan.packing.exact import exact_groups
-from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedily
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.problem.step_problem import StepProblem
-from evenload.plan.sharing.dacp import assign_owners
-from evenload.plan.sharing.gds import StepDocuments, assign_micro_batches
+from evenload.plan.dacp import StepDocuments, assign_micro_batches, assign_owners
+from evenload.plan.packing import LEFT_OVER, assign_replicas, longest_first, members_of, pack_greedily
+from evenload.plan.problem import PlanOptions, StepProblem
+from evenload.plan.strategies.fixed import exact_groups
 from evenload.plan.strategies.skrull import step_documents
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout

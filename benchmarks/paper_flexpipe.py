@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
+from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.cluster_catalog import cluster_from

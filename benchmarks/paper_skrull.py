@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from evenload.errors import EvenloadError
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from harness import Row, run
 from peers import propose_given
 from setups import documents_of, planner_for

@@ -34,10 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import EvenloadError
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.deferral import DelayState
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.problem.step_problem import ReplicaChoice
+from evenload.plan.problem import PlanOptions, ReplicaChoice
 from evenload.plan.strategies.wlb import WlbOptions
 from evenload.types.document import Document
 from harness import Row, run

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.plan.packing.whole_packs import price_packs, run_packs
+from evenload.plan.packing import price_packs, run_packs
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.registry import STRATEGIES, register
 from evenload.plan.strategies.strategy import Strategy
 from setups import documents_of

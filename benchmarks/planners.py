@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import EvenloadError
-from evenload.plan.packing.bin_packing import best_fit_decreasing
+from evenload.plan.packing import best_fit_decreasing
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
 from harness import Row, alternate, run

@@ -26,7 +26,7 @@ from evenload.errors import EvenloadError
 from evenload.explore.batches import BatchRule
 from evenload.explore.strategy_layouts import search_strategies
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.cluster_catalog import cluster_from
 from harness import Row, alternate, median_ratio, run

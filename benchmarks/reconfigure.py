@@ -10,7 +10,7 @@ all changes between four stages, two replicas of two stages, and four replicas (
 
 Live: seconds until the step begins, and what the optimizer still waits for behind a step. All in one run, by turns;
 restarts once a layout. Predicted: by the copies that the run measured at its start; corrected: what decisions of a
-run take, times the median ratio of the last switches of its kind (`plan.feedback.measured_layouts`). Three minutes on
+run take, times the median ratio of the last switches of its kind (`plan.layouts.measured_layouts`). Three minutes on
 two cores.
 
     python benchmarks/reconfigure.py [--quick] [--append]
@@ -35,7 +35,7 @@ from evenload.config.planner import run_planner
 from evenload.config.train_config import load_train_config
 from evenload.cost.validity import completed_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.feedback.measured_layouts import MeasuredLayouts
+from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import RunPlanner
 from evenload.runtime.comm.mesh import create_meshes, warm_up
 from evenload.runtime.model.configured import model_spec

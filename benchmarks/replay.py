@@ -30,8 +30,7 @@ from evenload.attention.backends import select_backend
 from evenload.feed.collate import collate_pack
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.pack_tokens import PackTokens
-from evenload.runtime.replay.rank_packs import pack_ranges
+from evenload.runtime.replay.rank_packs import PackTokens, pack_ranges
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.columns import SliceColumns, whole_document_columns

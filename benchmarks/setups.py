@@ -14,7 +14,7 @@ from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
 from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import ClusterSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document

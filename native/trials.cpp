@@ -14,7 +14,7 @@
 namespace evenload {
 namespace {
 
-constexpr int64_t kUnlimitedBytes = int64_t{1} << 62;  // plan/problem/candidate.py::UNLIMITED_BYTES
+constexpr int64_t kUnlimitedBytes = int64_t{1} << 62;  // plan/problem.py::UNLIMITED_BYTES
 
 double total_below(std::span<const WorkCurve> curves, std::span<const int64_t> num_tokens) {
     double total = 0.0;
@@ -138,8 +138,8 @@ struct Outcome {
 };
 
 Outcome run_packs(const Tasks& tasks, const Trial& trial, const std::vector<int64_t>& cap_bytes) {
-    if (trial.order == Order::kWord || trial.order == Order::kWordInject) {
-        const Actions actions = static_word(tasks, trial.order == Order::kWordInject);
+    if (trial.order == Order::kStatic || trial.order == Order::kStaticInject) {
+        const Actions actions = static_word(tasks, trial.order == Order::kStaticInject);
         Simulation found = simulate(tasks, {actions.kind, actions.stage, actions.pack, actions.rank_offset});
         const double makespan_s = found.end_s.empty() ? 0.0 : *std::max_element(found.end_s.begin(), found.end_s.end());
         return {makespan_s, std::move(found.peak_bytes)};

@@ -1,4 +1,4 @@
-// Trials of one replica: packs cut, priced, scheduled and simulated without leaving the core (plan/search/trial_space.py).
+// Trials of one replica: packs cut, priced, scheduled and simulated without leaving the core (plan/candidates.py).
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace evenload {
 
 enum class Cut : int64_t { kSymmetric = 0, kAsymmetric = 1, kWhole = 2 };
-enum class Order : int64_t { kList = 0, kListAlternate = 1, kWord = 2, kWordInject = 3 };
+enum class Order : int64_t { kList = 0, kListAlternate = 1, kStatic = 2, kStaticInject = 3 };
 
 struct Setting {
     Cut cut;

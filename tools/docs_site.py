@@ -33,7 +33,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "planning": (
         "Planning a step, and writing a strategy or a schedule",
         (
-            "evenload/plan/planner.py", "evenload/plan/problem/*.py", "evenload/plan/strategies/strategy.py",
+            "evenload/plan/planner.py", "evenload/plan/problem.py", "evenload/plan/strategies/strategy.py",
             "evenload/plan/strategies/registry.py", "evenload/schedule/registry.py",
         ),
     ),

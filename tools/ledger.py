@@ -23,7 +23,7 @@ from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError, DataError, unreadable
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.merge_default import decide_dp_merge
+from evenload.plan.strategies.registry import decide_dp_merge
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.plan import StepPlan

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# plan/packing/bin_packing.py: (members int64[n], offset int64[groups + 1])
+# plan/packing.py: (members int64[n], offset int64[groups + 1])
 def best_fit_decreasing(
     num_tokens: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
@@ -16,12 +16,12 @@ def longest_first(
     load_s: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
-# plan/packing/var_length.py: int64[n], the group of every item, -1 = left over
+# plan/packing.py: int64[n], the group of every item, -1 = left over
 def pack_greedily(
     work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int
 ) -> NDArray[np.int64]: ...
 
-# plan/sharing/dacp.py: (owner int64[members], seconds float64[groups])
+# plan/dacp.py: (owner int64[members], seconds float64[groups])
 def assign_owners(
     num_tokens: NDArray[np.int64],
     local_s: NDArray[np.float64],
@@ -54,7 +54,7 @@ def simulate(
     split: tuple[NDArray[Any], ...] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]: ...
 
-# plan/sharing/phase_overlap.py: as list_schedule; cap_bytes int64[ranks], empty = not limited
+# plan/cp_sharding.py: as list_schedule; cap_bytes int64[ranks], empty = not limited
 def run_ahead(
     tasks: tuple[NDArray[Any], ...],
     kind: NDArray[np.uint8],
@@ -147,7 +147,7 @@ def price_packs(
     split: bool,
 ) -> tuple[Any, ...]: ...
 
-# plan/search/trial_packs.py; a curve is (linear_s, attention terms, slice_s)
+# plan/candidates.py; a curve is (linear_s, attention terms, slice_s)
 def cut_packs(
     table: CostTable,
     num_tokens: NDArray[np.int64],

@@ -13,7 +13,7 @@ from evenload.config.keys import plan_options
 from evenload.cost.host_memory import HostMemory
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.wlb import WlbOptions
 from evenload.types.cluster import LinkSpec
 from ledger import (

@@ -12,7 +12,7 @@ from evenload.cli.options import parse_tokens
 from evenload.cli.plan_arguments import chosen_strategies
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.layout import even_layout
 from evenload.types.length_unit import in_unit

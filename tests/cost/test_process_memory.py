@@ -6,7 +6,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.host_memory import ALLOCATOR_SHARE, FIRST_USE_BYTES, process_bytes
 from evenload.cost.memory import static_bytes
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec

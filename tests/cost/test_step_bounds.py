@@ -12,7 +12,7 @@ from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import layouts_of
 from evenload.explore.stage_layers import balanced_layout
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 

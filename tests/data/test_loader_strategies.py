@@ -10,9 +10,9 @@ from evenload.data.batches import decode_state, encode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.collate import IGNORE_INDEX, collate_packs
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.deferral import DelayState
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout

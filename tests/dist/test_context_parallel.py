@@ -6,7 +6,7 @@ import pytest
 from context_plans import RULES, context_plan, merged_plan
 from dist_equality import assert_plans_equal_plain
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
 from evenload.types.hf_config import model_from_hf_config

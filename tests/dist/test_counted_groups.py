@@ -1,6 +1,6 @@
 """Groups that a planner counts are those that are made."""
 
-from evenload.plan.reconfiguration.enumerated_layouts import num_groups
+from evenload.plan.layouts.layout_candidates import num_groups
 from evenload.types.layout import even_layout
 from mesh_groups import groups_made
 

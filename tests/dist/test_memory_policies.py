@@ -11,7 +11,7 @@ import torch
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.stepplan.transfer_order import LAG
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document

@@ -8,7 +8,7 @@ import pytest
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document

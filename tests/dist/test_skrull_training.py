@@ -7,10 +7,9 @@ import pytest
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
+from evenload.plan.dacp import SHARED
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.problem.step_problem import StepProblem
-from evenload.plan.sharing.dacp import SHARED
+from evenload.plan.problem import PlanOptions, StepProblem
 from evenload.plan.strategies.skrull import bucket_tokens, step_documents
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec

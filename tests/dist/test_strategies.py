@@ -8,7 +8,7 @@ from dist_equality import assert_plans_equal_plain
 from evenload.cost.pack_cost import PackCosts
 from evenload.explore.timelines import detailed_timeline
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan

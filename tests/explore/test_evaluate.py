@@ -7,7 +7,7 @@ from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.evaluate import StrategyResult, evaluate_strategies
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.layout import even_layout
 from evenload.types.time_split import TimeSplit
 

@@ -10,7 +10,7 @@ from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule, planned_steps
 from evenload.explore.evaluate import evaluate_strategies, headline, judged_window, with_window
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
 

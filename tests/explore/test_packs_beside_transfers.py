@@ -7,7 +7,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
 from evenload.explore.timelines import times_beside_transfers
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 

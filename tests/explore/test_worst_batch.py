@@ -10,7 +10,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.explore.batches import BatchRule
 from evenload.explore.worst_batch import find_worst
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 

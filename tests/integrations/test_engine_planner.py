@@ -12,7 +12,7 @@ from evenload.integrations.catalog import ENGINES
 from evenload.integrations.engine_profile import runnable
 from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.deferral import DelayState
 from evenload.plan.planner import StepPlanner
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document

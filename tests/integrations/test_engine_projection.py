@@ -14,7 +14,7 @@ from evenload.integrations.catalog import ENGINES, LOOP, engine_named
 from evenload.integrations.engine_profile import Topic, require_heads, require_strategy, runnable
 from evenload.integrations.projection import EngineStep, StepShape, project
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout, split_layout

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.plan.packing.bin_packing import assign_replicas
+from evenload.plan.packing import assign_replicas
 
 
 @settings(max_examples=100, deadline=None)

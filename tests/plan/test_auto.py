@@ -16,7 +16,7 @@ from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file

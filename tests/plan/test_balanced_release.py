@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.plan.deferral.balanced_release import EASY_DELAY_STEPS, TIGHT_DEGREE, AtHand, release_balanced
+from evenload.plan.deferral import EASY_DELAY_STEPS, TIGHT_DEGREE, AtHand, release_balanced
 
 
 def hand(works: list[float], n: int, **fields) -> AtHand:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.packing.bin_packing import best_fit_decreasing, longest_first
+from evenload.plan.packing import best_fit_decreasing, longest_first
 from reference import bin_packing as reference
 
 lengths = st.lists(st.integers(1, 50), max_size=40)

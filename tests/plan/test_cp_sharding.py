@@ -12,7 +12,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import PassCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import rank_seconds
-from evenload.plan.sharing.cp_sharding import possible_shardings
+from evenload.plan.cp_sharding import possible_shardings
 from evenload.stepplan.rank_rows import RankRanges, joined, ranges_by_owner, ranges_per_sequence, ranked_packs
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns

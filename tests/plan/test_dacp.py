@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
+from evenload.plan.dacp import SHARED, MicroBatch, assign_owners
 from reference.dacp import algorithm_1, chosen, least_seconds, owners, rank_seconds, rank_tokens
 
 

@@ -9,7 +9,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, InvalidPlanError
 from evenload.explore.timelines import detailed_timeline, split_planned_step, split_proposal
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.transfer_order import transfer_order
 from evenload.stepplan.validate import validate_plan

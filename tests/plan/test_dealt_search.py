@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
-from evenload.plan.reconfiguration.dealt_search import DealtCosts, best_dealt_mapping
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.layout_candidates import LayoutCandidates
-from evenload.plan.reconfiguration.mapping_cost import BatchCosts, MappingCosts
+from evenload.plan.layouts.flex_planner import FlexPlanner
+from evenload.plan.layouts.hbsa import DealtCosts, best_dealt_mapping
+from evenload.plan.layouts.layout_candidates import LayoutCandidates
+from evenload.plan.layouts.mapping_cost import BatchCosts, MappingCosts
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec

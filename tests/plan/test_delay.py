@@ -11,9 +11,9 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.errors import DataError
-from evenload.plan.deferral.delay import DelayState, Waiting
+from evenload.plan.deferral import DelayState, Waiting
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.wlb import WlbOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from

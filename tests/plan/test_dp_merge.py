@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import InvalidPlanError
-from evenload.plan.packing.dp_merge import merge_documents
+from evenload.plan.dp_merge import merge_documents
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.search.step_search import search_merged
+from evenload.plan.problem import PlanOptions
+from evenload.plan.search import search_merged
 from evenload.plan.strategies.slimpack import slimpack_rules
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenload.plan.reconfiguration.enumerated_layouts import enumerated_layouts, num_groups
+from evenload.plan.layouts.layout_candidates import enumerated_layouts, num_groups
 from evenload.types.layout import even_layout, split_layout
 
 

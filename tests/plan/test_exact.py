@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
-from evenload.plan.packing.bin_packing import longest_first
-from evenload.plan.packing.exact import exact_groups
+from evenload.plan.packing import longest_first
+from evenload.plan.strategies.fixed import exact_groups
 
 
 def groupings(count, num_groups):

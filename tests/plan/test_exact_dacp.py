@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.sharing.dacp import MicroBatch, assign_owners
-from evenload.plan.sharing.gds import StepDocuments, assign_micro_batches
+from evenload.plan.dacp import MicroBatch, StepDocuments, assign_micro_batches, assign_owners
 from reference.dacp import chosen, least_seconds, rank_seconds, rank_tokens
 from reference.exact_dacp import exact_micro_batches, exact_owners
 

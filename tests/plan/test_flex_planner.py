@@ -8,10 +8,10 @@ from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.timelines import split_proposal
+from evenload.plan.layouts.flex_planner import FlexPlanner
+from evenload.plan.layouts.fmop import FlexState
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.fmop import FlexState
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_layouts
 from evenload.report.table import format_action, format_conditions

@@ -4,11 +4,11 @@ import pytest
 
 from cost_samples import sample_model
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.feedback.measured_layouts import MeasuredLayouts
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.fmop import FlexState
-from evenload.plan.reconfiguration.switch_memory import switch_memory
-from evenload.plan.reconfiguration.switch_pieces import SwitchPieces, model_pieces
+from evenload.plan.layouts.flex_planner import FlexPlanner
+from evenload.plan.layouts.fmop import FlexState
+from evenload.plan.layouts.measured_layouts import MeasuredLayouts
+from evenload.plan.layouts.moves import SwitchPieces, model_pieces
+from evenload.plan.layouts.switch_prices import switch_memory
 from evenload.types.layout import even_layout
 from evenload.types.layout_decision import LayoutDecision
 from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, documents, make

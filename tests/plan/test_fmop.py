@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.plan.reconfiguration.fmop import Decision, FlexState, Outlook, decide, state_after
+from evenload.plan.layouts.fmop import Decision, FlexState, Outlook, decide, state_after
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.layout import even_layout
 

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.plan.sharing import gds
-from evenload.plan.sharing.dacp import MicroBatch, assign_owners
-from evenload.plan.sharing.gds import StepDocuments, assign_micro_batches
+from evenload.plan import dacp as gds
+from evenload.plan.dacp import MicroBatch, StepDocuments, assign_micro_batches, assign_owners
 from reference.dacp import chosen, rank_tokens
 
 

@@ -9,9 +9,9 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.switch import ReceiveSeconds
-from evenload.plan.reconfiguration.hbsa import layer_bounds, priced_mapping, search_mappings
-from evenload.plan.reconfiguration.mapping_cost import BatchCosts, BatchLengths, Mapping, MappingCosts, layer_costs
-from evenload.plan.search.policy_order import policies_in_order
+from evenload.plan.activation_policy import policies_in_order
+from evenload.plan.layouts.hbsa import layer_bounds, priced_mapping, search_mappings
+from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, Mapping, MappingCosts, layer_costs
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout

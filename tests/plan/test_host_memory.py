@@ -15,10 +15,9 @@ from evenload.data.lengths import read_lengths
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule
 from evenload.explore.stage_layers import usable_bytes
+from evenload.plan.host_memory import host_excess_bytes, ordered_within_host
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.search.host_order import host_excess_bytes, ordered_within_host
+from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem
 from evenload.plan.strategies.auto import least_beyond_memory
 from evenload.schedule.simulate import simulate
 from evenload.types.cluster import LinkSpec

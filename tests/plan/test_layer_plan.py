@@ -10,9 +10,9 @@ from evenload.cost.memory import byte_rates
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.explore.timelines import split_proposal
+from evenload.plan.layouts import layout_plans
+from evenload.plan.layouts.layout_plans import MOST_PLANS, plan_recomputing_layers
 from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration import layout_plans
-from evenload.plan.reconfiguration.layer_plan import MOST_PLANS, plan_recomputing_layers
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.plan.reconfiguration.layout_outcome import LayoutOutcome
+from evenload.plan.layouts.layout_plans import LayoutOutcome
 
 NOT_ASKED: Any = None
 

@@ -6,8 +6,14 @@ import threading
 import msgspec
 import pytest
 
-from evenload.plan.feedback.layout_track import WARM_UP_STEPS, KnownAfter, LayoutTrack
-from evenload.plan.feedback.measured_layouts import FADE, KEPT_RATIOS, MeasuredLayouts
+from evenload.plan.layouts.measured_layouts import (
+    FADE,
+    KEPT_RATIOS,
+    WARM_UP_STEPS,
+    KnownAfter,
+    LayoutTrack,
+    MeasuredLayouts,
+)
 from evenload.types.layout import even_layout
 from evenload.types.layout_decision import switch_kind
 from evenload.types.plan import Prediction, StepPlan

@@ -1,8 +1,8 @@
 import pytest
 
 from cost_samples import sample_coefficients
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.strategies.merge_default import decide_dp_merge
+from evenload.plan.problem import PlanOptions
+from evenload.plan.strategies.registry import decide_dp_merge
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 

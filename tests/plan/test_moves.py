@@ -11,7 +11,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
 from evenload.cost.switch import _holds, _missing_bytes, _state_of, _weights_of
 from evenload.errors import ConfigError
-from evenload.plan.reconfiguration.moves import Move, Piece, moved_bytes, moving_seconds, pipeline_ranks, plan_moves
+from evenload.plan.layouts.moves import Move, Piece, moved_bytes, moving_seconds, pipeline_ranks, plan_moves
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 

@@ -9,7 +9,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.cluster_catalog import cluster_from

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.plan.sharing.phase_overlap import run_ahead
+from evenload.plan.cp_sharding import run_ahead
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.schedule_rule import UNLIMITED_BYTES
 from evenload.schedule.simulate import simulate

@@ -3,9 +3,9 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.layer_counts import OFFLOAD, RECOMPUTE, REPLAY
+from evenload.plan.activation_policy import policies_in_order, policies_within_host
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.search.policy_order import policies_in_order, policies_within_host
+from evenload.plan.problem import PlanOptions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec

@@ -53,7 +53,7 @@ def install(folder: Path, code: str, entry_points: str) -> None:
 TOY = """
 import dataclasses
 from evenload.schedule.static_schedules import GPIPE
-from evenload.plan.packing.whole_packs import assign_in_turn
+from evenload.plan.packing import assign_in_turn
 from evenload.plan.strategies.strategy import Strategy
 
 def plan_toy(problem):

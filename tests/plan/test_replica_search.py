@@ -7,11 +7,8 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.problem.step_problem import StepProblem
-from evenload.plan.search.replica_search import ReplicaSearch, score
-from evenload.plan.search.trial_packs import cut_rules, trial_packs
-from evenload.plan.search.trial_space import CUTS, ORDERS, TAPERS, Setting, Trial
+from evenload.plan.candidates import CUTS, TAPERS, Order, ReplicaSearch, Setting, Trial, cut_rules, score, trial_packs
+from evenload.plan.problem import PlanOptions, StepProblem
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 from reference.cuts import cut_packs
@@ -83,10 +80,10 @@ def test_cuts_equal_their_reference(num_tokens: list[int], setting: Setting, cha
 TRIALS = st.builds(
     Trial,
     setting=SETTINGS,
-    order=st.sampled_from(ORDERS),
+    order=st.sampled_from(Order),
     lookahead=st.sampled_from([None, 0, 3]),
     split=st.booleans(),
-).filter(lambda trial: not (trial.order.startswith("static") and trial.split))
+).filter(lambda trial: not (trial.order.is_static and trial.split))
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,8 +147,7 @@ def test_trials_are_rated_once() -> None:
 def test_the_core_refuses_trials_it_does_not_know(field: str) -> None:
     """Numbers out of range would read memory or run another trial."""
     from evenload import _native
-    from evenload.plan.search.trial_packs import ALIGN_FROM_TILES, NO_TOKEN_LIMIT
-    from evenload.plan.search.trial_space import trial_rows
+    from evenload.plan.candidates import ALIGN_FROM_TILES, NO_TOKEN_LIMIT, trial_rows
 
     problem = problem_of([5, 9, 30])
     rows = trial_rows([Trial(Setting("whole", 2))])

@@ -6,9 +6,9 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.explore.stage_layers import usable_bytes
+from evenload.plan.activation_policy import worst_score
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.search.policy_choice import worst_score
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document

@@ -9,11 +9,11 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.deferral import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
-from evenload.plan.strategies.best_fit import BestFitOptions
+from evenload.plan.strategies.baselines import BestFitOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_trainable
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.schedule.registry import SCHEDULES

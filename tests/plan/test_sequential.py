@@ -3,7 +3,7 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.plan.strategies.sequential import sequential_packs
+from evenload.plan.strategies.baselines import sequential_packs
 
 
 def test_documents_are_cut_where_the_window_ends() -> None:

@@ -7,7 +7,7 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.document import Document

@@ -10,12 +10,10 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.data.hub import model_from
 from evenload.explore.stage_layers import usable_bytes
-from evenload.plan.packing.dp_merge import long_merges
+from evenload.plan.dp_merge import long_merges
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.search import replica_search
-from evenload.plan.search.merge_choice import rate_merges
-from evenload.plan.search.step_search import search_merged
+from evenload.plan.problem import PlanOptions
+from evenload.plan.search import rate_merges, replica_search, search_merged
 from evenload.plan.strategies import slimpack
 from evenload.plan.strategies.slimpack import plan_slimpack, slimpack_rules
 from evenload.stepplan.validate import validate_plan
@@ -162,9 +160,9 @@ def test_a_few_trials_tell_what_a_search_finds(table, count) -> None:
     for merge, (excess, seconds) in zip(merges, rate_merges(problem, merges, rules), strict=True):
         found = search_merged(problem, merge, rules, 0.9)
         assert found is not None
-        assert (found.worth()[0] == 0) >= (excess == 0)
+        assert (found.score_key()[0] == 0) >= (excess == 0)
         if not excess:
-            assert found.worth()[1] == pytest.approx(seconds, rel=0.25)
+            assert found.score_key()[1] == pytest.approx(seconds, rel=0.25)
 
 
 def test_blocks_divide_the_replicas_and_nest() -> None:

@@ -10,7 +10,7 @@ from evenload.cost.layer_counts import POLICIES
 from evenload.cost.memory import static_bytes
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.skrull import bucket_tokens, can_fit
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan

@@ -5,8 +5,8 @@ import pytest
 
 from cost_samples import sample_model
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter, static_bytes
-from evenload.plan.reconfiguration.switch_memory import switch_memory
-from evenload.plan.reconfiguration.switch_pieces import SwitchPieces, model_pieces
+from evenload.plan.layouts.moves import SwitchPieces, model_pieces
+from evenload.plan.layouts.switch_prices import switch_memory
 from evenload.types.layout import even_layout
 
 MODEL = sample_model()

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import CopySpec
 from evenload.cost.switch import switch_seconds
-from evenload.plan.reconfiguration.moves import moved_bytes
-from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
-from evenload.plan.reconfiguration.switch_pieces import SwitchPieces, model_pieces
-from evenload.plan.reconfiguration.switch_prices import SwitchPrices
+from evenload.plan.layouts.moves import SwitchPieces, model_pieces, moved_bytes
+from evenload.plan.layouts.switch_prices import SwitchPrices, stall_seconds, state_seconds
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 

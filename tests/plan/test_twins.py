@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients
 from evenload.cost.coefficients import CopySpec
 from evenload.errors import ConfigError
-from evenload.plan.reconfiguration.moves import Moves, Piece, plan_moves
-from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
-from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
-from evenload.plan.reconfiguration.twins import shared_bytes, shared_pieces
+from evenload.plan.layouts.moves import Moves, Piece, SwitchPieces, plan_moves, shared_bytes, shared_pieces
+from evenload.plan.layouts.switch_prices import stall_seconds, state_seconds
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout, split_layout
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
-from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedily
+from evenload.plan.packing import LEFT_OVER, members_of, pack_greedily
 
 documents = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.0, 0.1, 0.2, 0.3, 1.0, 2.5, 7.0])), max_size=50)
 

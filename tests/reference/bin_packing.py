@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 
 def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """As `evenload.plan.packing.bin_packing.best_fit_decreasing`, of documents that fit."""
+    """As `evenload.plan.packing`, of documents that fit."""
     bins: list[list[int]] = []
     free: list[int] = []
     for item in np.argsort(-num_tokens, kind="stable").tolist():
@@ -28,7 +28,7 @@ def longest_first(
     capacity: int | None = None,
     load_s: NDArray[np.float64] | None = None,
 ) -> list[list[int]]:
-    """As `evenload.plan.packing.bin_packing.longest_first`."""
+    """As `evenload.plan.packing`."""
     sizes = [0] * len(work_s) if num_tokens is None else num_tokens.tolist()
     limit = 0 if capacity is None else capacity
     groups: list[list[int]] = [[] for _ in range(num_groups)]

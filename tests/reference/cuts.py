@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
-from evenload.plan.search.trial_packs import ALIGN_FROM_TILES, CutRules
-from evenload.plan.search.trial_space import Setting
+from evenload.plan.candidates import ALIGN_FROM_TILES, CutRules, Setting
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.work import WorkCurve
 from reference.bin_packing import longest_first
@@ -19,7 +18,7 @@ from reference.partition import partition_by_work
 def cut_packs(
     rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int = 1
 ) -> tuple[SliceColumns, SliceColumns] | None:
-    """As `evenload.plan.search.trial_packs.trial_packs`."""
+    """As `evenload.plan.candidates.trial_packs`."""
     packs = _tapered(rules, num_tokens, setting)
     if packs is None:
         return None

@@ -25,9 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.packing.exact import OPTIMAL_GAP
-from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
-from evenload.plan.sharing.gds import Groups, StepDocuments
+from evenload.plan.dacp import SHARED, Groups, MicroBatch, StepDocuments, assign_owners
+from evenload.plan.strategies.fixed import OPTIMAL_GAP
 from reference.dacp import chosen, rank_seconds
 
 

@@ -1,4 +1,4 @@
-"""Actions of later phases in the gaps of earlier ones, rank by rank, as `evenload.plan.sharing.phase_overlap` says."""
+"""Actions of later phases in the gaps of earlier ones, rank by rank, as `evenload.plan.cp_sharding` says."""
 
 from dataclasses import dataclass
 

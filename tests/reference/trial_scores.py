@@ -2,10 +2,8 @@
 
 import numpy as np
 
-from evenload.plan.problem.candidate import imbalance
-from evenload.plan.search.replica_search import ReplicaSearch, TrialScore
-from evenload.plan.search.trial_packs import cut_rules
-from evenload.plan.search.trial_space import Trial
+from evenload.plan.candidates import Order, ReplicaSearch, Trial, TrialScore, cut_rules
+from evenload.plan.problem import imbalance
 from evenload.schedule.packflow import packflow_static
 from evenload.schedule.schedule_rule import UNLIMITED_BYTES
 from reference.cuts import cut_packs
@@ -15,20 +13,21 @@ from reference.simulation import reference_simulation
 
 
 def score_of(search: ReplicaSearch, trial: Trial) -> TrialScore | None:
-    """What `evenload.plan.search.replica_search.score` must find; None where the packs do not exist."""
+    """What `evenload.plan.candidates.score` must find; None where the packs do not exist."""
     problem = search.problem
     packs = cut_packs(cut_rules(problem), search.num_tokens, trial.setting, search.ranks)
     if packs is None or (trial.split and problem.layout.num_stages == 1):
         return None
     tasks = pipeline_tasks(problem.costs, *packs, search.num_tokens, search.policy, split=trial.split)
-    if trial.order.startswith("static"):
-        actions = packflow_static(tasks, inject=trial.order == "static inject")
+    assert isinstance(trial.order, Order)
+    if trial.order.is_static:
+        actions = packflow_static(tasks, inject=trial.order is Order.STATIC_INJECT)
     else:
         limited = problem.cap_bytes is not None
         actions = list_schedule(
             tasks,
             cap_bytes=problem.cap_bytes if limited else np.full(tasks.num_ranks, UNLIMITED_BYTES),
-            alternate=trial.order == "list alternate",
+            alternate=trial.order is Order.LIST_ALTERNATE,
             lookahead=trial.lookahead,
             split=trial.split,
         )

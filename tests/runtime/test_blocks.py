@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.runtime.comm.tensor_group import RowShard
-from evenload.runtime.replay.blocks import BlockIndex
-from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.store import ActivationStore, BlockIndex
 from evenload.types.micropack import ActivationPolicy
 from single_stage import packs_of
 

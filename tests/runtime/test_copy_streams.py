@@ -9,8 +9,7 @@ import torch
 
 from evenload.errors import ConfigError
 from evenload.runtime.replay import host_copies
-from evenload.runtime.replay.host_arena import SEGMENT_BYTES
-from evenload.runtime.replay.host_copies import CudaHostCopies
+from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.token_range import Range
 from fake_streams import Device

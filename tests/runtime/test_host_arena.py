@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.runtime.replay.host_arena import ALIGNMENT_BYTES, HostArena, HostRows
+from evenload.runtime.replay.host_copies import ALIGNMENT_BYTES, HostArena, HostRows
 from evenload.types.model_catalog import MODELS
 from offload_orders import follow, new_segment, offload_order, plans_of
 

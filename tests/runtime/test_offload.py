@@ -7,8 +7,7 @@ from evenload.attention.backends import select_backend
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.host_arena import HostRows
-from evenload.runtime.replay.host_copies import ThreadHostCopies, host_copies
+from evenload.runtime.replay.host_copies import HostRows, ThreadHostCopies, host_copies
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config

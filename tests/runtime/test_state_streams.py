@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from evenload.plan.reconfiguration.moves import Piece
+from evenload.plan.layouts.moves import Piece
 from evenload.runtime.stages.arrivals import StateArrival
 from evenload.types.layout import even_layout
 from fake_streams import Device

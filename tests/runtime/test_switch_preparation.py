@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenload.plan.reconfiguration.moves import Piece
+from evenload.plan.layouts.moves import Piece
 from evenload.runtime.optim.parameter_units import BufferGroup
 from evenload.runtime.stages import copy_timings
 from evenload.runtime.stages.copy_timings import _Reading

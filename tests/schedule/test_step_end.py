@@ -13,7 +13,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import pack_features, shares_left, stage_units
 from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.schedule.simulate import simulate
 from evenload.schedule.step_ends import RankSums, SimulatedReplica, _completing_places, run_sums
 from evenload.stepplan.plan_tasks import timed_tasks

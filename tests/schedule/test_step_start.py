@@ -11,7 +11,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import forward_units, pack_features, shares_before, unit_transfers
 from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.schedule.step_ends import delayed, first_gathers, run_gathers
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document

@@ -7,7 +7,7 @@ from context_plans import RULES, context_plan
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import InvalidPlanError
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file

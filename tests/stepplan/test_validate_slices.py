@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.stepplan.validate import slice_offences
 from evenload.types.document import Document, Slice

@@ -12,7 +12,7 @@ from evenload.bench.runs import (
     option_tables_of,
 )
 from evenload.cost.host_memory import HostMemory
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.layout import even_layout
 from ledger import COLUMNS, FACTS, LedgerRow
 

@@ -18,7 +18,7 @@ from evenload.config.sections import with_adapters
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.static_schedules import gpipe, zero_bubble_h1

@@ -12,11 +12,11 @@ from evenload.cost.layer_counts import local_kv_heads
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.runtime.comm.tensor_group import RowShard
-from evenload.runtime.replay.blocks import BlockIndex
-from evenload.runtime.replay.host_arena import HostArena
+from evenload.runtime.replay.host_copies import HostArena
 from evenload.runtime.replay.rank_packs import pack_ranges
+from evenload.runtime.replay.store import BlockIndex
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec

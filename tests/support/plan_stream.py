@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.deferral import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED

@@ -2,8 +2,7 @@
 
 import torch
 
-from evenload.runtime.replay.host_arena import HostArena, HostRows
-from evenload.runtime.replay.host_copies import ThreadHostCopies
+from evenload.runtime.replay.host_copies import HostArena, HostRows, ThreadHostCopies
 
 
 class SpoiledHostCopies(ThreadHostCopies):

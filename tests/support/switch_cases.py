@@ -17,8 +17,8 @@ from evenload.config.layouts import layouts_of
 from evenload.config.planner import run_planner
 from evenload.config.train_config import load_train_config
 from evenload.errors import InvalidPlanError
+from evenload.plan.layouts.moves import moved_bytes, plan_moves
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.reconfiguration.moves import moved_bytes, plan_moves
 from evenload.runtime.checkpoint.checkpoint import run_tensors
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.model.configured import model_spec

@@ -6,7 +6,7 @@ from torch import Tensor
 from dist_cases import RankUnderTest
 from evenload.runtime.comm.cp_groups import Transfer
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.layout import even_layout

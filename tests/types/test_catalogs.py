@@ -12,7 +12,7 @@ from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import ClusterSpec, DeviceSpec
 from evenload.types.cluster_catalog import BUILT_IN, cluster_from
 from evenload.types.document import Document

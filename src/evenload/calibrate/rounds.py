@@ -36,7 +36,7 @@ import torch.distributed as dist
 from evenload.cost.layer_counts import activation_bytes_per_token, kv_bytes_per_token, slice_pairs
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.device import seconds_now
-from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.micropack import Direction

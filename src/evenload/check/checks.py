@@ -58,11 +58,9 @@ from evenload.data.encoders import IGNORE_INDEX
 from evenload.data.hub import local_path
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, EvenloadError, InfeasiblePlanError, InvalidPlanError, RankLostError
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.deferral import DelayState
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.balanced import BALANCED
-from evenload.plan.strategies.best_fit import BEST_FIT
-from evenload.plan.strategies.padded import PADDED
+from evenload.plan.strategies.baselines import BALANCED, BEST_FIT, PADDED
 from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.configured import load_config, model_spec

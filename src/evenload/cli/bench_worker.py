@@ -24,8 +24,8 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.explore.timelines import detailed_timeline, split_planned_step
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.strategies.best_fit import BEST_FIT
+from evenload.plan.problem import PlanOptions
+from evenload.plan.strategies.baselines import BEST_FIT
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report

@@ -25,7 +25,7 @@ from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.plan.strategies.strategy import LeftOutStrategy, Strategy
 from evenload.types.cluster_catalog import BUILT_IN

@@ -46,9 +46,9 @@ from evenload.integrations.engine_profile import BEST, EngineProfile, require_he
 from evenload.integrations.evaluate import EngineEvaluation, evaluate_engine
 from evenload.integrations.planner import EnginePlanner
 from evenload.integrations.projection import StepShape
+from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.strategies.best_fit import BEST_FIT
+from evenload.plan.strategies.baselines import BEST_FIT
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.plan.strategies.strategy import LeftOutStrategy

@@ -35,7 +35,7 @@ from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
 from evenload.explore.stage_layers import usable_bytes
 from evenload.integrations.catalog import engine_named
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.report.units import format_percent
 from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from evenload.types.cluster_catalog import BUILT_IN, cluster_from

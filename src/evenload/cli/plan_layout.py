@@ -23,9 +23,9 @@ from evenload.explore.strategy_layouts import (
     planners_in,
     search_strategies,
 )
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
+from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.strategies.auto import AUTO
-from evenload.plan.strategies.best_fit import BEST_FIT
+from evenload.plan.strategies.baselines import BEST_FIT
 from evenload.report.units import format_percent, format_seconds
 from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout

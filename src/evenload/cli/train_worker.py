@@ -41,7 +41,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError, RankLostError
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.integrations.callback import Callback
-from evenload.plan.strategies.merge_default import decide_dp_merge
+from evenload.plan.strategies.registry import decide_dp_merge
 from evenload.runtime.checkpoint.directory import (
     checkpoints_of,
     skipped_checkpoints,

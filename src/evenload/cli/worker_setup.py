@@ -3,10 +3,10 @@ join the others, build or read the costs, and set up the device.
 
 Each rule stands with what it protects, where it is checked again when the run builds its parts (under torchrun
 processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
-(`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_ring`), layers and stages (`types.layout`),
-tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.coverage`), sources and what
-their files hold (`data.part_files`). tests/support/matrix.py lists the pairs; all others are trained in
-tests/dist/test_matrix.py.
+(`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_attention`), layers and stages
+(`types.layout`), tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.coverage`),
+sources and what their files hold (`data.part_files`). tests/support/matrix.py lists the pairs; all others are trained
+in tests/dist/test_matrix.py.
 """
 
 import os
@@ -38,7 +38,7 @@ from evenload.data.config import mixture_configs
 from evenload.data.hub import local_path
 from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
-from evenload.plan.search.usable_cores import usable_cores
+from evenload.plan.candidates import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
@@ -47,7 +47,7 @@ from evenload.runtime.model.export_files import require_same_ids
 from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
-from evenload.runtime.replay.context_ring import require_no_window
+from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout

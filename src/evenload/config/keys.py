@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from evenload.errors import ConfigError
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import option_tables
 from evenload.types.nearest_name import did_you_mean, nearest_name
 

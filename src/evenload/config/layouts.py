@@ -7,7 +7,7 @@ import msgspec
 
 from evenload.config.train_config import ParallelConfig, TrainConfig, layout_of
 from evenload.errors import ConfigError
-from evenload.plan.reconfiguration.enumerated_layouts import enumerated_layouts
+from evenload.plan.layouts.layout_candidates import enumerated_layouts
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import require_trainable, strategy_named
 from evenload.types.counted import counted

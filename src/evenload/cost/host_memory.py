@@ -1,9 +1,9 @@
 """Count main memory: what offloaded activations take on a node, and a whole training process on a CPU.
 
-**Offloaded activations.** What a rank holds there follows its actions: a forward's offloaded rows from its start on
-(`cost.layer_counts`: all that `replay` would keep), until the backward that contains a chunk's first token ends, as on
-the device. The memory is page-locked and not given back within a run (`runtime/replay/host_arena.py`), so a rank's peak
-is what it holds, and a node's need is the sum of the peaks of its ranks, whenever each of them is.
+What a rank holds there follows its actions: a forward's offloaded rows from its start on (`cost.layer_counts`: all that
+`replay` would keep), until the backward that contains a chunk's first token ends, as on the device. The memory is
+page-locked and not given back within a run (`runtime/replay/host_copies.py`), so a rank's peak is what it holds, and a
+node's need is the sum of the peaks of its ranks, whenever each of them is.
 
 The order of ranks says who shares a node (`types.layout`): devices are numbered by pipeline rank, then replica, then
 context and tensor rank, and a node has `devices_per_node` neighbours.

@@ -18,7 +18,7 @@ optimizer state moves behind it (`runtime.stages.arrivals`), and the optimizer w
 T(switch) is the sum of both waits. Price: O(devices · units) numpy.
 
 Where processes of a node read each other's memory (`CopySpec`), a switch is priced from its moves
-(`plan.reconfiguration.switch_prices`); of what is here a search still uses `ReceiveSeconds`.
+(`plan.layouts.switch_prices`); of what is here a search still uses `ReceiveSeconds`.
 
 Where we differ from the paper: no copies of what other nodes hold, no fixed cost of making groups (they are made at the
 start of a run); `overhead_s` of the planner stands for what remains. What transfers take from the step behind which

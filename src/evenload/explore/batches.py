@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError, DataError
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.deferral import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, LeftOut

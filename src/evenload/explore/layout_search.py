@@ -41,7 +41,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
 from evenload.explore.stage_layers import balanced_layout, usable_bytes
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AUTO, AutoOptions
 from evenload.types.base import Frozen
 from evenload.types.cluster import ClusterSpec, LinkSpec

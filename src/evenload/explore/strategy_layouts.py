@@ -31,7 +31,7 @@ from evenload.explore.layout_search import (
 )
 from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen

@@ -32,8 +32,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
 from evenload.cost.pipeline_tasks import gather_seconds
 from evenload.plan.planner import Proposal
-from evenload.plan.problem.candidate import Candidate
-from evenload.plan.problem.step_problem import ReplicaChoice
+from evenload.plan.problem import Candidate, ReplicaChoice
 from evenload.schedule.critical_path import Bubble, critical_path, p2p_transfers, split_bubble
 from evenload.schedule.simulate import Simulation, join_timelines, memory_ledger, simulate, to_timeline
 from evenload.schedule.step_ends import SimulatedReplica, StepEnd, step_end

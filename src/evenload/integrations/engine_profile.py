@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, NoReturn
 
 from evenload.errors import ConfigError
-from evenload.plan.problem.options import CHOOSE, PlanOptions
+from evenload.plan.problem import CHOOSE, PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen

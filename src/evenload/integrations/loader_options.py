@@ -33,7 +33,7 @@ from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, res
 from evenload.integrations.catalog import LOOP, engine_named
 from evenload.integrations.engine_profile import BEST, EngineProfile, require_auto, require_strategy
 from evenload.integrations.projection import StepShape
-from evenload.plan.problem.options import PlanOptions
+from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.types.counted import counted

@@ -41,7 +41,7 @@ from evenload.integrations.loader_inputs import data_config, require_choice, tok
 from evenload.integrations.loader_options import LoaderOptions, LoaderPlace, find_place
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
 from evenload.integrations.projection import project
-from evenload.plan.deferral.delay import DelayState
+from evenload.plan.deferral import DelayState
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.counted import counted

@@ -34,8 +34,8 @@ from evenload.integrations.engine_profile import (
 from evenload.integrations.price import EnginePrice, engine_price
 from evenload.integrations.projection import StepShape
 from evenload.plan.planner import AskedStep, Proposal, StepPlanner
-from evenload.plan.problem.options import CHOOSE, PlanOptions
-from evenload.plan.strategies.balanced import BALANCED
+from evenload.plan.problem import CHOOSE, PlanOptions
+from evenload.plan.strategies.baselines import BALANCED
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.cluster_catalog import DEVICES_PER_NODE, cluster_from
 from evenload.types.hf_config import model_from_hf_config

@@ -23,7 +23,7 @@ from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.cost.units import forward_units, pack_features, stage_units, unit_seconds, unit_transfers
 from evenload.integrations.engine_profile import EngineProfile
 from evenload.integrations.projection import EngineMicroBatch, StepShape, project
-from evenload.plan.problem.options import CHOOSE
+from evenload.plan.problem import CHOOSE
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.simulate import simulate
 from evenload.schedule.step_ends import SimulatedReplica, step_end

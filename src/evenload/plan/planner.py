@@ -16,19 +16,11 @@ from evenload.cost.host_memory import HostMemory, Unlimited
 from evenload.cost.layer_counts import POLICIES, REPLAY
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError, InfeasiblePlanError
-from evenload.plan.deferral.delay import (
-    DelayState,
-    arrivals_of,
-    mean_token_delay_steps,
-    state_after,
-    trained_documents,
-)
-from evenload.plan.problem.candidate import imbalance, with_times_that_run
-from evenload.plan.problem.options import PlanOptions
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_host
-from evenload.plan.search.policy_order import policies_in_order
-from evenload.plan.sharing.as_run import choices_as_run
+from evenload.plan.activation_policy import policies_in_order
+from evenload.plan.cp_sharding import repriced_choices
+from evenload.plan.deferral import DelayState, arrivals_of, mean_token_delay_steps, state_after, trained_documents
+from evenload.plan.host_memory import offloaded_node_bytes, plan_within_host
+from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.schedule.critical_path import CriticalPath, critical_path
 from evenload.schedule.step_ends import step_end
@@ -195,7 +187,7 @@ class StepPlanner:
         age_steps = np.zeros(len(documents), np.int64) if arrivals is None else arrivals.age_steps()
         choices = tuple(
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
-            for choice in choices_as_run(problem, answer.choices)
+            for choice in repriced_choices(problem, answer.choices)
         )
         plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)

@@ -30,12 +30,11 @@ from torch import Tensor
 from evenload.runtime.comm.channels import Carried, Channels
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import HostClock, step_clock, to_device
-from evenload.runtime.replay.forward_store import ForwardStore
 from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
-from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.store import ActivationStore, ForwardStore
 from evenload.types.schedule import Action, completing_actions
 from evenload.types.timeline import KINDS
 from evenload.types.token_range import Range

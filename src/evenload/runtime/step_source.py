@@ -16,11 +16,9 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import InvalidPlanError
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.feedback.layout_track import LayoutTrack
-from evenload.plan.feedback.measured_layouts import MeasuredLayouts
+from evenload.plan.layouts.flex_planner import FlexPlanner, FlexRunPlanner, PlannerState
+from evenload.plan.layouts.measured_layouts import LayoutTrack, MeasuredLayouts
 from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.planner_state import FlexRunPlanner, PlannerState
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.replay.rank_packs import Exchange, RankPacks, RankStep

@@ -19,10 +19,9 @@ from evenload.data.batches import decode_state, encode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.feed.step_maker import PlannedStep
-from evenload.plan.feedback.layout_track import KnownAfter
+from evenload.plan.layouts.flex_planner import FlexPlanner, PlannerState, resumed_flex
+from evenload.plan.layouts.measured_layouts import KnownAfter
 from evenload.plan.planner import StepPlanner
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.planner_state import PlannerState, resumed_flex
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run

@@ -1,8 +1,8 @@
 """`auto`: one optimiser over all strategies, scored by simulated time within memory.
 
     1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
-    2  where several activation policies come close, each of the best (`plan.search.refine_step`): split
-       backwards and other schedules of the best packs, then neighbours of the best trials (`plan.search.trial_space`):
+    2  where several activation policies come close, each of the best (`refine`): split
+       backwards and other schedules of the best packs, then neighbours of the best trials (`plan.candidates`):
        look-ahead, tapered ends, token weight, pack count, cut; the slowest replica last; then the packs found under
        ZB-H1
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
@@ -16,23 +16,31 @@ clock instead and is off by default, because the plan then depends on the machin
 
 The strategies solved by an exact solver are left out: they take seconds, and what they solve (equal windows of
 whole documents) is not what bounds a step here.
+How a step that was found improves by time alone (`refine`):
+
+    1  the heaviest replica improves: other schedules and tapered ends of its best packs, then neighbours of its best
+       trials; the others rate the best few of those
+    2  replicas are evened out again
+    3  what is left of the budget goes to the slowest replica, for which the step waits, until none gets better or
+       it is near its bound
+    4  the packs of the slowest under the other schedules
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.plan.packing.pack_counts import pack_counts
-from evenload.plan.problem.options import CHOOSE, StrategyOptions
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.search.found_step import FoundStep
-from evenload.plan.search.host_order import beyond_memory_bytes, ordered_within_host
-from evenload.plan.search.policy_choice import work_s, worst_score
-from evenload.plan.search.probe_rating import SearchRules
-from evenload.plan.search.refine_step import RefineRules, refine
-from evenload.plan.search.replica_search import ReplicaSearch, by_time
-from evenload.plan.search.trial_space import Setting, Trial, trial_under
-from evenload.plan.sharing.as_run import choices_as_run
+from evenload.plan.activation_policy import work_s, worst_score
+from evenload.plan.candidates import Order, ReplicaSearch, Setting, Trial, by_time, score, score_of, trial_under
+from evenload.plan.cp_sharding import repriced_choices
+from evenload.plan.host_memory import beyond_memory_bytes, ordered_within_host
+from evenload.plan.packing import pack_counts
+from evenload.plan.problem import CHOOSE, ReplicaChoice, StepProblem, StrategyOptions
+from evenload.plan.search import SearchResult, SearchRules, best_packs, even_out, share_best
 from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
 from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
@@ -40,16 +48,133 @@ from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.schedule.step_ends import step_end
 
+PROBE_SHARE = 0.5
+"""Of the budget: what the first replica may use to find good trials for all."""
+SLOWEST_SHARE = 0.5
+"""Of what is left: what one search of the slowest replica may use at a time."""
+TAPERED = 2
+"""Best settings of the improved representative replica that are tried with smaller packs at both ends."""
+REFINED_SHARED = 8
+"""Best trials of the improved representative replica that every replica rates."""
+LATE = 1.01
+"""Of the median time of replicas: above it one rates more of the improved representative's trials, because memory ruled
+out, or its documents do not suit, what suited the representative best."""
+LATE_SHARED = 24
+"""How many more at most."""
+WORTH_IT = 0.999
+"""Of the best time: what another schedule must get below to be taken."""
 CLOSE_POLICIES = 1.06
 """Refining gains so much, so policies within it of the best are refined too."""
 MOST_REFINED = 3
 """Policies that are refined, at most."""
 NO_GAIN = 1.001
 """Of what no plan of a strategy is faster than: another policy of it is not worth a plan."""
-
-
 BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 """Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
+
+
+@dataclass(frozen=True)
+class RefineRules:
+    """How far to improve what was found.
+
+    Args:
+        variants: of a trial, the same packs under other schedules.
+        tapered: of a trial, others with smaller packs at both ends, for the heaviest replica.
+        others: of a trial, the same packs under schedules that are tried at the end, on what was found.
+        may_split: backwards may run as I and W.
+        may_reorder: other settings of the list schedule may be tried.
+        budget: trials over all replicas, those before included; what is due to every replica is always rated.
+        time_budget_s: ends the search by the clock too.
+    """
+
+    variants: Callable[[Trial], list[Trial]]
+    tapered: Callable[[Trial], list[Trial]]
+    others: Callable[[Trial], list[Trial]]
+    may_split: bool
+    may_reorder: bool
+    budget: int
+    time_budget_s: float | None = None
+
+
+def refine(found: SearchResult, rules: RefineRules) -> None:
+    """Improve a step by time alone, in place; it is never worse after."""
+    for search in (*found.own, *found.blocks.values()):
+        search.rank_by(by_time)
+    busy = [search for search in found.own if len(search.documents)]
+    if not busy:
+        return
+    budget = _Budget(rules)
+    representative = max(busy, key=lambda search: search.work_s)
+    varied = [representative, *found.blocks.values()]
+    score([(search, [v for trial in best_packs(search) for v in rules.variants(trial)]) for search in varied])
+    if not representative.is_near_bound():
+        score([(representative, [v for trial in best_packs(representative)[:TAPERED] for v in rules.tapered(trial)])])
+    _improve(representative, budget, rules, PROBE_SHARE)
+    share_best(representative, [search for search in busy if search is not representative], REFINED_SHARED)
+    seconds = found.seconds()
+    is_late = seconds > LATE * np.median(seconds)
+    late = [search for search, slow in zip(found.own, is_late, strict=True) if slow and search in busy]
+    share_best(representative, late, LATE_SHARED)
+    even_out(found)
+    stuck: set[int] = set()
+    while budget.left():
+        slowest = int(found.seconds().argmax())
+        if slowest in stuck:
+            break  # the step waits for it, so the others need no search
+        shared = [found.blocks[block] for block in found.blocks_of(slowest)]
+        own = [found.own[slowest]] if len(found.own[slowest].documents) else []
+        if not sum(_improve(search, budget, rules, SLOWEST_SHARE) for search in (*shared, *own)):
+            stuck.add(slowest)
+    even_out(found)
+    _try_others(found, rules)
+
+
+def _try_others(found: SearchResult, rules: RefineRules) -> None:
+    """The packs of the slowest replica under the other schedules, for as long as the step gets faster."""
+    score_key = (math.inf, math.inf, math.inf)
+    while found.score_key() < score_key:
+        score_key = found.score_key()
+        slowest = int(found.seconds().argmax())
+        shared = [found.blocks[block] for block in found.blocks_of(slowest)]
+        for search in (*shared, found.own[slowest]):
+            if len(search.documents) and not search.is_near_bound():
+                _try_on_best_packs(search, rules)
+
+
+def _try_on_best_packs(search: ReplicaSearch, rules: RefineRules) -> None:
+    best = search.best()
+    for other in [other for trial in best_packs(search) for other in rules.others(trial)]:
+        made = score_of(search.build(other))
+        # What is the same to rounding stays as it was found.
+        if made is not None and (made.excess_bytes, made.makespan_s) < (best.excess_bytes, WORTH_IT * best.makespan_s):
+            search.add(other, made)
+
+
+class _Budget:
+    """Trials that are left."""
+
+    def __init__(self, rules: RefineRules) -> None:
+        self.trials = rules.budget
+        self.deadline_s = None if rules.time_budget_s is None else time.monotonic() + rules.time_budget_s
+
+    def left(self) -> int:
+        """Trials that may still be rated."""
+        return 0 if self.deadline_s is not None and time.monotonic() > self.deadline_s else self.trials
+
+    def rate(self, search: ReplicaSearch, trials: list[Trial]) -> None:
+        """Rate as many as the budget allows."""
+        self.trials -= score([(search, trials[: self.left()])])
+
+
+def _improve(search: ReplicaSearch, budget: _Budget, rules: RefineRules, share: float) -> bool:
+    """Rate neighbours of the best trials while the share of the budget lasts; whether the best got better."""
+    before, keep = search.score_key(search.best()), int((1 - share) * budget.left())
+    while budget.left() > keep and not search.is_near_bound():
+        around = search.frontier(may_split=rules.may_split, may_reorder=rules.may_reorder)
+        if not around:
+            break
+        budget.rate(search, around)
+    return search.score_key(search.best()) < before
 
 
 class AutoOptions(StrategyOptions, tag="auto"):
@@ -113,7 +238,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
 
 def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
     """Choices as they run, in an order that host memory holds where there is one."""
-    as_run = choices_as_run(problem, choices)
+    as_run = repriced_choices(problem, choices)
     return tuple(ordered_within_host(problem, choice) or choice for choice in as_run)
 
 
@@ -127,21 +252,21 @@ def least_beyond_memory(plans: list[Planned]) -> list[Planned]:
     return [planned for planned, excess in zip(plans, beyond, strict=True) if excess == min(beyond)]
 
 
-def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, FoundStep]]:
+def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchResult]]:
     """What the search by time finds under each of the policies that come close, the best first; none where no packs
     meet the limits."""
     steps = _close_to_best(search_policies(problems, rules_of))
     for problem, found in steps:
         refine(found, refine_rules(problem))
-    return sorted(steps, key=lambda step: step[1].worth())
+    return sorted(steps, key=lambda step: step[1].score_key())
 
 
-def _close_to_best(steps: list[tuple[StepProblem, FoundStep]]) -> list[tuple[StepProblem, FoundStep]]:
+def _close_to_best(steps: list[tuple[StepProblem, SearchResult]]) -> list[tuple[StepProblem, SearchResult]]:
     """The policies that refining may still make the best, of all searched ones, the best first."""
     if not steps:
         return []
-    excess, seconds, _ = steps[0][1].worth()
-    return [step for step in steps if step[1].worth()[:2] <= (excess, CLOSE_POLICIES * seconds)][:MOST_REFINED]
+    excess, seconds, _ = steps[0][1].score_key()
+    return [step for step in steps if step[1].score_key()[:2] <= (excess, CLOSE_POLICIES * seconds)][:MOST_REFINED]
 
 
 def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
@@ -176,7 +301,7 @@ def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tupl
 
 def rules_of(problem: StepProblem) -> SearchRules:
     """As `slimpack` by time alone, and packs of whole documents always."""
-    rules = replace(slimpack_rules(problem), worth=by_time)
+    rules = replace(slimpack_rules(problem), score_key=by_time)
     return rules if problem.costs.model.causal else replace(rules, first=_whole_trials)
 
 
@@ -186,7 +311,7 @@ def refine_rules(problem: StepProblem) -> RefineRules:
     may_reorder = asked in (CHOOSE, LIST.name)
     may_split = may_reorder and asked == CHOOSE and options.split_backward and layout.num_stages > 1
     others = [
-        rule.name
+        rule
         for rule in SCHEDULES.values()
         if rule.tried_by_auto
         and asked == CHOOSE
@@ -195,9 +320,9 @@ def refine_rules(problem: StepProblem) -> RefineRules:
         and not (rule.one_stage_per_rank and layout.num_stages > layout.pp)
     ]
     return RefineRules(
-        variants=lambda trial: [trial._replace(order=LIST.name, split=True)] if may_split else [],
+        variants=lambda trial: [trial._replace(order=Order.LIST, split=True)] if may_split else [],
         tapered=lambda trial: _tapered(trial, layout.pp) if may_split else [],
-        others=lambda trial: [trial_under(trial.setting, name) for name in others],
+        others=lambda trial: [trial_under(trial.setting, rule) for rule in others],
         may_split=may_split,
         may_reorder=may_reorder,
         budget=options.max_candidates,
@@ -220,7 +345,7 @@ def _tapered(trial: Trial, pp: int) -> list[Trial]:
         max(pp, count // pp * pp) for count in (setting.num_packs * part // 4 for part in (3, 4, 5, 6))
     )
     return [
-        Trial(setting._replace(num_packs=count, token_weight=weight, taper=taper), LIST.name, split=True)
+        Trial(setting._replace(num_packs=count, token_weight=weight, taper=taper), Order.LIST, split=True)
         for count in counts
         for taper, weight in BOTH_ENDS
     ]

@@ -10,8 +10,8 @@ Its options say how the layout is chosen, under `auto` with `plan.layouts`, too.
 from typing import Literal
 
 from evenload.errors import ConfigError
-from evenload.plan.problem.options import StrategyOptions
-from evenload.plan.strategies.balanced import plan_balanced
+from evenload.plan.problem import StrategyOptions
+from evenload.plan.strategies.baselines import plan_balanced
 from evenload.plan.strategies.strategy import Strategy
 
 

@@ -1,9 +1,9 @@
 """`skrull`: global data scheduling and distributed-aware context parallelism, without a pipeline (Skrull §4).
 
     1. bucket: tokens that one rank may hold, from the memory model; exact where Skrull fits a line (C.1)
-    2. documents to replicas and micro-batches of at most bucket · cp tokens (GDS, eq. 8-11): `plan.sharing.gds`
+    2. documents to replicas and micro-batches of at most bucket · cp tokens (GDS, eq. 8-11): `plan.dacp`
     3. in every micro-batch documents whole on one rank or shared by all, within the bucket (DACP, eq. 1-7):
-       `plan.sharing.dacp`
+       `plan.dacp`
 
 A micro-batch costs `max(transfers, local) + shared` on its slowest rank (eq. 2), forward and backward each. Replicas
 wait for each other at the end of the step only. Where a document does not fit a micro-batch of its own, the step is
@@ -20,12 +20,9 @@ from numpy.typing import NDArray
 from evenload.cost.memory import owned_pipeline_bytes, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import rank_seconds
-from evenload.plan.problem.candidate import scheduled_candidate
-from evenload.plan.problem.options import StrategyOptions
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.search.replica_search import idle_candidate
-from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
-from evenload.plan.sharing.gds import Groups, StepDocuments, assign_micro_batches
+from evenload.plan.candidates import idle_candidate
+from evenload.plan.dacp import SHARED, Groups, MicroBatch, StepDocuments, assign_micro_batches, assign_owners
+from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions, scheduled_candidate
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.stepplan.rank_rows import ranked_where_shared

@@ -1,10 +1,10 @@
 """`slimpack`: equal-work MicroPacks from exact slices, forward and backward cut separately (SlimPack §4-5).
 
-    phase 1   documents to replicas by forward + backward time (`plan.packing.bin_packing`)
+    phase 1   documents to replicas by forward + backward time (`plan.packing`)
     phase 2   per replica, documents in descending forward work, m = i·pp packs with i log-spaced (§5.1):
               asymmetric   sequential fill with exact cuts, forward by forward work, backward by backward work,
                            slices of a document last-first (§4.1.2)
-              symmetric    chain-free slices used in both directions (`plan.search.trial_packs`; ours)
+              symmetric    chain-free slices used in both directions (`plan.candidates`; ours)
     order     PackFlow's static order with and without the injected forward (§4.2), and the memory-capped list
               schedule; or the one that the options name
     choose    by simulated makespan among the candidates within memory (§4.3); where the options leave the schedule
@@ -14,10 +14,10 @@
 Where we differ from the paper: exact boundaries from a closed form instead of a MILP (the same optimum: work is
 monotone in the cut); time instead of FLOPs; the list schedule, because injecting "one extra forward" never says
 when to come back and its memory grows. Without a pipeline, packs of whole documents are tried too, and
-for documents that replicas share. DP-Merge (`plan.packing.dp_merge`) where the options allow it and the step is faster.
+for documents that replicas share. DP-Merge (`plan.dp_merge`) where the options allow it and the step is faster.
 
 The replica with the most work rates every (m, cuts), and other orders of the best; the others, which hold nearly equal
-work, the best of those; then replicas are evened out (`plan.search.step_search`).
+work, the best of those; then replicas are evened out (`plan.search`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,23 +26,36 @@ from functools import partial
 from typing import Literal
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.packing.bin_packing import assign_replicas
-from evenload.plan.packing.dp_merge import Merge, long_merges, merge_above_printed, merge_documents, other_merges
-from evenload.plan.packing.pack_counts import pack_counts
-from evenload.plan.problem.options import CHOOSE, PlanOptions, StrategyOptions
-from evenload.plan.problem.step_problem import StepProblem
-from evenload.plan.search.even_replicas import even_out
-from evenload.plan.search.found_step import FoundStep
-from evenload.plan.search.merge_choice import rate_merges
-from evenload.plan.search.policy_choice import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
-from evenload.plan.search.probe_rating import SearchRules, best_packs
-from evenload.plan.search.replica_search import ReplicaSearch, TrialScore, known_scores, score
-from evenload.plan.search.step_search import search_merged, search_step
-from evenload.plan.search.trial_space import Cut, Setting, Trial, orders_of, trial_under
+from evenload.plan.activation_policy import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
+from evenload.plan.candidates import (
+    Cut,
+    Order,
+    ReplicaSearch,
+    Setting,
+    Trial,
+    TrialScore,
+    known_scores,
+    orders_of,
+    score,
+    trial_under,
+)
+from evenload.plan.dp_merge import Merge, long_merges, merge_above_printed, merge_documents, other_merges
+from evenload.plan.packing import assign_replicas, pack_counts
+from evenload.plan.problem import CHOOSE, PlanOptions, StepProblem, StrategyOptions
+from evenload.plan.search import (
+    SearchResult,
+    SearchRules,
+    best_packs,
+    even_out,
+    rate_merges,
+    search_merged,
+    search_step,
+)
 from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST, STATIC
+from evenload.schedule.schedule_rule import ScheduleRule
 
-EVENNESS_WORTH = 1.2
+EVENNESS_FACTOR = 1.2
 """Uneven cuts win only where they are faster than even ones by more than this: where memory leaves even cuts no
 room, a few of their packs in flight can take three times as long."""
 EVEN_REPLICAS = 1.01
@@ -57,7 +70,7 @@ PROMISING = 0.97
 """Ways of sharing, and other schedules, are searched that a few trials put this near to what was found, or below."""
 MOST_MERGES = 3
 """Ways of sharing that are searched, at most, besides the first."""
-PUBLISHED_ORDER = "static inject"
+PUBLISHED_ORDER = Order.STATIC_INJECT
 PUBLISHED_NOTE = "as published: asymmetric cuts, static order, documents shared above a replica's share of work"
 MOST_CONSTANT = 0.1
 """Of the documents' time: what the constants of all packs may take."""
@@ -105,7 +118,7 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     options = problems[0].options
     if options.own(SlimpackOptions).as_published:
         return _plan_as_published(problems)
-    steps: list[tuple[StepProblem, FoundStep]] = []
+    steps: list[tuple[StepProblem, SearchResult]] = []
     policies: dict[str, RankedPolicies] = {}
     for schedule in SCHEDULES if options.schedule == CHOOSE else (options.schedule,):
         if steps and not _may_suit(steps[0][1], orders_of(schedule)):
@@ -121,7 +134,7 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
         # What phases take together is known when they are joined; before that, only an upper bound.
         planned = [(problem, found.choices()) for problem, found in steps]
         return min(planned, key=lambda one: worst_score(one[1]))
-    problem, found = min(steps, key=lambda step: step[1].worth()[:2])
+    problem, found = min(steps, key=lambda step: step[1].score_key()[:2])
     return problem, found.choices()
 
 
@@ -130,17 +143,23 @@ def _ranked_by(schedule: str) -> str:
     return LIST.name if schedule in (CHOOSE, STATIC.name) else schedule
 
 
-def _may_suit(found: FoundStep, orders: Sequence[str]) -> bool:
+def _may_suit(found: SearchResult, orders: Sequence[Order | ScheduleRule]) -> bool:
     """Whether the best packs of the replica with the most work are not clearly slower under another schedule than under
     the one that they were found for."""
     busy = [search for search in (*found.own, *found.blocks.values()) if len(search.documents)]
-    probe = max(busy, key=lambda search: search.work_s, default=None)
-    if probe is None:
+    representative = max(busy, key=lambda search: search.work_s, default=None)
+    if representative is None:
         return False
-    other = ReplicaSearch(probe.problem, probe.documents, probe.ranks, probe.worth, probe.pool)
-    score([(other, [trial_under(trial.setting, order) for trial in best_packs(probe) for order in orders])])
-    (excess, seconds), worth = other.worth(other.best()), probe.worth(probe.best())
-    return (excess, PROMISING * seconds) < worth
+    other = ReplicaSearch(
+        representative.problem,
+        representative.documents,
+        representative.ranks,
+        representative.score_key,
+        representative.pool,
+    )
+    score([(other, [trial_under(trial.setting, order) for trial in best_packs(representative) for order in orders])])
+    (excess, seconds), score_key = other.score_key(other.best()), representative.score_key(representative.best())
+    return (excess, PROMISING * seconds) < score_key
 
 
 def _rules_under(schedule: str) -> Callable[[StepProblem], SearchRules]:
@@ -182,7 +201,7 @@ def _no_packs(problem: StepProblem) -> InfeasiblePlanError:
 
 def search_policies(
     problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
-) -> list[tuple[StepProblem, FoundStep]]:
+) -> list[tuple[StepProblem, SearchResult]]:
     """The most promising policies, and the next ones while they promise more than was found; the best first."""
     return _search_ranked(rank_policies(problems, rules_of), rules_of, rank_rules_of=rules_of)
 
@@ -191,34 +210,34 @@ def _search_ranked(
     policies: RankedPolicies,
     rules_of: Callable[[StepProblem], SearchRules],
     rank_rules_of: Callable[[StepProblem], SearchRules],
-) -> list[tuple[StepProblem, FoundStep]]:
+) -> list[tuple[StepProblem, SearchResult]]:
     """As `search_policies`; under `rank_rules_of` the policies were ranked. Where those are other rules, the first
     search tells by how much these take longer than promised, for all policies alike."""
-    steps: list[tuple[StepProblem, FoundStep]] = []
+    steps: list[tuple[StepProblem, SearchResult]] = []
     longer = 1.0
     for place, ((excess, seconds), problem) in enumerate(policies.ranked):
-        if place >= policies.close and steps and _best_worth(steps) <= (excess, longer * seconds):
+        if place >= policies.close and steps and _best_score_key(steps) <= (excess, longer * seconds):
             break
         found = search_with_merging(problem, rules_of(problem))
         if found:
             steps.append((problem, found))
             if rules_of is not rank_rules_of and len(steps) == 1 and seconds:
-                longer = max(1.0, found.worth()[1] / seconds)
+                longer = max(1.0, found.score_key()[1] / seconds)
     (excess, seconds), _ = policies.ranked[0]
-    best = _best_worth(steps) if steps else None
+    best = _best_score_key(steps) if steps else None
     if policies.others and (best is None or best > (excess, CLOSE * longer * seconds)):
         # One was not what it promised, so that the others were not looked at.
         others = [problem for problem in policies.others if best is None or (0, work_s(problem)) < best]
         if others:
             steps += _search_ranked(rank_policies(others, rank_rules_of), rules_of, rank_rules_of)
-    return sorted(steps, key=lambda step: step[1].worth())
+    return sorted(steps, key=lambda step: step[1].score_key())
 
 
-def _best_worth(steps: list[tuple[StepProblem, FoundStep]]) -> tuple[int, float]:
-    return min(found.worth()[:2] for _, found in steps)
+def _best_score_key(steps: list[tuple[StepProblem, SearchResult]]) -> tuple[int, float]:
+    return min(found.score_key()[:2] for _, found in steps)
 
 
-def slimpack_rules(problem: StepProblem, orders: Sequence[str] | None = None) -> SearchRules:
+def slimpack_rules(problem: StepProblem, orders: Sequence[Order | ScheduleRule] | None = None) -> SearchRules:
     """Every setting under one order, the best ones under all.
 
     Args:
@@ -232,13 +251,13 @@ def slimpack_rules(problem: StepProblem, orders: Sequence[str] | None = None) ->
         first=partial(_first_trials, order=orders[0]),
         variants=lambda trial: [trial._replace(order=order) for order in orders[1:]],
         spare=partial(_spare_trials, order=orders[0]),
-        worth=partial(_worth, most_uneven),
+        score_key=partial(_score_key, most_uneven),
         shared=min(SHARED_TRIALS, max(FEWEST_SHARED, ALL_SHARED // problem.layout.dp)),
         known=known_scores(problem),
     )
 
 
-def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep | None:
+def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResult | None:
     """Replicas apart and, where they end apart or lack memory, with documents that groups of them share."""
     apart = search_step(problem, assign_replicas(problem.document_s, problem.layout.dp), rules)
     if not problem.options.dp_merge or (apart and _is_good(problem, apart)):
@@ -251,9 +270,9 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep |
         return best
     others = [*other_merges(problem, merge), *long_merges(problem)] if merge else long_merges(problem)
     rated = sorted(zip(rate_merges(problem, others, rules), range(len(others)), strict=True))
-    worth = None if best is None else best.worth()[:2]
+    score_key = None if best is None else best.score_key()[:2]
     promising = [
-        others[at] for (excess, seconds), at in rated if worth is None or (excess, PROMISING * seconds) < worth
+        others[at] for (excess, seconds), at in rated if score_key is None or (excess, PROMISING * seconds) < score_key
     ]
     # Documents move only in the best of them: that takes as many trials as a search, and gains little.
     tried = _search_merges(problem, promising[:MOST_MERGES], replace(rules, even_out=False), apart)
@@ -264,42 +283,42 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> FoundStep |
 
 
 def _search_merges(
-    problem: StepProblem, merges: Sequence[Merge | None], rules: SearchRules, apart: FoundStep | None
-) -> list[FoundStep | None]:
+    problem: StepProblem, merges: Sequence[Merge | None], rules: SearchRules, apart: SearchResult | None
+) -> list[SearchResult | None]:
     share = _pipeline_share(problem, apart)
     return [search_merged(problem, merge, rules, share) for merge in merges if merge]
 
 
-def _better(one: FoundStep | None, others: Sequence[FoundStep | None]) -> FoundStep | None:
-    return min((found for found in (one, *others) if found), key=FoundStep.worth, default=None)
+def _better(one: SearchResult | None, others: Sequence[SearchResult | None]) -> SearchResult | None:
+    return min((found for found in (one, *others) if found), key=SearchResult.score_key, default=None)
 
 
-def _efficiency(problem: StepProblem, found: FoundStep) -> float:
+def _efficiency(problem: StepProblem, found: SearchResult) -> float:
     """What the documents take on their own replicas, all stored, over what all ranks take until the slowest ends."""
     available_s = problem.layout.dp * problem.layout.pp * float(found.seconds().max())
     return problem.stored_s / available_s if available_s else 1.0
 
 
-def _pipeline_share(problem: StepProblem, found: FoundStep | None) -> float:
+def _pipeline_share(problem: StepProblem, found: SearchResult | None) -> float:
     """Of all ranks' time, what computes packs."""
     seconds = 0.0 if found is None else float(found.seconds().sum())
     return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
 
 
-def _is_good(problem: StepProblem, found: FoundStep) -> bool:
+def _is_good(problem: StepProblem, found: SearchResult) -> bool:
     """Sharing would gain nothing: replicas end together, within memory, and memory is not what they wait for."""
     seconds = found.seconds()
-    is_even = not found.worth()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
+    is_even = not found.score_key()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
     return bool(is_even and (problem.cap_bytes is None or _efficiency(problem, found) >= WAITS_FOR_MEMORY))
 
 
-def _worth(max_imbalance: float, rated: TrialScore) -> tuple[int, float]:
-    """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_WORTH`."""
+def _score_key(max_imbalance: float, rated: TrialScore) -> tuple[int, float]:
+    """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_FACTOR`."""
     is_even = max(rated.imbalance_forward, rated.imbalance_backward) <= max_imbalance
-    return rated.excess_bytes, rated.makespan_s * (1.0 if is_even else EVENNESS_WORTH)
+    return rated.excess_bytes, rated.makespan_s * (1.0 if is_even else EVENNESS_FACTOR)
 
 
-def _first_trials(search: ReplicaSearch, order: str) -> list[Trial]:
+def _first_trials(search: ReplicaSearch, order: Order | ScheduleRule) -> list[Trial]:
     """Every setting that the options allow."""
     options, layout = search.problem.options, search.problem.layout
     cuts: tuple[Cut, ...] = ("asymmetric", "symmetric")
@@ -323,7 +342,7 @@ def _counts(search: ReplicaSearch) -> list[int]:
     return [*counts[:FEWEST_COUNTS], *(count for count in counts[FEWEST_COUNTS:] if count <= most)]
 
 
-def _spare_trials(search: ReplicaSearch, order: str) -> list[Trial]:
+def _spare_trials(search: ReplicaSearch, order: Order | ScheduleRule) -> list[Trial]:
     """Whole documents: of a document that is cut, a rank keeps all keys and values and sums their gradients apart."""
     options = search.problem.options
     if "whole" not in search.cuts or options.own(SlimpackOptions).cuts != "choose":

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evenload.errors import ConfigError
-from evenload.plan.deferral.delay import Arrivals, DelayedChoice
-from evenload.plan.problem.options import CHOOSE, PlanOptions, StrategyOptions
-from evenload.plan.problem.step_problem import Planner, ReplicaChoice, StepProblem
-from evenload.plan.search.policy_choice import plan_under_policies
+from evenload.plan.activation_policy import plan_under_policies
+from evenload.plan.deferral import Arrivals, DelayedChoice
+from evenload.plan.problem import CHOOSE, Planner, PlanOptions, ReplicaChoice, StepProblem, StrategyOptions
 from evenload.schedule.registry import SCHEDULES
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout

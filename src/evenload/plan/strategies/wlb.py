@@ -9,9 +9,9 @@ Greedy: left-over documents first, then longest first; each into the micro-batch
 W_a + W_l, if that would exceed S_max = `max_pack_tokens` into the one with the fewest tokens, else it is left over.
 O(n log n) per step.
 
-Which outliers are trained is decided by `plan.deferral.balanced_release` (ours, `release` = "balance"), or by the
+Which outliers are trained is decided by `plan.deferral` (ours, `release` = "balance"), or by the
 paper's queues (`release` = "queues"): length in [L_i, L_{i+1}) ─► queue i ─► N at a time, one for each micro-batch; the
-thresholds L_i are tuned in `plan.deferral.outlier_lengths`.
+thresholds L_i are tuned in `plan.deferral`.
 
 N = dp·`micro_batches`, by default the least multiple of dp·pp whose tokens fit S_max; then the documents chosen are
 also packed into 2N and 4N micro-batches and the fastest by simulation within memory is kept: a pipeline often wants
@@ -32,21 +32,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
-from evenload.plan.deferral.balanced_release import AtHand, release_balanced
-from evenload.plan.deferral.delay import Arrivals, DelayedChoice
-from evenload.plan.deferral.outlier_lengths import (
+from evenload.plan.activation_policy import worst_score
+from evenload.plan.deferral import (
     SAMPLE_LENGTHS,
+    Arrivals,
+    AtHand,
+    DelayedChoice,
     due_documents,
     grow_sample,
     queue_of,
+    release_balanced,
     should_tune,
     tune_outlier_lengths,
 )
-from evenload.plan.packing.var_length import LEFT_OVER, members_of, pack_greedily
-from evenload.plan.packing.whole_packs import PricedPacks, even_shares, price_packs, run_packs
-from evenload.plan.problem.options import StrategyOptions
-from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.search.policy_choice import worst_score
+from evenload.plan.packing import LEFT_OVER, PricedPacks, even_shares, members_of, pack_greedily, price_packs, run_packs
+from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
 MORE_MICRO_BATCHES = (2, 4)

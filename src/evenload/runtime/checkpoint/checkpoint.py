@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError
-from evenload.plan.deferral.delay import DelayState
-from evenload.plan.feedback.layout_track import KnownAfter
-from evenload.plan.reconfiguration.fmop import FlexState
+from evenload.plan.deferral import DelayState
+from evenload.plan.layouts.fmop import FlexState
+from evenload.plan.layouts.measured_layouts import KnownAfter
 from evenload.runtime.checkpoint.directory import (
     PROGRESS_FILE,
     BestPass,

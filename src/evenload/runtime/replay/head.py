@@ -27,7 +27,7 @@ from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, row_own
 from evenload.runtime.device import to_device
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.runtime.replay.linear import linear_with_known_output
+from evenload.runtime.replay.replayable import linear_with_known_output
 from evenload.runtime.replay.tensor_parallel import gather_rows
 from evenload.runtime.replay.weight_products import is_frozen
 from evenload.types.token_range import Range

@@ -13,21 +13,46 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from evenload.data.blocks import TokenTable, table_of
 from evenload.errors import InvalidPlanError
 from evenload.feed.collate import collate_pack, collate_ranges
 from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.context_attention import GatherAttention, PackAttention
-from evenload.runtime.replay.context_ring import RingAttention
-from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.context_attention import GatherAttention, PackAttention, RingAttention
 from evenload.stepplan.rank_rows import PackRows, ReplicaRows, replica_rows
 from evenload.types.micropack import Direction, MicroPack
 from evenload.types.plan import StepPlan
 from evenload.types.replica_block import ReplicaBlock
 from evenload.types.token_range import Range
 from evenload.types.transfers import TransferOrder
+
+
+@dataclass(frozen=True, eq=False)
+class PackTokens:
+    """Token data of a pack, as the first and the last stage need it.
+
+    Args:
+        ranges: (doc_id, start, stop) per slice, in row order.
+        token_ids, targets, positions: int64[T]; target -100 carries no loss.
+        shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
+        closes: slices that a backward ends, where they are not the ranges: of every document that this rank holds
+            something of.
+    """
+
+    ranges: tuple[Range, ...]
+    token_ids: Tensor
+    targets: Tensor
+    positions: Tensor
+    shared: PackAttention | None = None
+    closes: tuple[Range, ...] | None = None
+
+    @property
+    def ended(self) -> tuple[Range, ...]:
+        """Slices that a backward ends."""
+        return self.ranges if self.closes is None else self.closes
+
 
 Exchange = Literal["all_gather", "ring"]
 """How keys and values of shared documents reach the ranks that need them."""

@@ -17,10 +17,9 @@ from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGrou
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
 from evenload.runtime.replay.head import add_embedding_gradient, embed, head_gradient, row_losses
-from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
-from evenload.runtime.replay.router_balance import RouterBalance
-from evenload.runtime.replay.state import ReplayState, TensorRows
+from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
 from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts

@@ -1,6 +1,6 @@
 """`ActivationStore`: what a stage keeps between a slice's forward and its backward.
 
-Recorded tensors of a forward pack live in *blocks* (`blocks.py`): slices that are freed at the same moment. A pack
+Recorded tensors of a forward pack live in *blocks* (`BlockIndex`): slices that are freed at the same moment. A pack
 that is one block is kept uncut, so recording and reading copy nothing. Keys and values of a document that is cut in
 forward are one buffer, because a later slice reads the whole prefix; those of the other documents of a block are one
 tensor a layer. (Values may be a view of a recorded product: then they are held once and counted twice.)
@@ -16,29 +16,272 @@ What a block keeps depends on the activation policy of its document (`cost/layer
 
 Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory
 prediction is tested against (cost/memory.py mirrors these rules).
+
+**Blocks.** A *block* is a run of slices of one forward pack with one activation policy whose first tokens come back in
+one backward pack. A slice may be freed when the backward of its first token is over (`cost.memory`), so a block's
+slices are freed at the same moment, and one tensor for all of them holds no byte longer than one tensor each. A forward
+pack with all its slices in one block is kept as it was recorded, uncut.
+
+Price: a slice costs Python when a pack is opened, looked up and closed, not for every tensor of every layer: 8 layers
+record about 80 tensors.
+
+**Offloaded tensors** of a backward pack come back (`ReturningRows`) in the order in which the backward enters its
+layers, each while the one before it is computed, so at most two are on the device.
+
+**Forwards alone.** A `ForwardStore` keeps what rows still to come will read: of a document that lies in one forward
+pack keys and values of the running layer, of one that is cut those of all layers until its last pack is done. Nothing
+else is recorded. Counted as `ActivationStore` counts them; always less than it holds.
 """
 
 import itertools
+from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.comm.tensor_group import RowShard
-from evenload.runtime.replay.blocks import BlockIndex, StoredBlock
 from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
-from evenload.runtime.replay.host_copies import Copy, HostCopies, host_copies
-from evenload.runtime.replay.returning_rows import ReturningRows
+from evenload.runtime.replay.host_copies import Copy, HostCopies, HostRows, host_copies
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.micropack import ActivationPolicy
 from evenload.types.token_range import Range
 
+_NO_POLICIES: Mapping[int, ActivationPolicy] = {}
+_ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {
+    "replay": "activations_replay",
+    "recompute": "activations_recompute",
+    "offload": "activations_offload",
+}
+
+
+@dataclass(eq=False)
+class StoredBlock:
+    """Recorded tensors of the rows of `ranges`, freed when the last of them is done.
+
+    Args:
+        rows, own_rows: in the forward pack; own rows are those of a tensor-parallel rank, of others all.
+        tensors: on the device; host: by layer, in host memory.
+        leaving: of the layer being recorded, still on the device and on its way to the host.
+    """
+
+    ranges: tuple[Range, ...]
+    policy: ActivationPolicy
+    rows: slice
+    own_rows: slice
+    open_ranges: int
+    tensors: dict[Hashable, Tensor] = field(default_factory=dict)
+    host: dict[int, dict[Hashable, HostRows]] = field(default_factory=dict)
+    leaving: dict[Hashable, Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
+    num_host_bytes: int = 0
+
+
+class Part(NamedTuple):
+    """Rows of a block, of all its rows and of its own rows."""
+
+    block: StoredBlock
+    rows: slice
+    own_rows: slice
+
+    def of(self, tensor: Tensor, *, own: bool) -> Tensor:
+        """These rows of a tensor of the block; the tensor itself where they are all."""
+        rows = self.own_rows if own else self.rows
+        return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+
+    def num_rows(self, *, own: bool) -> int:
+        rows = self.own_rows if own else self.rows
+        return rows.stop - rows.start
+
+
+class _Place(NamedTuple):
+    """A recorded range, and its first rows in its block."""
+
+    range: Range
+    row: int
+    own_row: int
+    block: StoredBlock
+
+
+class BlockIndex:
+    """The blocks of one stage during one step.
+
+    Args:
+        backward_packs: their ranges; ranges that are in none are blocks of their own.
+        policy: of a document.
+        shard: of a tensor-parallel rank.
+    """
+
+    def __init__(
+        self,
+        backward_packs: Sequence[tuple[Range, ...]],
+        policy: Callable[[int], ActivationPolicy],
+        shard: RowShard | None,
+    ) -> None:
+        self._policy, self._shard = policy, shard
+        self._places: dict[int, list[_Place]] = defaultdict(list)
+        self._parts: dict[tuple[Range, ...], list[Part]] = {}
+        backward: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for pack, ranges in enumerate(backward_packs):
+            for doc_id, start, _ in ranges:
+                backward[doc_id].append((start, pack))
+        self._backward = {doc_id: sorted(starts) for doc_id, starts in backward.items()}
+
+    def open_pack(self, ranges: tuple[Range, ...]) -> list[StoredBlock]:
+        """The blocks of a new forward pack, in row order."""
+        self._parts.clear()
+        blocks: list[StoredBlock] = []
+        kind = None
+        row = own_row = 0
+        for r in ranges:
+            policy = self._policy(r[0])
+            before, kind = kind, (policy, self._freed_by(r[0], r[1]))
+            if kind != before or kind[1] is None:
+                blocks.append(StoredBlock((), policy, slice(row, row), slice(own_row, own_row), 0))
+            block = blocks[-1]
+            place = _Place(r, row - block.rows.start, own_row - block.own_rows.start, block)
+            self._places[r[0]].append(place)
+            row += r[2] - r[1]
+            own_row += r[2] - r[1] if self._shard is None else self._shard.num_rows((r,))
+            block.ranges += (r,)
+            block.open_ranges += 1
+            block.rows, block.own_rows = slice(block.rows.start, row), slice(block.own_rows.start, own_row)
+        return blocks
+
+    def parts(self, ranges: tuple[Range, ...]) -> list[Part]:
+        """Where ranges were recorded, in row order; neighbours in a block are one part."""
+        if ranges not in self._parts:
+            parts: list[Part] = []
+            for part in (part for r in ranges for part in self._parts_of(r)):
+                last = parts[-1] if parts else None
+                if last is not None and last.block is part.block and last.rows.stop == part.rows.start:
+                    rows, own = slice(last.rows.start, part.rows.stop), slice(last.own_rows.start, part.own_rows.stop)
+                    parts[-1] = Part(part.block, rows, own)
+                else:
+                    parts.append(part)
+            self._parts[ranges] = parts
+        return self._parts[ranges]
+
+    def close(self, ranges: Iterable[Range]) -> list[StoredBlock]:
+        """A backward of these ranges is over: the blocks that nobody needs any more."""
+        self._parts.clear()
+        done = []
+        for doc_id, start, _ in ranges:
+            kept = []
+            for place in self._places[doc_id]:
+                if place.range[1] < start:
+                    kept.append(place)
+                    continue
+                place.block.open_ranges -= 1
+                if not place.block.open_ranges:
+                    done.append(place.block)
+            self._places[doc_id] = kept
+            if start == 0:
+                del self._places[doc_id]
+        return done
+
+    def unfinished(self) -> set[int]:
+        """Documents with rows that are still kept."""
+        return {doc_id for doc_id, places in self._places.items() if places}
+
+    def _freed_by(self, doc_id: int, token: int) -> int | None:
+        """The backward pack with a slice's first token."""
+        starts = self._backward.get(doc_id, ())
+        at = bisect_right(starts, token, key=lambda entry: entry[0])
+        return starts[at - 1][1] if at else None
+
+    def _parts_of(self, wanted: Range) -> Iterable[Part]:
+        doc_id, start, stop = wanted
+        for (_, lo, hi), row, own_row, block in self._places[doc_id]:
+            if lo < stop and start < hi:
+                first, last = max(lo, start), min(hi, stop)
+                rows = slice(first - lo + row, last - lo + row)
+                if self._shard is None:
+                    yield Part(block, rows, rows)
+                    continue
+                own_start, own_stop = (
+                    own_row + self._shard.num_rows((Range(doc_id, lo, position),)) for position in (first, last)
+                )
+                yield Part(block, rows, slice(own_start, own_stop))
+
+
+@dataclass(eq=False)
+class _Layer:
+    """Tensors of one layer, on the device or on their way there."""
+
+    tensors: dict[Hashable, Tensor] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class ReturningRows:
+    """The rows of some ranges, layer by layer.
+
+    Args:
+        ranges: offloaded ones, in row order.
+        layers: in the order in which they will be entered.
+        index: where the ranges were recorded.
+        own_rows_keys: keys of which a tensor-parallel rank has own rows only.
+        held: where bytes on the device are counted.
+    """
+
+    def __init__(
+        self,
+        ranges: tuple[Range, ...],
+        layers: Sequence[int],
+        index: BlockIndex,
+        own_rows_keys: Collection[Hashable],
+        copies: HostCopies,
+        device: torch.device,
+        held: HeldBytes,
+    ) -> None:
+        self.ranges = ranges
+        self._known = frozenset(ranges)
+        self._order = deque(layers)
+        self._index, self._own_rows_keys = index, own_rows_keys
+        self._copies, self._device, self._held = copies, device, held
+        self._there: dict[int, _Layer] = {}
+        self._start_next()
+
+    def __contains__(self, r: Range) -> bool:
+        return r in self._known
+
+    def enter(self, layer: int) -> None:
+        """Have the tensors of a layer on the device, and those of the next one on their way."""
+        for copy in self._there[layer].copies:
+            copy.wait()
+        self._start_next()
+
+    def leave(self, layer: int) -> None:
+        """Nothing of a layer is needed any more."""
+        self._held.count("offload_buffers", -self._there.pop(layer).num_bytes)
+
+    def find(self, key: Hashable) -> Tensor | None:
+        """All rows that were recorded under a key; None where it is of no layer that is here, or never left."""
+        return next((layer.tensors[key] for layer in self._there.values() if key in layer.tensors), None)
+
+    def _start_next(self) -> None:
+        if not self._order:
+            return
+        number = self._order.popleft()
+        pieces: dict[Hashable, list[Tensor]] = defaultdict(list)
+        for part in self._index.parts(self.ranges):
+            for key, host in part.block.host[number].items():
+                pieces[key] += host.rows(part.own_rows if key in self._own_rows_keys else part.rows)
+        layer = self._there[number] = _Layer()
+        for key, parts in pieces.items():
+            layer.tensors[key], copy = self._copies.to_device(parts, self._device)
+            layer.copies.append(copy)
+            layer.num_bytes += layer.tensors[key].nbytes
+        self._held.count("offload_buffers", layer.num_bytes)
+
+
 Site = tuple[int, str]
 """Of a product: its layer, and the name of its module in it."""
-_NO_POLICIES: Mapping[int, ActivationPolicy] = {}
 
 
 def num_rows(ranges: Iterable[Range]) -> int:
@@ -347,8 +590,57 @@ class ActivationStore:
         self.held.count(kind, num_bytes)
 
 
-_ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {
-    "replay": "activations_replay",
-    "recompute": "activations_recompute",
-    "offload": "activations_offload",
-}
+class ForwardStore(ActivationStore):
+    """Keys and values of one stage during one step's forwards.
+
+    Args:
+        num_tokens: as of `ActivationStore`.
+        packs: by document the forward packs of the stage, on this rank, that have rows of it, ascending.
+        held, shard: as of `ActivationStore`.
+    """
+
+    def __init__(
+        self,
+        num_tokens: dict[int, int],
+        packs: Mapping[int, Sequence[int]],
+        *,
+        held: HeldBytes | None = None,
+        shard: RowShard | None = None,
+    ) -> None:
+        super().__init__(num_tokens, (), held=held, shard=shard)
+        self._ending: dict[int, list[int]] = {}
+        for doc_id, own in packs.items():
+            self._ending.setdefault(own[-1], []).append(doc_id)
+        self._in_one_pack = {doc_id for doc_id, own in packs.items() if len(own) == 1}
+
+    def open_pack(self, ranges: tuple[Range, ...]) -> None:
+        rows = slice(0, num_rows(ranges))
+        self.open_blocks = [StoredBlock(ranges, "replay", rows, rows, len(ranges))]
+
+    def record(
+        self,
+        key: Hashable,
+        rows: Tensor,
+        *,
+        is_product: bool = False,
+        is_own_rows: bool = False,
+        stays_on_device: bool = False,
+    ) -> None:
+        """Nobody will read it."""
+
+    def end_layer(self, layer: int) -> None:
+        """Whole documents of the open pack have been read by all rows that there are."""
+        freed, ranges = 0, (r for block in self.open_blocks for r in block.ranges)
+        for doc_id in {r[0] for r in ranges if r[0] in self._in_one_pack and self.is_whole(r)}:
+            buffers = self._buffers.get(doc_id)
+            if buffers is not None and layer in buffers.kept:
+                keys, values = buffers.kept.pop(layer)
+                buffers.num_bytes["keys_and_values"] -= keys.nbytes + values.nbytes
+                freed += keys.nbytes + values.nbytes
+        self.held.count("keys_and_values", -freed)
+
+    def end_pack(self, pack: int) -> None:
+        """After a forward pack: let go of the documents that have no rows in later ones."""
+        for doc_id in self._ending.get(pack, ()):
+            if (buffers := self._buffers.pop(doc_id, None)) is not None:
+                self.held.count("keys_and_values", -buffers.num_bytes["keys_and_values"])

@@ -36,10 +36,9 @@ from torch import Tensor, nn
 from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
-from evenload.runtime.replay.known_output import known_output
-from evenload.runtime.replay.linear import ReplayLinear
+from evenload.runtime.replay.replayable import ReplayLinear
 from evenload.runtime.replay.state import BlockInput, ReplayState, TensorRows
-from evenload.runtime.replay.weight_products import add_weight_gradient, is_frozen
+from evenload.runtime.replay.weight_products import add_weight_gradient, is_frozen, known_output
 from evenload.types.architectures.architecture import Architecture
 
 

@@ -9,9 +9,12 @@ the kept tensor, as `cost.pipeline_tasks` counts. A tensor that is a part of a l
 counted is what is held.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", §2; they split autograd's graph, we keep operands.
+
+`known_output` is the one function that replay gives to autograd.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +22,31 @@ from torch import Tensor
 from evenload.runtime.replay.held_bytes import HeldBytes, own_memory
 
 _WIDE_SUM = "aten::addmm.dtype_out"
+
+
+def known_output(output: Tensor, backward: Callable[[Tensor], Any], *inputs: Tensor) -> Tensor:
+    """`output` as if it were computed from `inputs`, for autograd.
+
+    Args:
+        backward: gradient of the output -> those of the inputs (one, or a sequence of as many). Runs once, and what it
+            holds is freed when it has run. It must hold the inputs detached. Gradients of weights, of which autograd
+            sees nothing, are its own to add.
+    """
+    return _KnownOutput.apply(output, backward, *inputs)  # type: ignore[return-value]
+
+
+class _KnownOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor, backward: Callable[[Tensor], Any], *inputs: Tensor) -> Tensor:
+        ctx.backward_once = backward
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        backward, ctx.backward_once = ctx.backward_once, None
+        grads = backward(grad)
+        return None, None, *(grads if isinstance(grads, Sequence) else (grads,))
+
 
 AddRows = Callable[[Tensor, Tensor], None]
 """Adds a weight gradient from (input rows, rows of the output's gradient)."""

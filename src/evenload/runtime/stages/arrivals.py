@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenload.plan.reconfiguration.moves import Move, Moves
+from evenload.plan.layouts.moves import Move, Moves
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import padded_size
 from evenload.runtime.stages.live_pieces import LivePiece, share_of_rank

@@ -39,15 +39,15 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
 from evenload.errors import ConfigError, DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import RunPlanner, StepPlanner
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, checkpoints_of, saved_passes, with_pass
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.runtime.replay.forward_store import ForwardStore
-from evenload.runtime.replay.pack_tokens import PackTokens
+from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
+from evenload.runtime.replay.store import ForwardStore
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
 from evenload.stepplan.plan_file import forward_only

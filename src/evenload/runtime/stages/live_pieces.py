@@ -1,4 +1,4 @@
-"""`LivePiece`: a piece of the model (`plan.reconfiguration.moves.Piece`) on one rank, with memory or without.
+"""`LivePiece`: a piece of the model (`plan.layouts.moves.Piece`) on one rank, with memory or without.
 
 A trained piece is one flat buffer, a frozen one the tensors that are not trained. Memory comes and goes with the piece;
 buffers are large enough for every number of data-parallel ranks that the run's layouts have, so that a piece that stays
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import work_dtype
-from evenload.plan.reconfiguration.moves import Piece, state_share
+from evenload.plan.layouts.moves import Piece, state_share
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import (
     BufferGroup,

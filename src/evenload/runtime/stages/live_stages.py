@@ -1,13 +1,13 @@
 """`LiveStages`: what a rank holds of the model in the layout that runs now, and how it becomes that of another.
 
-Between two steps, on every rank, from the same plan of moves (`plan.reconfiguration.moves`):
+Between two steps, on every rank, from the same plan of moves (`plan.layouts.moves`):
 
     the step before: take memory (`arrivals`)
     the stall:       weights into place (`arrivals`) ─► stages, buffers
     the step after:  let old weights go, optimizer state behind the step (`arrivals`)
 
 Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU what is
-shared (`plan.reconfiguration.twins`) lies in memory that the ranks of a machine read (`twin_memory`), the rest is sent.
+shared (`plan.layouts.moves`) lies in memory that the ranks of a machine read (`twin_memory`), the rest is sent.
 All ranks post their transfers in the order of the moves, all before they wait for one, so no circle of waits is
 possible; groups, layers as modules and hooks are from the start of the run. Every bit of weights and optimizer state
 arrives as it was.
@@ -35,12 +35,10 @@ from evenload.cost.coefficients import CopySpec, CostCoefficients, most_layers
 from evenload.cost.validity import completed_between_layouts
 from evenload.errors import ConfigError
 from evenload.feed.step_maker import PlannedStep
-from evenload.plan.feedback.layout_track import KnownAfter, LayoutTrack
-from evenload.plan.reconfiguration.flex_planner import FlexPlanner
-from evenload.plan.reconfiguration.moves import Moves, pipeline_ranks
-from evenload.plan.reconfiguration.stall import stall_seconds, state_seconds
-from evenload.plan.reconfiguration.switch_pieces import SwitchPieces
-from evenload.plan.reconfiguration.twins import shared_bytes, shared_pieces
+from evenload.plan.layouts.flex_planner import FlexPlanner
+from evenload.plan.layouts.measured_layouts import KnownAfter, LayoutTrack
+from evenload.plan.layouts.moves import Moves, SwitchPieces, pipeline_ranks, shared_bytes, shared_pieces
+from evenload.plan.layouts.switch_prices import stall_seconds, state_seconds
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.device import wait_for
 from evenload.runtime.model.hf_model import StageModel
@@ -129,7 +127,7 @@ class Switch:
         stall_s: seconds until the weights were in place and the step could begin.
         wait_s: seconds for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
-        predicted_stall_s: as `plan.reconfiguration.stall` counts it.
+        predicted_stall_s: as `plan.layouts.switch_prices` counts it.
         predicted_state_s: until all optimizer state is there; it hides behind the step as far as that lasts.
     """
 
@@ -242,7 +240,7 @@ class LiveStages:
         there is room for. Not collective: it changes how long a switch takes, and nothing else. Takes no time.
 
         On a GPU nothing is done: its memory has no page faults, and what is taken would count as the step's, whose
-        measured peak corrects decisions (`plan.feedback.measured_layouts`)."""
+        measured peak corrects decisions (`plan.layouts.measured_layouts`)."""
         if self.mesh.device.type != "cpu":
             return
         if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):

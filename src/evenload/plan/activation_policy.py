@@ -1,0 +1,226 @@
+"""Which documents store, recompute or offload their activations (FlexPipe §5's memory options).
+
+`choose` starts with `replay`, the fastest, and only where that does not fit memory tries, long documents first,
+the policies below; the fastest that fits is kept, else the one that misses memory by the least. Long documents go
+first because they alone decide the peak: their first backward waits for their last forward, however they are cut.
+
+    offload the longest      documents that hold 1/4, 1/2, 3/4 of the tokens; long attention hides their copies
+    recompute the longest    the same
+    recompute all
+    offload the longest half, recompute the others
+    offload all
+
+Each is one column for the whole global batch, so every replica and every cut is planned under it. O(n log n), at most
+ten. `plan_under_policies` plans under every policy until all activations stored fits. `rank_policies` instead tells by
+a few trials of the heaviest replicas which policy will be best, so that a search runs once; it is what `slimpack` and
+`auto` use, whose search costs far more than a few trials.
+
+Where a plan's offloaded documents do not fit host memory, `policies_within_host` has what does: a node that lacks a
+tenth of what offloading all would take should not recompute half of the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.layer_counts import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
+from evenload.plan.candidates import ReplicaSearch, score
+from evenload.plan.deferral import DelayedChoice
+from evenload.plan.dp_merge import Merge, long_merges, merge_documents, uniform_merges
+from evenload.plan.packing import assign_replicas
+from evenload.plan.problem import PolicyOption, ReplicaChoice, StepProblem
+from evenload.plan.search import Estimate, SearchRules, quick_trials, rate_merges
+
+LONG_SHARES = (0.25, 0.5, 0.75)
+"""Of the tokens: the longest documents that hold them count as long."""
+CLOSE = 1.02
+"""Policies are told apart by so much."""
+MOST_CLOSE = 2
+"""Policies that are searched because they are close, at most."""
+MOST_RATED = 2
+"""Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least."""
+
+
+def policies_in_order(
+    num_tokens: NDArray[np.int64], option: PolicyOption, *, can_offload: bool
+) -> list[NDArray[np.int8] | None]:
+    """Policy columns to try in order; int8[n] indices into `POLICIES`, None = all replay.
+
+    Args:
+        num_tokens: int64[n].
+        can_offload: the link to the host is known; without it "choose" leaves offloading out.
+    """
+    if option != "choose":
+        code = POLICIES.index(option)
+        return [np.full(len(num_tokens), code, np.int8) if code else None]
+    quarter, half, most = (_long_documents(num_tokens, share) for share in LONG_SHARES)
+    shares = [
+        *((long, OFFLOAD, REPLAY) for long in (quarter, half, most)),
+        *((long, RECOMPUTE, REPLAY) for long in (quarter, half, most)),
+        (half, RECOMPUTE, RECOMPUTE),
+        (half, OFFLOAD, RECOMPUTE),
+        (half, OFFLOAD, OFFLOAD),
+    ]
+    columns: list[NDArray[np.int8] | None] = [None]
+    for long, of_long, of_short in shares:
+        column = np.where(long, of_long, of_short).astype(np.int8)
+        # One document may hold all shares: equal columns are one policy.
+        is_new = not any(other is not None and (other == column).all() for other in columns)
+        if is_new and (can_offload or OFFLOAD not in (of_long, of_short)):
+            columns.append(column)
+    return columns
+
+
+def policies_within_host(
+    num_tokens: NDArray[np.int64], policy: NDArray[np.int8], share: float
+) -> list[NDArray[np.int8]]:
+    """Policy columns for where the documents that `policy` offloads do not fit host memory: of these the longest, as
+    many as hold at most `share` of their tokens, are offloaded, the others stored, or recomputed. Short documents are
+    the cheapest to recompute, token by token.
+
+    Returns:
+        int8[n] each; none where the longest alone holds more, or all of them hold less.
+    """
+    offloaded = policy == OFFLOAD
+    order = np.argsort(-num_tokens, kind="stable")
+    order = order[offloaded[order]]
+    held = np.cumsum(num_tokens[order]) <= share * num_tokens[offloaded].sum()
+    if not held.any() or held.all():
+        return []
+    found = []
+    for rest in (REPLAY, RECOMPUTE):
+        column = np.where(offloaded, rest, policy).astype(np.int8)
+        column[order[held]] = OFFLOAD
+        found.append(column)
+    return found
+
+
+def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """The longest documents that hold at least this share of the tokens; equal lengths in arrival order."""
+    order = np.argsort(-num_tokens, kind="stable")
+    before = np.cumsum(num_tokens[order]) - num_tokens[order]
+    long = np.zeros(len(num_tokens), bool)
+    long[order[before < share * num_tokens.sum()]] = True
+    return long
+
+
+class RankedPolicies(NamedTuple):
+    """What `rank_policies` says.
+
+    Args:
+        ranked: the most promising first.
+        close: how many are too close to tell apart.
+        others: not looked at, because one of the ranked promises to be as fast as can be.
+    """
+
+    ranked: list[tuple[Estimate, StepProblem]]
+    close: int
+    others: list[StepProblem]
+
+
+def plan_under_policies(
+    problems: Sequence[StepProblem],
+    plan: Callable[[StepProblem], DelayedChoice],
+    can_fit: Callable[[StepProblem], bool] | None,
+    enough_s: float = 0.0,
+) -> tuple[StepProblem, DelayedChoice]:
+    """The best answer over policies: within memory, then the fastest.
+
+    Args:
+        problems: the step under every policy, all stored first; at least one.
+        can_fit: False where the strategy knows at a glance that a problem exceeds memory: planned only where no policy
+            fits.
+        enough_s: a plan within memory that takes no longer is as good as any.
+    """
+    best: tuple[StepProblem, DelayedChoice] | None = None
+    promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
+    for problem in promising or problems:
+        answer = plan(problem)
+        if best is None or worst_score(answer.choices) < worst_score(best[1].choices):
+            best = problem, answer
+        excess, seconds = worst_score(answer.choices)
+        if not excess and (problem.policy is None or seconds <= enough_s):
+            break  # every other policy costs time to save memory
+    assert best is not None, "there is at least one policy"
+    return best
+
+
+def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
+    """Memory first, then time, of the worst replica; smaller is better."""
+    return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
+
+
+def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> RankedPolicies:
+    """Policies with what they promise.
+
+    It ends with the first policy that fits and is as fast as all activations stored would be without a memory limit:
+    no other can be faster. (The list schedule fits almost any step by holding forwards back, at the price of an idle
+    pipeline, so fitting alone says little.)
+    """
+    if len(problems) == 1 or not len(problems[0].num_tokens):
+        return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
+    if problems[0].cap_bytes is None:  # every other policy costs time to save memory
+        return RankedPolicies([((0, 0.0), problems[0])], 1, [])
+    # The same ways of sharing for all: policies move seconds, hardly which documents are long.
+    uneven, long = _merges_to_rate(problems[0])
+    boundless = replace(problems[0], cap_bytes=None)
+    least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
+    merges = [*uneven, *long]
+    found: list[tuple[Estimate, int]] = []
+    for index, problem in enumerate(problems):
+        if found and (0, work_s(problem)) >= min(found)[0]:
+            continue  # its work alone takes longer than another policy
+        estimate, rated = _estimate(problem, rules_of(problem), merges)
+        found.append((estimate, index))
+        if not estimate[0] and estimate[1] <= CLOSE * least_s:
+            break
+        if not index and len(merges) > 2 * MOST_RATED:
+            # Large groups are best with everything stored, small ones with as little as can be.
+            frugal = problems[-1]
+            merges = [
+                merges[at] for at in sorted({*_best(rated), *_best(rate_merges(frugal, merges, rules_of(frugal)))})
+            ]
+    found.sort()
+    (excess, seconds), _ = found[0]
+    close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])
+    ranked = {index for _, index in found}
+    others = [problem for index, problem in enumerate(problems) if index not in ranked]
+    return RankedPolicies([(estimate, problems[index]) for estimate, index in found], close, others)
+
+
+def work_s(problem: StepProblem) -> float:
+    """All work of a step spread evenly over all pipelines."""
+    return float(problem.document_s.sum()) / (problem.layout.dp * problem.layout.pipeline_ranks)
+
+
+def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
+    """Because of uneven work, and because of memory."""
+    if not problem.options.dp_merge:
+        return [], []
+    outliers = merge_documents(problem)
+    return [outliers, *uniform_merges(problem, outliers)] if outliers else [], long_merges(problem)
+
+
+def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> tuple[Estimate, list[Estimate]]:
+    """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better; and of all
+    merges."""
+    replicas = [
+        ReplicaSearch(problem, documents, score_key=rules.score_key, known=rules.known)
+        for documents in assign_replicas(problem.document_s, problem.layout.dp)
+        if len(documents)
+    ]
+    heaviest = max(replicas, key=lambda search: search.work_s)
+    longest = max(replicas, key=lambda search: int(search.num_tokens.max()))
+    apart = list(dict.fromkeys((heaviest, longest)))
+    score([(search, quick_trials(search, rules)) for search in apart])
+    best = [search.best() for search in apart]
+    rated = rate_merges(problem, merges, rules)
+    return min([(max(one.excess_bytes for one in best), max(one.makespan_s for one in best)), *rated]), rated
+
+
+def _best(rated: list[Estimate]) -> list[int]:
+    """Places of the best few."""
+    return sorted(range(len(rated)), key=rated.__getitem__)[:MOST_RATED]

@@ -1,0 +1,494 @@
+"""Candidate packs and schedules of one replica's documents: a `Trial` is a point of the space that is searched.
+
+    cut               symmetric, asymmetric or whole, see below
+    num_packs         packs aimed at, before tapering
+    token_weight      what a token's linear work counts when cutting: 2 evens out tokens, hence memory (λ)
+    taper             halvings of the first forward and of the last backward pack: the fill of a pipeline costs (P - 1)
+                      forwards of the first pack, its drain (P - 1) backwards of the last
+    order             an `Order` that the core knows, or any other registered schedule, which is rated in Python
+    lookahead, split  of the list schedule (`schedule.packflow`); `split` is set, too, where a schedule splits backwards
+
+Three ways to cut, each by work, forward and backward seconds of the slowest stage (`types.work`):
+
+    asymmetric  SlimPack §4.1: long documents are slimmed into slices, short ones packed whole, so that every pack
+                carries the same work; forward and backward packs by two calls with their own curves. All work lies on
+                one line, documents longest first; a pack ends where the line reaches its target, at the boundary
+                nearest to it: before a document, after it, or at a cut, found by bisection. Backward takes each
+                document from its end. SlimPack states a MILP; in a fixed order this fill is exact up to the alignment.
+                O(n + packs log length)
+    symmetric   backward packs are the forward packs, slices reversed inside documents. A document of several targets
+                gives packs of one slice each; rests and short documents go longest first into the others. A pack with a
+                slice that its document goes on after holds nothing else, so no document waits for the middle of another
+                (a chain), as it does under sequential filling. O(n log n)
+    whole       documents as they are, longest first (LPT)
+
+The core cuts, prices, schedules and simulates a trial in one go, many trials of many replicas in one call on several
+threads (`native/trials.cpp`), about 60 us a trial of 64 documents, 64 packs and 4 stages; only the chosen trial is made
+again as a `Candidate`. `tests/reference/cuts.py` and `trial_scores.py` are the same step by step in Python.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload import _native
+from evenload.cost.layer_counts import RECOMPUTE
+from evenload.cost.pipeline_tasks import pipeline_tasks, require_links_of_group
+from evenload.plan.problem import CHOOSE, Candidate, StepProblem, imbalance, scheduled_candidate
+from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC, packflow_list, packflow_static
+from evenload.schedule.registry import SCHEDULES
+from evenload.schedule.schedule_rule import UNLIMITED_BYTES, ScheduleRule
+from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.work import WorkCurve
+
+Cut = Literal["symmetric", "asymmetric", "whole"]
+CUTS: tuple[Cut, ...] = ("symmetric", "asymmetric", "whole")
+LOOKAHEADS: tuple[int | None, ...] = (None, 3, 0)
+TAPERS = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3))
+UNLIMITED_LOOKAHEAD = 2**31 - 1
+ALIGN_FROM_TILES = 16
+"""Cut at whole attention tiles where the shortest slices hold at least this many: a cut then moves by at most
+half a tile, 1/32 of the slice, which is what the incomplete tile would have cost."""
+NO_TOKEN_LIMIT = 2**63 - 1
+NEAR_BOUND = 1.02
+"""A replica whose makespan is within this of its work spread over its ranks is not searched further."""
+BEAM = 6
+"""Best trials whose neighbours are tried."""
+PARALLEL_TRIALS = 8
+"""Fewer are not worth a second thread."""
+
+
+def usable_cores() -> int:
+    """Cores that the system lets this process use; all of the machine's where it cannot say (macOS, Windows)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Order(StrEnum):
+    """An order of packs that the core knows; listed as it numbers them (`native/trials.h`).
+
+    The memory-capped list schedule, backward or forward first after a backward; PackFlow's static order, catching up or
+    injecting forwards.
+    """
+
+    LIST = "list"
+    LIST_ALTERNATE = "list alternate"
+    STATIC = "static"
+    STATIC_INJECT = "static inject"
+
+    @property
+    def is_static(self) -> bool:
+        """It follows from the packs alone."""
+        return self in (Order.STATIC, Order.STATIC_INJECT)
+
+    @property
+    def schedule(self) -> str:
+        """Name of the registered schedule whose variant it is."""
+        return STATIC.name if self.is_static else LIST.name
+
+
+class Setting(NamedTuple):
+    """How packs are cut."""
+
+    cut: Cut
+    num_packs: int
+    token_weight: int = 1
+    taper: tuple[int, int] = (0, 0)
+
+
+class Trial(NamedTuple):
+    """Packs under one schedule."""
+
+    setting: Setting
+    order: Order | ScheduleRule = Order.LIST
+    lookahead: int | None = None
+    split: bool = False
+
+    @property
+    def in_core(self) -> bool:
+        """The core can rate it."""
+        return isinstance(self.order, Order)
+
+    def rule(self) -> ScheduleRule:
+        """The schedule, with the settings of the trial."""
+        if isinstance(self.order, ScheduleRule):
+            return self.order
+        if self.order.is_static:
+            inject = self.order is Order.STATIC_INJECT
+            return replace(STATIC, order=lambda tasks, cap_bytes: packflow_static(tasks, inject=inject))
+        alternate, lookahead, split = self.order is Order.LIST_ALTERNATE, self.lookahead, self.split
+        return replace(
+            LIST_SPLIT if split else LIST,
+            order=lambda tasks, cap_bytes: packflow_list(
+                tasks, cap_bytes=cap_bytes, alternate=alternate, lookahead=lookahead, split=split
+            ),
+        )
+
+    def with_count(self, count: int) -> "Trial":
+        """The same with another number of packs."""
+        return self._replace(setting=self.setting._replace(num_packs=count))
+
+    def describe(self) -> str:
+        setting = self.setting
+        parts = [
+            f"{setting.cut} cuts" if setting.cut != "whole" else "whole documents",
+            f"token weight {setting.token_weight}" if setting.token_weight != 1 else "",
+            f"taper {setting.taper[0]}+{setting.taper[1]}" if setting.taper != (0, 0) else "",
+            self.order if isinstance(self.order, Order) else "",
+            f"look-ahead {self.lookahead}" if self.lookahead is not None else "",
+            "I and W" if self.split else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def orders_of(schedule: str) -> tuple[Order | ScheduleRule, ...]:
+    """Orders of trials that run a schedule; all that the core knows where it may be chosen."""
+    if schedule == CHOOSE:
+        return tuple(Order)
+    return tuple(order for order in Order if order.schedule == schedule) or (SCHEDULES.named(schedule),)
+
+
+def trial_under(setting: Setting, order: Order | ScheduleRule) -> Trial:
+    """Packs under an order of `orders_of`."""
+    return Trial(setting, order, split=isinstance(order, ScheduleRule) and order.splits_backward)
+
+
+_NUMBERS: dict[object, int] = {order: number for number, order in enumerate(Order)}
+
+
+def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
+    """As the core reads them: cut, count, token weight, tapers, order, look-ahead, split; int64[trials, 8]."""
+    rows = [
+        (
+            CUTS.index(trial.setting.cut),
+            trial.setting.num_packs,
+            trial.setting.token_weight,
+            *trial.setting.taper,
+            _NUMBERS[trial.order],
+            UNLIMITED_LOOKAHEAD if trial.lookahead is None else trial.lookahead,
+            int(trial.split),
+        )
+        for trial in trials
+    ]
+    return np.array(rows, np.int64).reshape(-1, 8)
+
+
+def neighbours(
+    trial: Trial, *, pp: int, cuts: tuple[Cut, ...], may_split: bool, may_reorder: bool = True
+) -> Iterator[Trial]:
+    """Trials that differ in one coordinate; the cheap ones, which keep the packs, first.
+
+    Args:
+        may_split: backwards may run as I and W.
+        may_reorder: other settings of the list schedule may be tried.
+    """
+    setting = trial.setting
+    if pp > 1 and may_reorder:
+        yield trial._replace(order=Order.LIST_ALTERNATE if trial.order is Order.LIST else Order.LIST)
+        for lookahead in LOOKAHEADS:
+            if lookahead != trial.lookahead:
+                yield trial._replace(lookahead=lookahead)
+        if may_split:
+            yield trial._replace(split=not trial.split)
+    if pp > 1:
+        at = TAPERS.index(setting.taper)
+        for taper in TAPERS[max(0, at - 1) : at + 2]:
+            if taper != setting.taper:
+                yield trial._replace(setting=setting._replace(taper=taper))
+    yield trial._replace(setting=setting._replace(token_weight=3 - setting.token_weight))
+    counts = (setting.num_packs * 3 // 2, setting.num_packs * 3 // 4, setting.num_packs + pp)
+    for count in dict.fromkeys(max(1, count) for count in counts):
+        if count != setting.num_packs:
+            yield trial._replace(setting=setting._replace(num_packs=count))
+    for cut in cuts:
+        if cut != setting.cut:
+            yield trial._replace(setting=setting._replace(cut=cut))
+
+
+@dataclass(frozen=True)
+class CutRules:
+    """What all cuts of a step have in common.
+
+    Args:
+        forward, backward: work on the slowest stage.
+        tile: rows of an attention block.
+    """
+
+    forward: WorkCurve
+    backward: WorkCurve
+    tile: int
+    min_slice_tokens: int
+    max_pack_tokens: int | None
+
+    def native_curves(self) -> tuple[tuple, tuple]:
+        """Both curves as the core takes them."""
+        forward, backward = (
+            (curve.linear_s, curve.attention_s, curve.slice_s) for curve in (self.forward, self.backward)
+        )
+        return forward, backward
+
+
+def cut_rules(problem: StepProblem) -> CutRules:
+    """Of a step; backward is balanced as if all tokens recomputed alike: a curve knows no documents."""
+    share = 0.0
+    if problem.policy is not None and len(problem.num_tokens):
+        share = float(problem.num_tokens[problem.policy == RECOMPUTE].sum() / problem.num_tokens.sum())
+    return CutRules(
+        problem.costs.forward_work(),
+        problem.costs.backward_work(recomputed_share=share),
+        problem.costs.coefficients.attention_tile,
+        problem.options.min_slice_tokens,
+        problem.options.max_pack_tokens,
+    )
+
+
+def trial_packs(
+    problem: StepProblem, rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int
+) -> tuple[SliceColumns, SliceColumns] | None:
+    """Forward and backward packs of at least one document, every slice shared by `ranks`; None where the token limit
+    rules the setting out."""
+    found = _native.cut_packs(
+        problem.costs.native,
+        num_tokens,
+        trial_rows([Trial(setting)])[0],
+        *rules.native_curves(),
+        rules.min_slice_tokens,
+        NO_TOKEN_LIMIT if rules.max_pack_tokens is None else rules.max_pack_tokens,
+        ALIGN_FROM_TILES,
+    )
+    return None if found is None else (_columns(found[0], ranks), _columns(found[1], ranks))
+
+
+def _columns(cut: tuple[NDArray[Any], ...], ranks: int) -> SliceColumns:
+    doc, start, stop, pack_offset = cut
+    pad_to, cp = np.zeros(len(pack_offset) - 1, np.int64), np.full(len(doc), ranks, np.int64)
+    return SliceColumns(doc, start, stop, pack_offset, pad_to, cp)
+
+
+class TrialScore(NamedTuple):
+    """What a trial is worth; `excess_bytes` and `makespan_s` first, so that smaller is better.
+
+    Args:
+        excess_bytes: above the memory limit on the worst rank.
+        imbalance_forward, imbalance_backward: max/mean pack time on the slowest stage.
+    """
+
+    excess_bytes: int
+    makespan_s: float
+    imbalance_forward: float
+    imbalance_backward: float
+
+
+KnownScores = dict[tuple[int, bytes], dict["Trial", "TrialScore | None"]]
+"""By the ranks that share documents, and the documents."""
+_KNOWN_SCORES: WeakKeyDictionary[StepProblem, KnownScores] = WeakKeyDictionary()
+NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
+
+
+def known_scores(problem: StepProblem) -> KnownScores:
+    """What all searches of a problem found so far, kept as long as the problem.
+
+    `slimpack` and `auto` rate nearly the same trials, and a step that exceeds host memory is searched again under
+    policies that were rated before.
+    """
+    return _KNOWN_SCORES.setdefault(problem, {})
+
+
+def by_time(score: TrialScore) -> tuple[int, float]:
+    return score.excess_bytes, score.makespan_s
+
+
+class ReplicaSearch:
+    """What is known about some documents.
+
+    Args:
+        documents: int64[k], indices into the problem's arrays.
+        ranks: that share every slice; default: the context-parallel ranks of the layout.
+        score_key: how trials are ranked, smaller is better.
+        known: scores that other searches of the same problem found, and where this one leaves its own.
+    """
+
+    def __init__(
+        self,
+        problem: StepProblem,
+        documents: NDArray[np.int64],
+        ranks: int | None = None,
+        score_key: Callable[[TrialScore], tuple[int, float]] = by_time,
+        known: KnownScores | None = None,
+    ) -> None:
+        self.problem = problem
+        self.pool = known
+        self.ranks = problem.layout.cp if ranks is None else ranks
+        key = (self.ranks, documents.tobytes())
+        self.known: dict[Trial, TrialScore | None] = {} if known is None else known.setdefault(key, {})
+        self.score_key = score_key
+        self.documents = documents
+        self.num_tokens = np.ascontiguousarray(problem.num_tokens[documents])
+        self.policy = problem.policy_of(documents)
+        self.scores: dict[Trial, TrialScore | None] = {}
+        self._expanded: set[Trial] = set()
+        self._ranking: list[Trial] | None = None
+
+    @functools.cached_property
+    def work_s(self) -> float:
+        """Forward + backward through the whole pipeline, of one of the ranks that share it."""
+        problem = self.problem
+        if self.ranks == problem.layout.cp:
+            return float(problem.document_s[self.documents].sum())
+        return float(problem.costs.document_seconds(self.num_tokens, self.policy, ranks=self.ranks).sum())
+
+    @functools.cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Cuts that the model and the token limit allow; the most promising first."""
+        limit = self.problem.options.max_pack_tokens
+        whole = limit is None or not len(self.num_tokens) or int(self.num_tokens.max()) <= limit
+        sliced: tuple[Cut, ...] = ("symmetric", "asymmetric") if self.problem.costs.model.causal else ()
+        return (*sliced, "whole") if whole else sliced
+
+    def add(self, trial: Trial, found: TrialScore | None) -> None:
+        """Record what a trial is worth; None = its packs do not exist."""
+        self.scores[trial] = self.known[trial] = found
+        self._ranking = None
+
+    def rank_by(self, score_key: Callable[[TrialScore], tuple[int, float]]) -> None:
+        self.score_key, self._ranking = score_key, None
+
+    def ranking(self) -> list[Trial]:
+        if self._ranking is None:
+            score_key = {trial: self.score_key(score) for trial, score in self.scores.items() if score is not None}
+            self._ranking = sorted(score_key, key=score_key.__getitem__)
+        return self._ranking
+
+    def best(self) -> TrialScore:
+        """Score of the best trial; infinitely bad before there is one, nothing to do without documents."""
+        if not len(self.documents):
+            return TrialScore(0, 0.0, 1.0, 1.0)
+        ranking = self.ranking()
+        return (self.scores[ranking[0]] or NO_SCORE) if ranking else NO_SCORE
+
+    def is_near_bound(self) -> bool:
+        """Within memory and within `NEAR_BOUND` of the work on every rank.
+
+        Not of "work + first forward + last backward": those are the candidate's own packs, so few large
+        packs would pass.
+        """
+        best = self.best()
+        return not best.excess_bytes and best.makespan_s <= NEAR_BOUND * self.work_s / self.problem.layout.pp
+
+    def frontier(self, *, may_split: bool, may_reorder: bool) -> list[Trial]:
+        """Untried neighbours of the best trial that was not expanded; none when the `BEAM` best all were."""
+        pp = self.problem.layout.pp
+        for origin in self.ranking()[:BEAM]:
+            if origin in self._expanded:
+                continue
+            self._expanded.add(origin)
+            around = neighbours(origin, pp=pp, cuts=self.cuts, may_split=may_split, may_reorder=may_reorder)
+            untried = [trial for trial in around if trial not in self.scores]
+            if untried:
+                return untried
+        return []
+
+    def build(self, trial: Trial, *, split: bool = False) -> Candidate | None:
+        """The trial as a candidate; None where the token limit rules its packs out.
+
+        Args:
+            split: price I and W even where the trial runs backwards whole.
+        """
+        problem = self.problem
+        packs = trial_packs(problem, cut_rules(problem), self.num_tokens, trial.setting, self.ranks)
+        if packs is None or (trial.in_core and trial.split and problem.layout.num_stages == 1):
+            return None
+        forward, backward = packs
+        tasks = pipeline_tasks(
+            problem.costs,
+            forward,
+            backward,
+            self.num_tokens,
+            self.policy,
+            split=split or trial.split,
+        )
+        label = f"{forward.num_packs} forward and {backward.num_packs} backward packs, {trial.describe()}"
+        return scheduled_candidate(label, forward, backward, tasks, trial.rule(), problem.cap_bytes, self.policy)
+
+
+def idle_candidate(problem: StepProblem) -> Candidate:
+    """Of a replica without documents."""
+    empty = whole_document_columns([], problem.num_tokens[:0])
+    tasks = pipeline_tasks(problem.costs, empty, empty, problem.num_tokens[:0])
+    return scheduled_candidate("no documents", empty, empty, tasks, LIST, problem.cap_bytes)
+
+
+def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
+    """Rate trials that were not rated yet, all that the core knows in one call; how many were.
+
+    Args:
+        wanted: searches of one step, each with documents, and their trials.
+    """
+    by_costs: dict[int, list[tuple[ReplicaSearch, list[Trial]]]] = {}
+    count = 0
+    for search, trials in wanted:
+        by_setting: dict[Setting, list[Trial]] = {}
+        for trial in dict.fromkeys(trials):
+            if trial in search.scores:
+                continue
+            if trial in search.known:
+                search.add(trial, search.known[trial])
+                continue
+            count += 1
+            if trial.in_core:
+                by_setting.setdefault(trial.setting, []).append(trial)
+            else:
+                search.add(trial, score_of(search.build(trial)))
+        if by_setting:  # one cut, one price for all of a setting
+            jobs = by_costs.setdefault(id(search.problem.costs), [])
+            jobs.append((search, [trial for same in by_setting.values() for trial in same]))
+    for jobs in by_costs.values():
+        _score_in_core(jobs)
+    return count
+
+
+def score_of(found: Candidate | None) -> TrialScore | None:
+    """What a candidate is worth; None where there is none."""
+    if found is None:
+        return None
+    tasks = found.tasks
+    return TrialScore(found.excess_bytes, found.makespan_s, imbalance(tasks.forward_s), imbalance(tasks.backward_s))
+
+
+def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
+    """Of searches with the same costs."""
+    problem = jobs[0][0].problem
+    count = sum(len(trials) for _, trials in jobs)
+    rules, empty = cut_rules(problem), np.empty(0, np.int8)
+    for search, _ in jobs:
+        require_links_of_group(problem.costs, search.ranks, search.policy)
+    found = _native.score_trials(
+        problem.costs.native,
+        [
+            (
+                search.num_tokens,
+                empty if search.policy is None else np.ascontiguousarray(search.policy),
+                search.ranks,
+                trial_rows(trials),
+            )
+            for search, trials in jobs
+        ],
+        *rules.native_curves(),
+        np.empty(0, np.int64) if problem.cap_bytes is None else problem.cap_bytes,
+        rules.min_slice_tokens,
+        NO_TOKEN_LIMIT if rules.max_pack_tokens is None else rules.max_pack_tokens,
+        ALIGN_FROM_TILES,
+        1 if count < PARALLEL_TRIALS else usable_cores(),
+    )
+    for (search, trials), columns in zip(jobs, found, strict=True):
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for trial, row in zip(trials, rows, strict=True):
+            search.add(trial, None if row[0] < 0 else TrialScore(*row))

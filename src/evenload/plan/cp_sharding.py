@@ -1,0 +1,265 @@
+"""How the ranks of a context-parallel group share each pack, and candidates repriced as their ranks will run them.
+
+Rules, decided when a plan is made (WLB §5):
+
+    per_sequence, per_document   as `stepplan.rank_ranges` has them
+    adaptive                     of every pack the faster of the two (WLB §5.3)
+    mixed                        long slices per document, short ones whole on one rank, longest first to the least
+                                 loaded; where long begins, and whether one of the two above is faster, is tried.
+                                 Beyond WLB.
+
+A plan says what was decided (`MicroPack.sharding`): per_sequence, per_document or an owner for every slice, so nobody
+needs prices to run it. Skrull's owners (DACP) come from `plan.dacp`.
+
+Searches compare thousands of packings by the mean over the ranks that share a pack; what runs waits for the slowest. So
+before candidates of different kinds are compared, and before a plan promises a time, shared packs are given their
+sharding and repriced rank by rank (`cost.ranked_packs`), and the pipeline is simulated again in the same order of
+actions (`repriced`). Some numpy calls a replica, about 2 ms for 512 documents, two to three times as much where a rule
+chooses; nothing where no rank shares anything. Bytes stay as they are: `cost.memory` charges the fullest rank.
+
+What a replica runs alone begins in the gaps that packs shared with other replicas leave (`run_ahead`). Packs of larger
+blocks come first, and a pipeline that runs one phase after the other drains before it fills again. While it drains,
+ranks wait for gradients; there the next phase's first forwards can run:
+
+    rank 0   F F F F . . . B . B . B . B f f f f . . .        one after the other
+    rank 0   F F F F f f f B f B . B . B . . .                in the gaps
+
+Members of a block must meet at every shared pack without waiting for each other, and replicas are simulated apart. So a
+shared action never moves: an action is put before one only where it ends before that one starts, within memory, and
+never before shared packs of its own stage and direction, because packs pass every channel in index order. Every action
+stands in each rank's list as in one timeline in which shared packs run at the same times on all members, so no two can
+wait for each other in a circle, whatever they really take. Of several phases each runs ahead into those before it,
+which are alike on all its members. The order of every rank within a phase stays, so nothing starts later than one phase
+after the other. The core runs it, O(actions · phases); `tests/reference/phase_overlap.py` is the same in Python.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload import _native
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pack_split import RankedPacks, rank_seconds
+from evenload.cost.pipeline_tasks import gather_seconds, weight_seconds
+from evenload.plan.packing import longest_first
+from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem, in_order
+from evenload.schedule.simulate import simulate
+from evenload.schedule.tasks import split_arrays, task_arrays
+from evenload.stepplan.rank_rows import ranked_where_shared
+from evenload.types.columns import SliceColumns
+from evenload.types.micropack import PackSharding
+from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward
+
+MIXED_BOUNDS = (1, 4, 16)
+"""Slices of at least so many tiles a chunk count as long; all are tried."""
+CpRule = Literal["per_sequence", "per_document", "adaptive", "mixed"]
+Shardings = tuple[PackSharding, ...]
+"""`MicroPack.sharding` of every forward pack of a replica."""
+
+
+def possible_shardings(rule: CpRule, costs: PackCosts, packs: SliceColumns) -> list[Shardings]:
+    """What a rule may choose from, pack by pack.
+
+    Args:
+        rule: `plan.options.cp_sharding`.
+        packs: forward packs of one replica.
+    """
+    ranks = packs.pack_ranks()
+    is_shared = (ranks > 1).tolist()
+    if not any(is_shared):
+        return [("",) * packs.num_packs]
+    names: list[PackSharding] = ["per_sequence", "per_document"] if rule in ("adaptive", "mixed") else [rule]
+    found: list[Shardings] = [tuple(name if shared else "" for shared in is_shared) for name in names]
+    return [*found, *_mixed(costs, packs, ranks)] if rule == "mixed" else found
+
+
+def _mixed(costs: PackCosts, packs: SliceColumns, ranks: NDArray[np.int64]) -> list[Shardings]:
+    tokens, pack = packs.slice_tokens(), packs.pack_of_slice()
+    of_slices = costs.features.of_slices(packs.start, packs.start + tokens)
+    seconds = of_slices @ sum(matrix.sum(axis=1) for matrix in costs.stage_seconds.values())
+    edges = packs.pack_offset.tolist()
+    found: list[Shardings] = []
+    owner, was_short = np.full(packs.num_slices, -1), np.zeros(packs.num_slices, bool)
+    for bound in MIXED_BOUNDS:
+        is_short = (ranks[pack] > 1) & (tokens < bound * 2 * ranks[pack] * costs.coefficients.attention_tile)
+        changed = np.unique(pack[is_short != was_short])
+        if not len(changed):
+            continue
+        was_short, owner = is_short, owner.copy()
+        for index in changed.tolist():
+            low, high = edges[index : index + 2]
+            short = low + np.flatnonzero(is_short[low:high])
+            for rank, members in enumerate(longest_first(seconds[short], int(ranks[index]))):
+                owner[short[members]] = rank
+        listed = owner.tolist()
+        found.append(
+            tuple(
+                tuple(listed[edges[at] : edges[at + 1]]) if many > 1 else "" for at, many in enumerate(ranks.tolist())
+            )
+        )
+    return found
+
+
+def run_ahead(
+    tasks: PipelineTasks,
+    actions: ActionColumns,
+    phase_of_forward: NDArray[np.int64],
+    phase_of_backward: NDArray[np.int64],
+    cap_bytes: NDArray[np.int64] | None,
+) -> ActionColumns:
+    """The same actions, later phases in the gaps of earlier ones.
+
+    Args:
+        actions: phase after phase on every rank.
+        phase_of_forward, phase_of_backward: of every pack, not falling; int64[m_f], int64[m_b].
+        cap_bytes: int64[R] that ranks may hold, None = not limited.
+
+    Raises:
+        ConfigError, ValueError: columns or values out of range, or phases that cannot run.
+    """
+    columns = actions.kind, actions.stage, actions.pack, actions.rank_offset
+    phases = phase_of_forward.astype(np.int64), phase_of_backward.astype(np.int64)
+    cap = np.empty(0, np.int64) if cap_bytes is None else np.ascontiguousarray(cap_bytes, np.int64)
+    return ActionColumns(*_native.run_ahead(task_arrays(tasks), *columns, *phases, cap, split_arrays(tasks)))
+
+
+def repriced_choices(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
+    """The same choices with candidates as they run."""
+    return tuple(replace(choice, candidate=repriced(problem, choice.candidate)) for choice in choices)
+
+
+def repriced(problem: StepProblem, found: Candidate) -> Candidate:
+    """The candidate of a replica with shardings, its slowest ranks' seconds and their simulation; itself where it has
+    them."""
+    if found.shardings is not None:
+        return found
+    possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.forward)
+    ways = _fastest_first(problem, found, possible) if len(possible) > 1 else [(0.0, possible[0])]
+    best: Candidate | None = None
+    for least_s, shardings in ways:
+        if best is not None and best.makespan_s <= least_s:
+            break
+        one = _as_shared(problem, found, shardings)
+        best = one if best is None else min(best, one, key=Candidate.score)
+    assert best is not None, "some sharding is always possible"
+    return best
+
+
+def _fastest_first(
+    problem: StepProblem, found: Candidate, possible: Sequence[Shardings]
+) -> list[tuple[float, Shardings]]:
+    """Every sharding for all packs, and of every pack the one with the least seconds, with about the seconds of the
+    pipeline, which those of packs priced apart miss where documents are cut over several.
+
+    Packs that replicas share have the latter in all of them: replicas must agree without simulating each other's steps.
+    """
+    packs, back = found.forward.num_packs, found.backward.num_packs
+    all_ways = _in_all_ways(problem.costs, found, possible)
+    of_slice, of_backward = _forward_packs_of_slices(found), found.backward.pack_of_slice()
+    tokens = found.backward.slice_tokens()
+    share = tokens / found.backward.pack_sums(tokens)[of_backward]
+    backward_s = all_ways.backward_s.sum(axis=1).reshape(len(possible), back)[:, of_backward] * share
+    seconds = all_ways.forward_s.sum(axis=1).reshape(len(possible), packs)
+    fastest = (seconds + [np.bincount(of_slice, one, packs) for one in backward_s]).argmin(axis=0)
+    of_block = found.forward.pack_ranks() > problem.layout.cp
+    # A backward pack is about as long as under the sharding of the forward pack that its first slice lies in.
+    first = of_slice[found.backward.pack_offset[:-1]]
+    ways: dict[Shardings, float] = {}
+    for way in (fastest, *(np.where(of_block, fastest, one) for one in range(len(possible)))):
+        tasks = _rows_of(found.tasks, all_ways, way * packs + np.arange(packs), way[first] * back + np.arange(back))
+        shardings = tuple(possible[one][pack] for pack, one in enumerate(way.tolist()))
+        ways.setdefault(shardings, simulate(tasks, found.actions).makespan_s)
+    return sorted(((makespan_s, way) for way, makespan_s in ways.items()), key=lambda one: one[0])
+
+
+def _forward_packs_of_slices(found: Candidate) -> NDArray[np.int64]:
+    """Of every backward slice the forward pack with its first row."""
+    forward, backward = found.forward, found.backward
+    scale = np.int64(1 + max(int(side.stop.max(initial=0)) for side in (forward, backward)))
+    keys = forward.doc * scale + forward.start
+    order = np.argsort(keys)
+    place = np.searchsorted(keys[order], backward.doc * scale + backward.start, side="right") - 1
+    return forward.pack_of_slice()[order[place]]
+
+
+def _in_all_ways(costs: PackCosts, found: Candidate, possible: Sequence[Shardings]) -> PipelineTasks:
+    """The candidate's packs once for every sharding, as they take under it. As packs of one candidate, because numpy's
+    price is by the call."""
+    count, policy = len(possible), found.policy
+    sides = found.forward, found.backward
+    documents = 1 + max(int(side.doc.max(initial=-1)) for side in sides) if policy is None else len(policy)
+    forward, backward = (
+        SliceColumns.concat([side] * count, [documents * way for way in range(count)]) for side in sides
+    )
+    everything = replace(
+        found,
+        forward=forward,
+        backward=backward,
+        tasks=PipelineTasks.concat([found.tasks] * count),
+        policy=None if policy is None else np.tile(policy, count),
+        shardings=tuple(itertools.chain.from_iterable(possible)),
+    )
+    return _slowest_ranks(costs, everything)[0]
+
+
+def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> Candidate:
+    costs, found = problem.costs, replace(found, shardings=shardings)
+    tasks, ranked = _slowest_ranks(costs, found)
+    if ranked is None:
+        return found
+    actions = found.actions
+    of_forward, of_backward = (_phases(costs.layout.cp, side) for side in ranked)
+    if of_forward.any() and costs.layout.pp > 1:
+        actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
+    return in_order(found, actions, problem.cap_bytes, tasks=tasks)
+
+
+def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, tuple[RankedPacks, RankedPacks] | None]:
+    """A candidate's seconds with shared packs by their slowest ranks, and both directions rank by rank; its own and
+    None where nobody shares any."""
+    forward, backward = ranked_where_shared(costs, found.forward, found.backward, found.shardings or ())
+    if forward is None or backward is None or not found.forward.num_packs:  # an idle replica has none
+        return found.tasks, None
+    forward_s = forward.slowest(rank_seconds(costs, forward, "forward", found.policy))
+    tasks = with_slowest_backward(costs, replace(found.tasks, forward_s=forward_s), backward, found.policy)
+    return tasks, (forward, backward)
+
+
+def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
+    """Of every pack which phase it belongs to, 0 = that of the largest blocks; every phase has packs of both
+    directions."""
+    sizes = np.maximum(1, ranked.num_ranks() // cp)
+    return np.searchsorted(np.unique(-sizes), -sizes)
+
+
+def _rows_of(
+    tasks: PipelineTasks, others: PipelineTasks, forward: NDArray[np.int64], backward: NDArray[np.int64]
+) -> PipelineTasks:
+    """With the seconds of some forward and backward packs of others, as many."""
+    split = tasks.split
+    if split is not None and others.split is not None:
+        split = replace(split, input_s=others.split.input_s[backward], weight_s=others.split.weight_s[backward])
+    return replace(tasks, forward_s=others.forward_s[forward], backward_s=others.backward_s[backward], split=split)
+
+
+def with_slowest_backward(
+    costs: PackCosts, tasks: PipelineTasks, backward: RankedPacks, policy: NDArray[np.int8] | None
+) -> PipelineTasks:
+    """Backwards as their slowest ranks take them; where they are split, I and W are that rank's."""
+    rank_s = rank_seconds(costs, backward, "backward", policy)
+    whole_s = backward.slowest(rank_s)
+    if tasks.split is None:
+        return replace(tasks, backward_s=whole_s)
+    model, coefficients, layout = costs.model, costs.coefficients, costs.layout
+    copy_s = None if policy is None else costs.copy_seconds(backward.rows, policy)
+    tokens = backward.rows.rank_tokens()
+    weight_s = weight_seconds(model, coefficients, layout, tokens, rank_s, copy_s)
+    of_slowest = np.where(rank_s == np.repeat(whole_s, backward.num_ranks(), axis=0), weight_s, 0.0)
+    weight_s = backward.slowest(of_slowest)
+    gather_s = backward.slowest(gather_seconds(model, coefficients, layout, backward.rows))
+    split: SplitBackward = replace(tasks.split, input_s=whole_s - weight_s, weight_s=weight_s + gather_s)
+    return replace(tasks, backward_s=whole_s, split=split)

@@ -1,0 +1,187 @@
+"""Skrull's two levels: documents into replicas and micro-batches (GDS), and owners inside a micro-batch (DACP).
+
+DACP (§4.1, Algorithm 1): which documents of a micro-batch stay whole on one rank, which are shared by all.
+
+Objective (eq. 1-2): the slowest rank's `max(transfers, local work) + shared work`; memory (eq. 7): no rank holds more
+than a bucket of tokens, local documents plus its share of the others.
+
+1. Algorithm 1, in ascending length: a document goes whole to the rank with the least work that has room, else to the
+   emptiest, else it is shared. If even a share does not fit, *roll-back*: the fullest rank gives up its LARGEST local
+   document, which is shared by ALL ranks, and again while any rank is overfull. The paper gives up the smallest and
+   books the share on one rank only; 20 % of random schedules then exceed a bucket. Every roll-back makes one local
+   document shared for good, so this ends; it fails only when the fullest rank has no local document left.
+2. Ours: longest first, whole on the rank with the least work that has room, shared if that would keep the rank busy
+   beyond a ceiling; for 33 ceilings from Algorithm 1's time down to nothing. "Avoid sharding" alone leaves the longest
+   document on one rank however much faster sharing it were.
+
+The fastest of all is kept. O(n · cp) for each ceiling, O(n² · cp) for roll-backs; native/dacp.cpp.
+
+GDS (§4.2, eq. 8-11). Objective: the slowest replica's sum over its micro-batches of `pack_s` + DACP's time; memory: a
+micro-batch holds at most bucket · cp tokens (eq. 10, `limit_tokens`) and every rank at most a bucket (eq. 7).
+
+1. Documents to replicas by time, longest first (Algorithm 2, line 1).
+2. Per replica three ways to form micro-batches, of which the fastest is kept:
+   interleaved     ascending, n micro-batches `Subset[j::n]`, which pairs long and short; the least n that fits.
+                   The right reading of Algorithm 2: as printed it never stops on success, its slices repeat documents
+                   and a failure skips a micro-batch instead of starting anew.
+   longest first   by work into the fewest micro-batches that the tokens allow; ours
+   consecutive     ascending, each filled before the next is begun: documents of one length balance whole on their
+                   ranks, where pairing long and short would force them to be shared; ours
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload import _native
+from evenload.plan.packing import assign_replicas, longest_first
+
+SHARED = -1
+"""Owner of a document that all ranks share."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """The documents of one micro-batch as DACP sees them.
+
+    Args:
+        num_tokens: int64[n].
+        local_s: float64[n], seconds of each document whole on one rank.
+        shared_s: float64[n], seconds of one rank's share of it.
+        gather_s: float64[n], transfers of its keys and values, if shared.
+        cp: ranks.
+        bucket_tokens: what a rank may hold.
+    """
+
+    num_tokens: NDArray[np.int64]
+    local_s: NDArray[np.float64]
+    shared_s: NDArray[np.float64]
+    gather_s: NDArray[np.float64]
+    cp: int
+    bucket_tokens: int
+
+    def share_tokens(self) -> NDArray[np.int64]:
+        """Tokens of one rank's share of every document, rounded up."""
+        return -(-self.num_tokens // self.cp)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedGroups:
+    """Owners of the documents of several micro-batches.
+
+    Args:
+        owner: int64[documents], group after group; `SHARED` = all ranks. Meaningless in a group without an answer.
+        seconds: float64[groups], eq. 2 on the slowest rank; infinite where no owners were found that fit.
+        members: int64[documents], the document that each owner belongs to.
+        offset: int64[groups + 1], where each group begins in `owner` and `members`.
+    """
+
+    owner: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    members: NDArray[np.int64]
+    offset: NDArray[np.int64]
+
+
+def assign_owners(step: MicroBatch, groups: Sequence[Sequence[int]], *, as_published: bool = False) -> OwnedGroups:
+    """Owners for several micro-batches (document indices of each) at once; `as_published`: by Algorithm 1 alone."""
+    offset = np.cumsum([0, *map(len, groups)]).astype(np.int64)
+    members = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(offset[-1]))
+    columns = (step.num_tokens, step.local_s, step.shared_s, step.gather_s)
+    owner, seconds = _native.assign_owners(*columns, members, offset, step.cp, step.bucket_tokens, as_published)
+    return OwnedGroups(owner, seconds, members, offset)
+
+
+Groups = list[list[int]]
+"""Documents of every micro-batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepDocuments:
+    """The documents of a step as GDS sees them.
+
+    Args:
+        columns: of all documents of the step, with the bucket (`plan.dacp`).
+        dp: replicas.
+        limit_tokens: of a micro-batch.
+        pack_s: constant of a micro-batch.
+        as_published: Algorithms 1 and 2 alone.
+    """
+
+    columns: MicroBatch
+    dp: int
+    limit_tokens: int
+    pack_s: float = 0.0
+    as_published: bool = False
+
+    def group_seconds(self, groups: Groups) -> NDArray[np.float64]:
+        """Of every micro-batch, its constant included; infinite where it does not fit."""
+        found = assign_owners(self.columns, groups, as_published=self.as_published)
+        tokens = np.concatenate([[0], np.cumsum(self.columns.num_tokens[found.members])])[found.offset]
+        return np.where(np.diff(tokens) > self.limit_tokens, np.inf, found.seconds + self.pack_s)
+
+
+def assign_micro_batches(step: StepDocuments) -> list[Groups] | None:
+    """Micro-batches of every replica; None where a document does not fit a micro-batch of its own.
+
+    Every document lies in one micro-batch, none is empty; a replica may have none. Same input, same answer.
+    """
+    columns = step.columns
+    if not len(columns.num_tokens):
+        return [[] for _ in range(step.dp)]
+    if columns.num_tokens.max() > step.limit_tokens or columns.share_tokens().max() > columns.bucket_tokens:
+        return None
+    return [_fastest(step, documents) for documents in assign_replicas(columns.shared_s, step.dp)]
+
+
+def _fastest(step: StepDocuments, documents: NDArray[np.int64]) -> Groups:
+    if not len(documents):
+        return []
+    ascending = documents[np.argsort(step.columns.num_tokens[documents], kind="stable")]
+    if step.as_published:
+        return _interleaved(step, ascending)
+    ways = (_interleaved(step, ascending), _longest_first(step, ascending), _consecutive(step, ascending))
+    return min(ways, key=lambda groups: float(step.group_seconds(groups).sum()))
+
+
+def _fewest(step: StepDocuments, documents: NDArray[np.int64]) -> int:
+    """Micro-batches that the tokens need."""
+    return -(-int(step.columns.num_tokens[documents].sum()) // step.limit_tokens)
+
+
+def _interleaved(step: StepDocuments, ascending: NDArray[np.int64]) -> Groups:
+    """The fewest micro-batches `ascending[j::n]` that fit; at n documents each fits by itself."""
+    descending = step.columns.num_tokens[ascending][::-1]
+    for count in range(_fewest(step, ascending), len(ascending)):
+        # The micro-batch of the longest document has, position by position, the longest of every round.
+        if descending[::count].sum() > step.limit_tokens:
+            continue
+        groups = [ascending[first::count].tolist() for first in range(count)]
+        if np.isfinite(step.group_seconds(groups)).all():
+            return groups
+    return [[document] for document in ascending.tolist()]
+
+
+def _longest_first(step: StepDocuments, documents: NDArray[np.int64]) -> Groups:
+    shares, listed = step.columns.share_tokens()[documents], documents.tolist()
+    # Shares rounded up under the bucket: all documents shared then fit.
+    bucket = max(int(shares.max()), min(step.columns.bucket_tokens, step.limit_tokens // step.columns.cp))
+    groups = longest_first(
+        step.columns.local_s[documents], _fewest(step, documents), num_tokens=shares, capacity=bucket
+    )
+    return [[listed[index] for index in group] for group in groups if group]
+
+
+def _consecutive(step: StepDocuments, ascending: NDArray[np.int64]) -> Groups:
+    shares, tokens = step.columns.share_tokens()[ascending].tolist(), step.columns.num_tokens[ascending].tolist()
+    groups: Groups = [[]]
+    room, room_tokens = step.columns.bucket_tokens, step.limit_tokens
+    for document, share, count in zip(ascending.tolist(), shares, tokens, strict=True):
+        if share > room or count > room_tokens:
+            groups.append([])
+            room, room_tokens = step.columns.bucket_tokens, step.limit_tokens
+        groups[-1].append(document)
+        room, room_tokens = room - share, room_tokens - count
+    return groups

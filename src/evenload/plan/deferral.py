@@ -1,0 +1,467 @@
+"""Documents that wait for a later step: the state between steps, and which documents a step of `wlb` trains.
+
+A strategy normally rearranges one global batch. `wlb` and the `fixed_*` strategies with a window of several batches
+defer documents; those come back with the next batch (the loader carries them) and are trained within `max_delay_steps`.
+The state is explicit: given in, handed out, small, serialisable, and never holds tokens.
+
+    state ─┐
+    batch ─┴─► strategy ─► packs of this step, documents deferred, next state
+
+**Balanced release** (ours). WLB's queues release N outliers at a time, so that each of N micro-batches gets one of
+about the same length. What that buys is that the longest micro-batch is no longer than the mean. This rule asks for it
+directly: the longest documents wait, and how many of them is decided anew every step.
+
+    all documents at hand, longest first    | 1 2 3 4 | 5 6 7 8 9 …
+                                              wait      trained now
+
+Of all places for the bar the first is taken (the fewest wait) at which the degree max·N / total is within `limit`.
+Few long documents at hand: they wait, the step is small and even. Enough of them: all go, the step is large and even.
+So documents of any length gather until they fill N micro-batches together, whatever the lengths look like, and
+nothing needs tuning. Where no place is within the limit, the one of least degree is taken.
+
+Two more rules. The limit follows the delay of the recent steps: tight as long as that is small, looser beyond
+`EASY_DELAY_STEPS`, so delay settles near half a step. And a document too rare to ever gather company must be trained at
+`max_delay_steps` anyway; while it waits, the steps before save up to `RESERVE_SHARE` of a batch's work each (the
+longest documents: least tokens for that work), so that the step which trains it is large. Degrees are first estimated
+for all places at once from sums, a few are then packed. O(n log n).
+
+**Queues** (WLB §4.2, Algorithm 1): the lengths `L_1 < L_2 < …` from which documents are outliers, tuned on a sample.
+Low thresholds balance better and delay more tokens. The tuning draws global batches from a sample of lengths, runs the
+queues over them and keeps the thresholds of least imbalance `max · N / total` (WLB Table 2) among those whose mean
+token delay is at most `TARGET_DELAY_STEPS`. Candidates are the lengths that leave certain shares of the tokens above
+them; one that is above every document (no delay) is always among them, so there is always an answer. Documents far
+smaller than a micro-batch act like water: they fill the least loaded micro-batches up to a common level. So only
+documents above a hundredth of the mean micro-batch are placed one by one, and the token limit is not looked at: about 2
+ms per candidate and 32 micro-batches. Deterministic: the draws have a fixed seed.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import DataError
+from evenload.plan.packing import pack_greedily
+from evenload.plan.problem import ReplicaChoice
+from evenload.types.base import Frozen
+
+FADE = 31 / 32
+"""Weight of a step in the recent delay, each step later."""
+TIGHT_DEGREE = 1.03
+"""Degree within which a step counts as even, while delay is small."""
+EASY_DELAY_STEPS = 0.42
+"""Recent mean token delay up to which the limit stays tight."""
+MOST_DELAY_STEPS = 0.5
+"""Recent mean token delay from which every step counts as even: nothing waits (WLB §7.4 reports half a step)."""
+LOOSER_PER_STEP = 3.0
+"""By how much the limit grows per step of delay beyond `EASY_DELAY_STEPS`; ever more towards `MOST_DELAY_STEPS`."""
+RESERVE_SHARE = 0.2
+"""Of a batch's work: saved a step for a document that cannot be balanced otherwise."""
+PLACES_TRIED = 8
+"""Places whose degree is found by packing: of those that may be even, and of all if none is."""
+WAITING_PER_MICRO_BATCH = 6
+"""Most documents that wait, in micro-batches: beyond, a step would train next to nothing."""
+TARGET_DELAY_STEPS = 0.45
+"""Mean token delay that thresholds may cost; WLB §7.4 reports 0.5."""
+SAMPLE_LENGTHS = 8192
+"""Lengths that make the last tuning; a document in a thousand is then still seen 8 times."""
+TOKEN_SHARES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+"""Shares of all tokens that candidate thresholds leave in longer documents."""
+WATER_SHARE = 0.01
+"""Of the mean micro-batch; smaller documents are not placed one by one."""
+
+
+class Waiting(Frozen):
+    """A document that was deferred.
+
+    Args:
+        since_step: the step with whose batch it came.
+        is_left_over: it was due but did not fit; it goes first next time.
+    """
+
+    doc_id: int
+    since_step: int
+    is_left_over: bool = False
+
+
+class DelayState(Frozen):
+    """Everything between two steps.
+
+    Args:
+        waiting: documents that were deferred, oldest first.
+        outlier_lengths: `wlb`'s thresholds `L_1 < L_2 < …`, as tuned so far.
+        sample: lengths seen so far, until there are enough for the last tuning.
+        num_batches: batches seen.
+        waited_tokens, arrived_tokens: tokens that were deferred, once for every step, and tokens that came; older
+            steps fade by `FADE`.
+    """
+
+    waiting: tuple[Waiting, ...] = ()
+    outlier_lengths: tuple[int, ...] = ()
+    sample: tuple[int, ...] = ()
+    num_batches: int = 0
+    waited_tokens: float = 0.0
+    arrived_tokens: float = 0.0
+
+    def recent_delay_steps(self) -> float:
+        """Mean token delay of the recent steps, by Little's law; 0 before the first."""
+        return self.waited_tokens / self.arrived_tokens if self.arrived_tokens else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """How the documents of a problem came here.
+
+    Args:
+        step: the step to be planned.
+        since_step: int64[n], the step with whose batch each document came.
+        is_left_over: bool[n].
+        is_last: no batch follows, so nothing may be deferred.
+    """
+
+    step: int
+    since_step: NDArray[np.int64]
+    is_left_over: NDArray[np.bool_]
+    is_last: bool
+    state: DelayState
+
+    @property
+    def is_new(self) -> NDArray[np.bool_]:
+        """bool[n]: documents that no earlier step deferred."""
+        return self.since_step == self.step
+
+    def age_steps(self) -> NDArray[np.int64]:
+        """int64[n]: by how many steps each document is late if it is trained now."""
+        return self.step - self.since_step
+
+
+@dataclass(frozen=True, eq=False)
+class DelayedChoice:
+    """What a delaying strategy answers; documents in none of the choices are deferred.
+
+    Args:
+        choices: one per replica.
+        left_over: indices of documents that were due and did not fit.
+        outlier_lengths, sample: for the next state.
+    """
+
+    choices: tuple[ReplicaChoice, ...]
+    left_over: frozenset[int] = frozenset()
+    outlier_lengths: tuple[int, ...] = ()
+    sample: tuple[int, ...] = ()
+
+
+def arrivals_of(step: int, doc_ids: NDArray[np.int64], state: DelayState, is_last: bool) -> Arrivals:
+    """Match a batch with the state.
+
+    Raises:
+        DataError: a document that was deferred did not come back.
+    """
+    waiting = {one.doc_id: one for one in state.waiting}
+    lost = sorted(waiting.keys() - set(doc_ids.tolist()))
+    if lost:
+        raise DataError(
+            f"step {step}: documents {lost[:5]} were deferred by an earlier step and are not in the batch; plan the "
+            "batch's new documents together with those carried over"
+        )
+    since = [waiting[doc_id].since_step if doc_id in waiting else step for doc_id in doc_ids.tolist()]
+    left_over = [doc_id in waiting and waiting[doc_id].is_left_over for doc_id in doc_ids.tolist()]
+    return Arrivals(step, np.array(since, np.int64), np.array(left_over, bool), is_last, state)
+
+
+def trained_documents(choices: Iterable[ReplicaChoice]) -> NDArray[np.int64]:
+    """Indices of all documents in the choices, ascending."""
+    return np.sort(np.concatenate([choice.documents for choice in choices]))
+
+
+def state_after(
+    arrivals: Arrivals, doc_ids: NDArray[np.int64], num_tokens: NDArray[np.int64], answer: DelayedChoice
+) -> DelayState:
+    """The state for the next step."""
+    before = arrivals.state
+    deferred = np.setdiff1d(np.arange(len(doc_ids)), trained_documents(answer.choices))
+    oldest_first = deferred[np.lexsort((doc_ids[deferred], arrivals.since_step[deferred]))].tolist()
+    return DelayState(
+        waiting=tuple(
+            Waiting(
+                doc_id=int(doc_ids[index]),
+                since_step=int(arrivals.since_step[index]),
+                is_left_over=index in answer.left_over,
+            )
+            for index in oldest_first
+        ),
+        outlier_lengths=answer.outlier_lengths,
+        sample=answer.sample,
+        num_batches=before.num_batches + 1,
+        waited_tokens=FADE * before.waited_tokens + int(num_tokens[deferred].sum()),
+        arrived_tokens=FADE * before.arrived_tokens + int(num_tokens[arrivals.is_new].sum()),
+    )
+
+
+def mean_token_delay_steps(age_steps: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> float:
+    """Steps by which a trained token is late on average (WLB §7.4); 0 without tokens."""
+    total = int(num_tokens.sum())
+    return float((age_steps * num_tokens).sum() / total) if total else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class AtHand:
+    """The documents a step may train.
+
+    Args:
+        work_s: float64[n] seconds; age_steps: int64[n].
+        must: bool[n], to be trained in this step.
+        may_wait: bool[n].
+        new_work_s: seconds of the documents that came with this step.
+        num_micro_batches: N.
+        max_delay_steps: age at which a document must be trained.
+        recent_delay_steps: mean token delay of the recent steps.
+    """
+
+    work_s: NDArray[np.float64]
+    age_steps: NDArray[np.int64]
+    must: NDArray[np.bool_]
+    may_wait: NDArray[np.bool_]
+    new_work_s: float
+    num_micro_batches: int
+    max_delay_steps: int
+    recent_delay_steps: float
+
+
+def release_balanced(hand: AtHand) -> NDArray[np.bool_]:
+    """Which documents to train now; bool[n], at least one document."""
+    fixed = hand.must | ~hand.may_wait
+    free = np.flatnonzero(~fixed)
+    # Longest first; of equal documents the youngest wait.
+    free = free[np.lexsort((hand.age_steps[free], -hand.work_s[free]))]
+    num_free = len(free)
+    if not num_free:
+        return np.ones(len(fixed), bool)
+    works, fixed_works = hand.work_s[free], np.sort(hand.work_s[fixed])[::-1]
+    waiting_s = np.concatenate([[0.0], np.cumsum(works)])
+    degrees = _estimate(works, fixed_works, waiting_s, hand.num_micro_batches)
+    most = min(num_free, WAITING_PER_MICRO_BATCH * hand.num_micro_batches)
+    if not len(fixed_works):
+        most = min(most, num_free - 1)  # a step never trains nothing
+    # Where a document waits its twins wait too: a step gains nothing by some of them.
+    is_edge = np.concatenate([[True], works[1:] < works[:-1], [True]])[: most + 1]
+    degrees = degrees[: most + 1]
+    limit = _limit(hand.recent_delay_steps)
+    even = is_edge & (degrees <= limit)
+    if hand.recent_delay_steps <= EASY_DELAY_STEPS and even.any() and not hand.must.any():
+        waiting = int(even.argmax())
+        enough = even & (waiting_s[: most + 1] >= _reserve_s(hand, free[:waiting]))
+        even = enough if enough.any() else even
+    places = np.flatnonzero(even)[:PLACES_TRIED]
+    least = np.argsort(np.where(is_edge, degrees, np.inf), kind="stable")[:PLACES_TRIED]
+    best, best_degree = 0, np.inf
+    for place in dict.fromkeys([*places.tolist(), *least[is_edge[least]].tolist()]):
+        degree = _degree(np.concatenate([fixed_works, works[place:]]), hand.num_micro_batches)
+        if (degree, place) < (best_degree, best):
+            best, best_degree = place, degree
+        if degree <= limit:
+            break
+    due = np.ones(len(fixed), bool)
+    due[free[:best]] = False
+    return due
+
+
+def _limit(recent_delay_steps: float) -> float:
+    """Degree within which a step counts as even."""
+    beyond, left = recent_delay_steps - EASY_DELAY_STEPS, MOST_DELAY_STEPS - recent_delay_steps
+    if left <= 0:
+        return np.inf
+    return TIGHT_DEGREE + LOOSER_PER_STEP * max(0.0, beyond) * (MOST_DELAY_STEPS - EASY_DELAY_STEPS) / left
+
+
+def _estimate(
+    works: NDArray[np.float64],
+    fixed_works: NDArray[np.float64],
+    waiting_s: NDArray[np.float64],
+    n: int,
+) -> NDArray[np.float64]:
+    """A lower estimate of the degree with the first i free documents waiting, for i = 0 .. all; float64[free + 1].
+
+    The longest micro-batch is at least the longest document, the mean, and the N-th and next longest together, because
+    two of the N + 1 longest share one.
+    """
+    num_free = len(works)
+    total_s = fixed_works.sum() + np.maximum(waiting_s[-1] - waiting_s, 0.0)
+    longest = np.append(works, 0.0)
+    if num_free > n:
+        longest[: num_free - n] = np.maximum(longest[: num_free - n], works[n - 1 : num_free - 1] + works[n:])
+    longest = np.maximum(longest, fixed_works[0] if len(fixed_works) else 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        degrees = np.maximum(longest, total_s / n) * n / total_s
+    return np.where(total_s > 0, degrees, 1.0)
+
+
+def _reserve_s(hand: AtHand, waiting: NDArray[np.int64]) -> float:
+    """Seconds of work that should wait after this step for the sake of the longest document that waits."""
+    if not len(waiting):
+        return 0.0
+    steps = int(hand.age_steps[waiting].max()) + 1
+    wanted_s = hand.num_micro_batches * float(hand.work_s[waiting[0]]) - hand.new_work_s
+    saved_s = float(hand.work_s[hand.may_wait & (hand.age_steps > 0)].sum())
+    return min(wanted_s * steps / hand.max_delay_steps, saved_s + RESERVE_SHARE * hand.new_work_s)
+
+
+def _degree(work_s: NDArray[np.float64], n: int) -> float:
+    """max·N / total of the documents packed longest first; 1 without work."""
+    work_s = np.sort(work_s)[::-1]
+    total_s = float(work_s.sum())
+    if total_s <= 0:
+        return 1.0
+    group = pack_greedily(work_s, np.ones(len(work_s), np.int64), n, None)
+    return float(np.bincount(group, weights=work_s, minlength=n).max()) * n / total_s
+
+
+TUNING_STEPS, WARM_UP_STEPS = 40, 8
+"""Batches sampled for a candidate; the first ones, whose queues start empty, count for delay only."""
+
+
+def queue_of(num_tokens: NDArray[np.int64], outlier_lengths: tuple[int, ...]) -> NDArray[np.int64]:
+    """int64[n]: the queue `i` with `L_i <= length < L_{i+1}` from 0, or -1 for documents that are no outliers."""
+    return np.searchsorted(np.array(outlier_lengths, np.int64), num_tokens, side="right").astype(np.int64) - 1
+
+
+def grow_sample(sample: tuple[int, ...], new: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first `SAMPLE_LENGTHS` lengths seen."""
+    return np.concatenate([np.array(sample, np.int64), new])[:SAMPLE_LENGTHS]
+
+
+def should_tune(num_batches: int, num_sampled: int) -> bool:
+    """With batches 1, 2, 4, 8, … and when the sample is complete."""
+    return (num_batches + 1).bit_count() == 1 or num_sampled == SAMPLE_LENGTHS
+
+
+def tune_outlier_lengths(
+    lengths: NDArray[np.int64],
+    work_s: NDArray[np.float64],
+    *,
+    num_documents: int,
+    num_micro_batches: int,
+    num_queues: int,
+    max_delay_steps: int,
+    seed: int = 0,
+) -> tuple[int, ...]:
+    """Thresholds for `num_queues` queues; fewer where fewer serve better.
+
+    Args:
+        lengths: int64[n], the sample; work_s: float64[n], seconds of each.
+        num_documents: of a global batch.
+        num_micro_batches: N of Algorithm 1.
+    """
+    draws = np.random.default_rng(seed).integers(0, len(lengths), (TUNING_STEPS, num_documents))
+    levels = _candidate_lengths(lengths)
+    best: tuple[float, float, tuple[int, ...]] | None = None
+    for size in range(num_queues + 1):
+        for chosen in itertools.combinations(levels, size):
+            imbalance, delay = simulate_queues(
+                lengths[draws], work_s[draws], chosen, num_micro_batches, max_delay_steps
+            )
+            if delay <= TARGET_DELAY_STEPS and (best is None or (imbalance, delay, chosen) < best):
+                best = (imbalance, delay, chosen)
+    assert best is not None  # no threshold, no delay
+    return best[2]
+
+
+def simulate_queues(
+    lengths: NDArray[np.int64],
+    work_s: NDArray[np.float64],
+    outlier_lengths: tuple[int, ...],
+    num_micro_batches: int,
+    max_delay_steps: int,
+) -> tuple[float, float]:
+    """Run Algorithm 1 over batches; without token limit, short documents as water.
+
+    Args:
+        lengths: int64[steps, documents]; work_s: float64[steps, documents].
+
+    Returns:
+        Mean imbalance degree `max · N / total` after the warm-up, and mean token delay in steps.
+    """
+    steps, n = len(lengths), num_micro_batches
+    water = WATER_SHARE * float(work_s.sum()) / (steps * n)
+    held_work, held_since, held_tokens = np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64)
+    degrees: list[float] = []
+    late = 0
+    for step in range(steps):
+        work = np.concatenate([held_work, work_s[step]])
+        since = np.concatenate([held_since, np.full(lengths.shape[1], step)])
+        tokens = np.concatenate([held_tokens, lengths[step]])
+        queue = queue_of(tokens, outlier_lengths)
+        due = due_documents(work, step - since, queue, n, max_delay_steps)
+        late += int(((step - since) * tokens)[due].sum())
+        held_work, held_since, held_tokens = work[~due], since[~due], tokens[~due]
+        if step >= WARM_UP_STEPS:
+            degrees.append(_queue_degree(work[due], n, water))
+    late += int(((steps - held_since) * held_tokens).sum())
+    return float(np.mean(degrees)), late / float(lengths.sum())
+
+
+def due_documents(
+    work_s: NDArray[np.float64],
+    age_steps: NDArray[np.int64],
+    queue: NDArray[np.int64],
+    num_micro_batches: int,
+    max_delay_steps: int,
+) -> NDArray[np.bool_]:
+    """Which documents a step trains: bool[n].
+
+    All that are in no queue, floor(len / N)·N of every queue, all overdue, and free riders: waiting documents that
+    make no micro-batch the longest, because one is as long anyway. O(n log n).
+
+    Args:
+        work_s, age_steps, queue: of all documents at hand, oldest first; queue -1 = none.
+    """
+    n = num_micro_batches
+    due = (queue < 0) | (age_steps >= max_delay_steps)
+    for level in range(int(queue.max(initial=-1)) + 1):
+        members = np.flatnonzero(queue == level)
+        due[members[: len(members) // n * n]] = True
+    waiting = np.flatnonzero(~due)
+    if not len(waiting):
+        return due
+    if not due.any():
+        due[waiting[:n]] = True  # a step never trains nothing
+        waiting = waiting[n:]
+    total = float(work_s[due].sum())
+    smallest = float(work_s[waiting].min(initial=np.inf))
+    # Documents below the waiting ones are water: they go where room is left.
+    loads = _longest_first_loads(work_s[due & (work_s > smallest / 4)], n)
+    longest = max(loads)
+    for index, work in zip(waiting.tolist(), work_s[waiting].tolist(), strict=True):
+        if loads[0] + work <= max(longest, (total + work) / n):
+            longest = max(longest, loads[0] + work)
+            heapq.heapreplace(loads, loads[0] + work)
+            total += work
+            due[index] = True
+    return due
+
+
+def _queue_degree(work_s: NDArray[np.float64], num_groups: int, water: float) -> float:
+    total = float(work_s.sum())
+    if total <= 0:
+        return 1.0
+    longest = max(_longest_first_loads(work_s[work_s > water], num_groups))
+    return max(longest, total / num_groups) * num_groups / total
+
+
+def _longest_first_loads(work_s: NDArray[np.float64], num_groups: int) -> list[float]:
+    """Heap of the loads that `bin_packing.longest_first` leads to."""
+    loads = [0.0] * num_groups
+    for work in np.sort(work_s)[::-1].tolist():
+        heapq.heapreplace(loads, loads[0] + work)
+    return loads
+
+
+def _candidate_lengths(lengths: NDArray[np.int64]) -> list[int]:
+    """Distinct lengths with about `TOKEN_SHARES` of the tokens in documents at least as long; ascending."""
+    descending = np.sort(lengths)[::-1]
+    above = np.cumsum(descending) / float(descending.sum())
+    at = np.minimum(np.searchsorted(above, TOKEN_SHARES), len(descending) - 1)
+    return sorted({int(descending[index]) for index in at})

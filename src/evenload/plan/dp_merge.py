@@ -1,0 +1,215 @@
+"""DP-Merge: replicas that join as a context-parallel group for documents too long for one (SlimPack §4.1.1, Fig. 7).
+
+A document of forward + backward time f goes to a group of g replicas, the least of a chain of sizes that divide each
+other (2, 4, 8, ... where dp is a power of two) for which its time on each of them is at most `threshold` of the mean
+replica's. The paper merges at f/g <= 1.0 of the capacity, which leaves pieces as large as a whole replica's work and
+10-25 % imbalance; 0.4 leaves below 1 % in simulations. Groups are aligned blocks of replicas, so they are nested:
+longest first, each document takes the block whose fullest member has the least work. The others then go longest first
+to the least loaded replica. Where memory binds, all documents that a pipeline cannot hold one a stage of are outliers,
+too, however many there are (`long_merges`), in groups of one size.
+
+Order: every replica runs the documents of its largest group first, then of the next smaller one inside it, then its
+own, and finishes each phase on every pipeline rank before it starts the next. Members of a group have then run the
+same packs with the same durations in the same order on every rank, so they meet at every collective without
+waiting, and no two can wait for each other in a circle. The price is one drain of the pipeline a phase; none at
+pp = 1. (The printed rule has no order, and members that meet in different orders hang.)
+
+O(n log n + merged · dp).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.plan.packing import longest_first
+from evenload.plan.problem import Candidate, StepProblem, candidate
+from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.replica_block import ReplicaBlock, block_sizes, nested_sizes
+
+PRINTED_THRESHOLD = 1.0
+"""SlimPack's: only documents longer than a whole replica's share."""
+THRESHOLDS = 4
+"""Thresholds to try, each half of the one before."""
+EVEN_ENOUGH = 1.005
+"""Max/mean work of replicas at which a threshold is good enough."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Merge:
+    """Who runs what.
+
+    Args:
+        blocks: per block the documents it merges, longest first; larger blocks first.
+        own: per replica the documents it runs alone, ascending.
+    """
+
+    blocks: dict[ReplicaBlock, NDArray[np.int64]]
+    own: list[NDArray[np.int64]]
+
+    def deal_own(self, document_s: NDArray[np.float64], load_s: NDArray[np.float64]) -> list[NDArray[np.int64]]:
+        """The other documents assigned again, longest first to the least loaded replica; `load_s` float64[dp] is what
+        the shared documents take of every replica's time."""
+        return _longest_first(document_s, np.sort(np.concatenate(self.own)), load_s)
+
+    def blocks_of(self, replica: int) -> list[ReplicaBlock]:
+        """Blocks with this replica, largest first."""
+        return [block for block in self.blocks if replica in block.replicas]
+
+
+def merge_documents(problem: StepProblem) -> Merge | None:
+    """Groups for outliers; None where no document is one, or there is one replica.
+
+    Where the replicas' work still differs by more than `EVEN_ENOUGH`, because there is too little short work to fill
+    the gaps, smaller thresholds are tried too, and the one with the least work on the fullest replica is kept.
+    """
+    best: tuple[float, Merge] | None = None
+    for merge, load_s in _merges(problem):
+        if best is None or load_s.max() < best[0]:
+            best = float(load_s.max()), merge
+        if load_s.max() <= EVEN_ENOUGH * load_s.mean():
+            break
+    return None if best is None else best[1]
+
+
+def merge_above_printed(problem: StepProblem) -> Merge | None:
+    """Groups for documents longer than a whole replica's share, as SlimPack prints it; None where there are none."""
+    found = _merged_above(problem, PRINTED_THRESHOLD)
+    return None if found is None else found[0]
+
+
+def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
+    """By the printed threshold and by smaller ones, in larger groups, and with groups of one size only.
+
+    Sharing costs transfers of keys and values, so few shared documents are best where replicas can be evened out with
+    the others. But where memory keeps shared documents whole, a group runs few packs and the pipeline fills and drains
+    for long: twice as large groups run twice as many packs of half the time. Groups of one size make one phase of them.
+    """
+    found = [merge for merge, _ in _merges(problem)]
+    found += [printed] if (printed := merge_above_printed(problem)) else []
+    found += uniform_merges(problem, than)
+    return [merge for merge in found if _blocks_of(merge) != _blocks_of(than)]
+
+
+def uniform_merges(problem: StepProblem, than: Merge) -> list[Merge]:
+    """The same outliers in groups of one size, every size."""
+    outliers = np.concatenate(list(than.blocks.values()))
+    return [_uniform(problem, outliers, size) for size in block_sizes(problem.layout.dp)]
+
+
+def long_merges(problem: StepProblem) -> list[Merge]:
+    """All documents of which memory cannot hold one for every stage of a pipeline, in groups of one size, every size.
+
+    Such documents stall a pipeline however many there are: each holds all its activations until its last forward has
+    run, so the next ones wait. Shared by enough replicas they do not. Nothing where memory is not limited.
+    """
+    most = _most_stored_tokens(problem)
+    long = np.flatnonzero(problem.num_tokens > most) if most is not None else np.empty(0, np.int64)
+    if not len(long):
+        return []
+    return [_uniform(problem, long, size) for size in block_sizes(problem.layout.dp)]
+
+
+def _most_stored_tokens(problem: StepProblem) -> float | None:
+    """Tokens of a document that a rank can hold for every stage, all stored; None = not limited."""
+    if problem.cap_bytes is None or problem.layout.dp == 1 or not len(problem.num_tokens):
+        return None
+    longest = int(problem.num_tokens.max())
+    whole = whole_document_columns([[0]], np.array([longest]), problem.layout.cp)
+    held = pipeline_tasks(problem.costs, whole, whole, whole.stop).held
+    temporary = np.maximum(held.forward_temp_bytes, held.backward_temp_bytes).max()
+    room_bytes = float((problem.cap_bytes - held.static_bytes).min() - temporary)
+    return max(0.0, room_bytes) / problem.layout.num_stages / (float(held.forward_kept_bytes.max()) / longest)
+
+
+def _blocks_of(merge: Merge) -> dict[ReplicaBlock, list[int]]:
+    return {block: documents.tolist() for block, documents in merge.blocks.items()}
+
+
+def _uniform(problem: StepProblem, outliers: NDArray[np.int64], size: int) -> Merge:
+    """All outliers on groups of one size, longest first to the least loaded; the rest fills up."""
+    dp, cp = problem.layout.dp, problem.layout.cp
+    seconds = problem.costs.document_seconds(problem.num_tokens[outliers], problem.policy_of(outliers), ranks=size * cp)
+    groups = _longest_first(seconds, np.arange(len(outliers)), np.zeros(dp // size))
+    load_s = np.repeat([seconds[group].sum() for group in groups], size)
+    own = _longest_first(problem.document_s, np.setdiff1d(np.arange(len(problem.num_tokens)), outliers), load_s)
+    blocks = {
+        ReplicaBlock(index * size, size): outliers[group[np.argsort(-seconds[group], kind="stable")]]
+        for index, group in enumerate(groups)
+        if len(group)
+    }
+    return Merge(blocks, own)
+
+
+def _merges(problem: StepProblem) -> Iterator[tuple[Merge, NDArray[np.float64]]]:
+    """By thresholds from the options' on, each half of the one before, with every replica's work."""
+    for halvings in range(THRESHOLDS):
+        found = _merged_above(problem, problem.options.dp_merge_threshold / 2**halvings)
+        if found is not None:
+            yield found
+
+
+def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArray[np.float64]] | None:
+    """The groups of one threshold, with every replica's work."""
+    dp, cp = problem.layout.dp, problem.layout.cp
+    sizes = nested_sizes(dp)
+    work_s = problem.document_s
+    limit_s = threshold * float(work_s.sum()) / dp
+    outliers = np.flatnonzero(work_s > limit_s)
+    if not sizes or not len(outliers):
+        return None
+    tokens, policy = problem.num_tokens[outliers], problem.policy_of(outliers)
+    by_size = {size: problem.costs.document_seconds(tokens, policy, ranks=size * cp) for size in sizes}
+    load_s = np.zeros(dp)
+    found: dict[ReplicaBlock, list[int]] = {}
+    for position in np.argsort(-work_s[outliers], kind="stable").tolist():
+        size = next((size for size in sizes if by_size[size][position] <= limit_s), sizes[-1])
+        first = int(load_s.reshape(-1, size).max(axis=1).argmin()) * size
+        load_s[first : first + size] += by_size[size][position]
+        found.setdefault(ReplicaBlock(first, size), []).append(int(outliers[position]))
+    own = _longest_first(work_s, np.setdiff1d(np.arange(len(work_s)), outliers), load_s)
+    load_s += [work_s[documents].sum() for documents in own]
+    ordered = sorted(found, key=lambda block: (-block.size, block.first))
+    return Merge({block: np.array(found[block], np.int64) for block in ordered}, own), load_s
+
+
+def _longest_first(
+    work_s: NDArray[np.float64], documents: NDArray[np.int64], load_s: NDArray[np.float64]
+) -> list[NDArray[np.int64]]:
+    """Documents to replicas that already have some work."""
+    groups = longest_first(work_s[documents], len(load_s), load_s=load_s)
+    return [np.sort(documents[np.array(group, np.int64)]) for group in groups]
+
+
+def in_phases(problem: StepProblem, phases: list[Candidate], documents: list[NDArray[np.int64]]) -> Candidate:
+    """One candidate that runs others one after the other on every rank.
+
+    Args:
+        documents: per phase the documents its candidate counts; the result counts them all, in this order.
+    """
+    first_doc = np.cumsum([0, *(len(group) for group in documents[:-1])]).tolist()
+    forward = SliceColumns.concat([phase.forward for phase in phases], first_doc)
+    backward = SliceColumns.concat([phase.backward for phase in phases], first_doc)
+    tasks = PipelineTasks.concat([phase.tasks for phase in phases])
+    actions = _joined_actions(phases)
+    label = "; then ".join(phase.label for phase in phases if phase.forward.num_packs)
+    schedule = ", ".join(dict.fromkeys(phase.schedule for phase in phases if phase.forward.num_packs))
+    policy = problem.policy_of(np.concatenate(documents))
+    return candidate(label, forward, backward, tasks, actions, problem.cap_bytes, policy, schedule=schedule)
+
+
+def _joined_actions(phases: list[Candidate]) -> ActionColumns:
+    rows = []
+    for rank in range(phases[0].actions.num_ranks):
+        parts, forwards, backwards = [], 0, 0
+        for phase in phases:
+            actions, mine = phase.actions, phase.actions.of_rank(rank)
+            packs = actions.pack[mine] + np.where(actions.kind[mine] == 0, forwards, backwards)
+            parts.append((actions.kind[mine], actions.stage[mine], packs))
+            forwards, backwards = forwards + phase.tasks.num_forward, backwards + phase.tasks.num_backward
+        kinds, stages, packs = (np.concatenate(column) for column in zip(*parts, strict=True))
+        rows.append((kinds, stages, packs))
+    return ActionColumns.of_ranks(rows)

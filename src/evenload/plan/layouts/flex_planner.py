@@ -1,0 +1,459 @@
+"""`FlexPlanner`: a layout and a plan for every step of a run (FlexPipe §5).
+
+    lengths of the known steps ─► candidates ─► a few layouts ─► planned and simulated ─┐
+    measured steps and switches ────────────────────────────────────────────────────────┼─► FMOP ─► StepPlan, next state
+                               current layout ─► planned and simulated ─────────────────┘
+
+The search estimates, simulation decides: time and memory of the conditions are those of complete plans, so nothing is
+emitted that its own prediction calls impossible. The seconds of a switch are part of the step that follows it. A layout
+of another generation in the next StepPlan is the order to switch.
+
+Inside a layout any strategy plans: `flexpipe` packs as published, `auto` as it does in a layout that stays. Plans of
+steps that are known ahead are kept until those steps come, so a step costs a plan of the current layout and of
+`finalists` others, however many steps are known, and HBSA (milliseconds).
+
+`FlexRunPlanner` plans the steps of a run whose layout may change; `PlannerState` is what it carries from step to step:
+documents that wait, and the layout that runs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import InfeasiblePlanError
+from evenload.plan.deferral import DelayState
+from evenload.plan.layouts.fmop import Decision, FlexState, Outlook, decide, layout_decision, state_after
+from evenload.plan.layouts.hbsa import MappingSearch
+from evenload.plan.layouts.layout_candidates import CoefficientsOf, LayoutCandidates
+from evenload.plan.layouts.layout_plans import LayoutOutcome, LayoutPlans, MemoryPlans, OptionsOf
+from evenload.plan.layouts.measured_layouts import MeasuredLayouts
+from evenload.plan.layouts.moves import SwitchPieces
+from evenload.plan.layouts.switch_prices import SwitchPrices
+from evenload.plan.planner import Proposal, RunPlanner, StepPlanner
+from evenload.plan.strategies.flexpipe import FLEXPIPE, FlexOptions
+from evenload.plan.strategies.registry import strategy_named
+from evenload.types.base import Frozen
+from evenload.types.document import Document
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_decision import LayoutDecision, switch_kind
+from evenload.types.plan import LeftOut, StepPlan, seal
+from evenload.types.scaled_units import format_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class FlexProposal:
+    """A step's plan and how its layout was decided.
+
+    Args:
+        state: for the next step.
+        search: of the coming batch.
+        told: the decision, for people.
+    """
+
+    proposal: Proposal
+    state: FlexState
+    decision: Decision
+    search: MappingSearch
+    told: LayoutDecision
+
+
+class FlexPlanner:
+    """Plans steps of one run whose layout may change between them.
+
+    Args:
+        planner: in the layout in which the run starts; its devices, cp and tp stay.
+        coefficients_of: costs of a layout, for example `analytic_coefficients`.
+        options: default: those of the planner's.
+        strategy: plans every step inside its layout.
+        layouts: that the run may take; None = any.
+        options_of: options of planning in a layout; None = the planner's in all of them.
+        moved: what switches of a run move and share; None = the model's units, as costs say.
+
+    Raises:
+        ConfigError: a layout that the run cannot change to, or a strategy that knows no pipeline where one has one.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        coefficients_of: CoefficientsOf,
+        options: FlexOptions | None = None,
+        *,
+        strategy: str = FLEXPIPE.name,
+        layouts: Sequence[ParallelLayout] | None = None,
+        options_of: OptionsOf | None = None,
+        moved: SwitchPieces | None = None,
+    ) -> None:
+        self.options = options or planner.options.own(FlexOptions)
+        self.start, self.strategy = planner, strategy
+        self.candidates = LayoutCandidates(
+            planner, coefficients_of, self.options, layouts, deals_packs=strategy_named(strategy).deals_packs
+        )
+        for layout in layouts or ():
+            strategy_named(strategy).require_layout(layout)
+        self._switches = SwitchPrices(planner.costs.model, planner.layout, planner.costs.coefficients, moved)
+        self._plans = LayoutPlans(planner, strategy, self.options, self.candidates.coefficients, options_of)
+        self._delays = strategy_named(strategy).delays(planner.options)
+        self._found: dict[tuple[tuple[Document, ...], ParallelLayout], MappingSearch] = {}
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """In which the run starts."""
+        return self.start.layout
+
+    @property
+    def known_steps(self) -> int:
+        """Steps whose lengths it wants to know, the coming one included."""
+        return self.options.known_steps
+
+    def changes_layout_of(self, strategy: str) -> bool:
+        """Whether steps of a strategy may run in several layouts."""
+        chosen = strategy_named(strategy)
+        return chosen.changes_layout or (chosen.follows_layouts and self.candidates.given is not None)
+
+    def with_strategy(self, strategy: str) -> "FlexPlanner":
+        """The same decisions with another strategy inside layouts."""
+        if strategy == self.strategy:
+            return self
+        candidates = self.candidates
+        return FlexPlanner(
+            self.start,
+            candidates.coefficients_of,
+            self.options,
+            strategy=strategy,
+            layouts=candidates.given,
+            options_of=self._plans.options_of,
+            moved=self._switches.given,
+        )
+
+    def initial_state(self) -> FlexState:
+        return FlexState(layout=self.start.layout)
+
+    def propose(
+        self,
+        step: int,
+        documents: tuple[Document, ...],
+        left_out: tuple[LeftOut, ...] = (),
+        *,
+        state: FlexState | None = None,
+        coming: Sequence[tuple[Document, ...]] = (),
+        delay: DelayState | None = None,
+        is_last: bool = False,
+        measured: MeasuredLayouts | None = None,
+    ) -> FlexProposal:
+        """Decide on a layout for a step and plan it; beyond memory where no layout holds the batch.
+
+        Args:
+            documents: of the step, in arrival order.
+            state: what the step before handed out; None = the run starts.
+            coming: documents of the steps that follow, as far as known; `known_steps - 1` of them count.
+            delay, is_last: as of `StepPlanner.propose`; measured: what trained steps say of layouts.
+
+        Raises:
+            ConfigError, DataError: links that a switch needs are not known; as `StepPlanner.propose`.
+        """
+        state, measured = state or self.initial_state(), measured or MeasuredLayouts()
+        known = [documents, *coming[: self.options.known_steps - 1]]
+        self._plans.forget_before(step)
+        cap_bytes, memory_factor = self.start.memory_cap_bytes, measured.memory_factor()
+
+        def fits(proposal: Proposal) -> bool:
+            measured_bytes = memory_factor * proposal.plan.predicted.peak_memory_bytes
+            return proposal.feasible and (cap_bytes is None or measured_bytes <= cap_bytes)
+
+        def planned(layout: ParallelLayout, cap_bytes: int | None) -> MemoryPlans:
+            return self._planned(cap_bytes, layout, step, documents, left_out, delay, is_last=is_last)
+
+        def outcome(layout: ParallelLayout) -> LayoutOutcome:
+            plans = planned(layout, cap_bytes)
+            proposals = [
+                plans.chosen,
+                *(self._plans.ahead(layout, step + 1 + i, batch).chosen for i, batch in enumerate(known[1:])),
+            ]
+            factor = measured.factor(layout, step)
+            return LayoutOutcome(
+                layout=layout,
+                proposal=_in_generation(proposals[0], layout),
+                plans=plans,
+                step_s=tuple(factor * one.plan.predicted.step_time_s for one in proposals),
+                holds=next((ahead for ahead, one in enumerate(proposals) if not fits(one)), len(proposals)),
+            )
+
+        found, keep = self._searched(known, state.layout), outcome(state.layout)
+        layouts = self.candidates.worth_planning(found, state.layout)
+        replanned = partial(self._beside_what_is_left, state.layout, planned, measured.factor)
+        others, without_room = self._others(map(outcome, layouts), state.layout, measured, replanned)
+        best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
+        target = best or _fitting_by_prediction(keep, others)
+        outlook = _outlook(keep, best, target.switch_s if target else 0.0)
+        decision = decide(outlook, state, self.options)
+        switched_to = target if decision.action == "switch" else None
+        if switched_to is not None:
+            proposal = _with_switch(switched_to.proposal, switched_to.switch_s)
+        else:
+            proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others], without_room)
+        told = layout_decision(
+            step,
+            decision,
+            outlook,
+            before=state.layout,
+            after=state.layout if switched_to is None else switched_to.layout,
+            other=None if target is None else target.layout,
+            patience=(state.paying_steps + 1, self.options.patience_steps),
+            fits_by_prediction=proposal.feasible,
+            memory_plans=keep.plans,
+        )
+        after = state_after(decision, step, state, None if switched_to is None else switched_to.layout)
+        return FlexProposal(proposal, after, decision, found[0], told)
+
+    def _others(
+        self,
+        outcomes: Iterable[LayoutOutcome],
+        current: ParallelLayout,
+        measured: MeasuredLayouts,
+        replanned: Callable[[LayoutOutcome], LayoutOutcome | None],
+    ) -> tuple[list[LayoutOutcome], list[str]]:
+        """Up to the last finalist, layouts whose switch has room, with its seconds; and those that hold the step, but
+        not the switch, in words. What comes behind is not planned.
+
+        Args:
+            replanned: with a first step that leaves room; None = none does.
+        """
+        others: list[LayoutOutcome] = []
+        without_room: list[str] = []
+        for planned in outcomes:
+            there: LayoutOutcome | None = planned
+            if planned.proposal.feasible and not self._has_room(current, planned.proposal.plan):
+                there = replanned(planned)
+            if there is None:
+                without_room.append(planned.layout.describe())
+                continue
+            factor = measured.switch_factor(switch_kind(current, there.layout))
+            switch_s = factor * self.switch_seconds(current, there.proposal.plan)
+            others.append(replace(there, switch_s=switch_s))
+            if sum(one.is_finalist for one in others) == self.options.finalists:
+                break
+        return others, without_room
+
+    def _beside_what_is_left(
+        self,
+        current: ParallelLayout,
+        planned: Callable[[ParallelLayout, int | None], MemoryPlans],
+        factor_of: Callable[[ParallelLayout, int], float],
+        there: LayoutOutcome,
+    ) -> LayoutOutcome | None:
+        """A layout whose first step is planned within what a switch leaves of memory; the steps behind it have all of
+        it. None where the step does not fit then, or the switch itself has no room."""
+        takes, cap_bytes = self._switches.memory(current, there.layout), self.start.memory_cap_bytes
+        if cap_bytes is None or takes.switch_bytes > cap_bytes or takes.left_bytes >= cap_bytes:
+            return None
+        plans = planned(there.layout, cap_bytes - takes.left_bytes)
+        if not plans.chosen.feasible:
+            return None
+        plan = plans.chosen.plan
+        first_s = factor_of(there.layout, plan.step) * plan.predicted.step_time_s
+        proposal = _in_generation(plans.chosen, there.layout)
+        return replace(there, proposal=proposal, plans=plans, step_s=(first_s, *there.step_s[1:]))
+
+    def _searched(self, known: Sequence[tuple[Document, ...]], current: ParallelLayout) -> list[MappingSearch]:
+        """Of every known batch; those of the step before are kept while the layout stays."""
+        before, self._found = self._found, {}
+        for batch in known:
+            key = batch, current
+            if key not in self._found:
+                num_tokens = np.array([document.num_tokens for document in batch], np.int64)
+                self._found[key] = before[key] if key in before else self.search(num_tokens, current)
+        return [self._found[batch, current] for batch in known]
+
+    def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
+        """The candidates' search for one batch."""
+        return self.candidates.search(num_tokens, current)
+
+    def switch_seconds(self, old: ParallelLayout, plan: StepPlan) -> float:
+        """From a layout to that of a step, which hides what it can; predicted, before measured switches correct it."""
+        new, hidden_s = plan.layout, max(plan.predicted.per_replica_s, default=0.0)
+        return self.options.overhead_s + self._switches.seconds(self.candidates.coefficients(new), old, new, hidden_s)
+
+    def _has_room(self, old: ParallelLayout, plan: StepPlan) -> bool:
+        """By prediction, for a switch to the layout of a step, and for what it leaves behind beside that step."""
+        cap_bytes = self.start.memory_cap_bytes
+        return cap_bytes is None or self._switch_peak_bytes(old, plan) <= cap_bytes
+
+    def _switch_peak_bytes(self, old: ParallelLayout, plan: StepPlan) -> int:
+        """The most that a device holds at once in a switch to the layout of a step, and in that step."""
+        takes = self._switches.memory(old, plan.layout)
+        return max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
+
+    def require_room(self, old: ParallelLayout, plan: StepPlan) -> None:
+        """For a switch that is no decision of this planner: from the layout in which processes start to that of the
+        first step of a resumed run.
+
+        Raises:
+            InfeasiblePlanError: by prediction there is none.
+        """
+        if not self._has_room(old, plan):
+            start, there = old.describe(), plan.layout.describe()
+            raise InfeasiblePlanError(
+                f"processes start in {start} and step {plan.step} is planned for {there}, in which the run went on "
+                f"before; the change holds up to {format_bytes(self._switch_peak_bytes(old, plan))} of a process's "
+                f"memory at once by prediction, the limit is {format_bytes(self.start.memory_cap_bytes or 0)}; start "
+                f"in {there} ([parallel]), without {there} in plan.layouts, or with a larger plan.memory_bytes"
+            )
+
+    def planner_of(self, layout: ParallelLayout) -> StepPlanner:
+        """That plans inside one layout, whatever its generation."""
+        return self._plans.planner_of(layout)
+
+    def _planned(
+        self,
+        cap_bytes: int | None,
+        layout: ParallelLayout,
+        step: int,
+        documents: tuple[Document, ...],
+        left_out: tuple[LeftOut, ...],
+        delay: DelayState | None,
+        *,
+        is_last: bool,
+    ) -> MemoryPlans:
+        """The coming step, within so much memory of a device."""
+        plans = self._plans if cap_bytes == self.start.memory_cap_bytes else self._plans.within(cap_bytes)
+        if not self._delays and not left_out:
+            return plans.ahead(layout, step, documents)
+        state = delay if self._delays else None
+        return plans.coming(layout, step, documents, left_out, state, is_last=is_last)
+
+    def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_room: Sequence[str]) -> Proposal:
+        """The closest of plans that all exceed memory, with a reason that says so."""
+        closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
+        layout = closest.plan.layout
+        depths = sorted({one.layout.pp for one in outcomes})
+        room = f"; {', '.join(without_room)} would, but not what a change to it holds at once" if without_room else ""
+        return replace(
+            closest,
+            why=f"no layout of {self.start.layout.world_size} devices holds the batch (pp {depths[0]} to {depths[-1]} "
+            f"tried); the closest, {layout.describe()}: {closest.why}{room}",
+        )
+
+
+def _outlook(keep: LayoutOutcome, best: LayoutOutcome | None, switch_s: float) -> Outlook:
+    """What is compared: the current layout, and the best other one where there is one."""
+    steps = len(keep.step_s) if best is None else best.compared_steps(keep)
+    later = 0 if best is None else best.later_steps(keep)
+    keep_s = sum(keep.step_s[:steps])
+    return Outlook(
+        keep_s=keep_s if keep.holds and keep.plans.is_stored else float("inf"),
+        save_s=keep_s if keep.holds else float("inf"),
+        new_s=sum((*keep.step_s[:later], *best.step_s[later:steps])) if best else float("inf"),
+        switch_s=switch_s,
+        later_steps=later,
+        known_steps=steps,
+    )
+
+
+def _fitting_by_prediction(keep: LayoutOutcome, others: Sequence[LayoutOutcome]) -> LayoutOutcome | None:
+    """What there is where no layout holds the coming batch by what was measured: the fastest that does by prediction;
+    None where the current one does, or none."""
+    if keep.proposal.feasible:
+        return None
+    fitting = [one for one in others if one.proposal.feasible]
+    return min(fitting, key=lambda one: one.step_s[0] + one.switch_s, default=None)
+
+
+def _in_generation(proposal: Proposal, layout: ParallelLayout) -> Proposal:
+    """The same plan, its layout with the generation of this one."""
+    if proposal.plan.layout.generation == layout.generation:
+        return proposal
+    planned = msgspec.structs.replace(proposal.plan.layout, generation=layout.generation)
+    return replace(proposal, plan=seal(msgspec.structs.replace(proposal.plan, layout=planned)))
+
+
+def _with_switch(proposal: Proposal, switch_s: float) -> Proposal:
+    """The same plan, its step time with the switch before it."""
+    predicted = proposal.plan.predicted
+    step_s = predicted.step_time_s + switch_s
+    plan = msgspec.structs.replace(proposal.plan, predicted=msgspec.structs.replace(predicted, step_time_s=step_s))
+    busy_share = (1.0 - proposal.bubble_fraction) * predicted.step_time_s / step_s
+    return replace(proposal, plan=seal(plan), bubble_fraction=1.0 - busy_share, switch_s=switch_s)
+
+
+class PlannerState(Frozen):
+    """Between two steps; small and serialisable.
+
+    Args:
+        delay: what a strategy that moves documents between steps remembers.
+        flex: what a planner that changes the layout remembers; None = the run starts, or keeps its layout.
+    """
+
+    delay: DelayState = DelayState()
+    flex: FlexState | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FlexRunPlanner:
+    """Plans the steps of a run (`feed.step_maker.Planner`) whose layout may change, or stays.
+
+    Args:
+        strategy: of a planner that keeps its layout; one that changes it brings its own.
+        measured_of: what trained steps say of layouts when a step is planned; called once a step.
+    """
+
+    planner: StepPlanner | FlexPlanner
+    strategy: str
+    measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts()
+
+    @property
+    def state_type(self) -> type[PlannerState]:
+        """What it carries from step to step."""
+        return PlannerState
+
+    @property
+    def known_steps(self) -> int:
+        """Steps whose lengths it wants to know, the coming one included."""
+        return self.planner.known_steps if isinstance(self.planner, FlexPlanner) else 1
+
+    def plan_step(
+        self,
+        step: int,
+        documents: tuple[Document, ...],
+        state: PlannerState,
+        *,
+        coming: Sequence[tuple[Document, ...]],
+        is_last: bool,
+    ) -> tuple[StepPlan, PlannerState, LayoutDecision | None]:
+        """Plan a step; the state after it, and the decision about its layout. Raises as `FlexPlanner.propose`."""
+        if isinstance(self.planner, StepPlanner):
+            plan, delay, _ = RunPlanner(self.planner, self.strategy).plan_step(
+                step, documents, state.delay, is_last=is_last
+            )
+            return plan, PlannerState(delay=delay, flex=state.flex), None
+        found = self.planner.propose(
+            step,
+            documents,
+            state=state.flex,
+            coming=tuple(coming),
+            delay=state.delay,
+            is_last=is_last,
+            measured=self.measured_of(step),
+        )
+        after = PlannerState(delay=found.proposal.state or DelayState(), flex=found.state)
+        return found.proposal.require_feasible(), after, found.told
+
+
+def resumed_flex(saved: FlexState | None, layouts: Sequence[ParallelLayout]) -> FlexState | None:
+    """A checkpoint's state for a run that starts in the first of these layouts and may take the others.
+
+    None, a fresh start, where it may no longer take the saved one. Else the layout has a generation of its own where it
+    is not the one in which processes start, so that the first plan is the order to go there.
+    """
+    if saved is None:
+        return None
+    start, shape = layouts[0], msgspec.structs.replace(saved.layout, generation=0)
+    if shape not in layouts:
+        return None
+    if shape == start or saved.layout.generation:
+        return saved
+    return msgspec.structs.replace(saved, layout=msgspec.structs.replace(shape, generation=1))

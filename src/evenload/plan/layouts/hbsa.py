@@ -1,0 +1,447 @@
+"""HBSA: FlexPipe's bounded search for stages, layers per stage, devices per stage and memory policy (§5.2, Alg. 1).
+
+    every depth P ─► memory of P stages within P devices? (lines 3-6) ─► even split ─► bounded Search ─► Mapping
+
+For a depth the layers of a stage lie between floor(L / P) and floor(L / P) + L mod P (lines 9-10), where the first and
+the last stage may have fewer, by what embedding or head weigh in layers, and the others as many more. `Search` places
+stage after stage and cuts a branch when
+
+    its stage is beyond memory (n_max of line 10; more layers only need more)
+    its remaining layers cannot be spread within the bounds
+    the mapping so far plus an even spread of the rest is no faster than the best known one (the even split at first)
+    another branch came to the same layer with no more of anything that counts
+
+The last two lose nothing, so the search finds the best mapping within the bounds. A step's estimate depends on a
+mapping only through three maxima over stages (work, parameters, bytes received), so few branches are left: polynomial
+where the paper's recursion is not. Devices of a stage: replicas of a `ParallelLayout` have one depth, so a stage has
+dp = floor(devices / P) groups of cp·tp devices; unequal g_i (Table 2's (3, 3, 3, 4, 3)) are searched too, see below.
+
+Beyond the paper: it takes the least depth that fits (`least_depth_only`); we search every deeper one too, because
+gradient reduction across nodes can cost more than a deeper pipeline. And a depth that does not fit as it is may
+recompute or offload (`plan.activation_policy`), not only the current one. The printed `M_peak < i M` is read as `<=`.
+
+**Stages with different numbers of devices**, FlexPipe's mappings such as (1, 1, 2, 1, 1, 1, 1) (§5.1). A depth that
+does not divide the devices leaves up to P - 1 of them idle where all stages have floor(devices / P). Here each of these
+goes to one stage. The pipeline is then one (no replicas), whose packs every stage takes to its devices in turn
+(`types.layout`); a device of a stage with g of them runs ceil(n / g) of n micro-batches:
+
+    T = sum_i u_i + max_i c_i (W_i - u_i) + max_i (reduction and optimizer of stage i)
+
+with c_i = (ceil(n / g_i) - 1) / (n - 1), in the terms of `mapping_cost`, whose T this is where all g are 1. Which
+stages of a depth are replicated and where they are cut is found by dynamic programming over (stage, replicated ones so
+far, layer) in numpy: the least maximum over stages of rest, reduction and optimizer together, within memory. What is
+left out: numbers of devices that differ by more than one, and that the two maxima may lie on different stages;
+`tests/plan/test_dealt_search.py` holds it against all mappings. O(depth · replicated stages · layers²) a depth, and
+depths whose bound is hopeless against what is known are not searched.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.memory import optimizer_bytes_per_parameter
+from evenload.cost.switch import ReceiveSeconds
+from evenload.plan.layouts.mapping_cost import BatchCosts, Mapping, MappingCosts
+from evenload.types.model import ModelSpec
+
+HOPELESS = 1.25
+"""Mappings slower than the best of the depths before by this factor are not looked for: simulation decides among the
+few fastest, and estimates are not that far off."""
+
+PricesOf = Callable[[int, int], Sequence[MappingCosts]]
+"""(depth, number of the policy) to prices, one for every number of micro-batches tried."""
+
+
+@dataclass(frozen=True)
+class MappingSearch:
+    """What HBSA found.
+
+    Args:
+        mappings: one per depth, those that fit first, by T + switch; then by bytes beyond memory.
+        num_priced: complete mappings whose T was computed, even splits included.
+    """
+
+    mappings: tuple[Mapping, ...]
+    num_priced: int
+
+
+class LayerBounds(NamedTuple):
+    """Fewest and most layers of every stage of one depth."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+def layer_bounds(num_layers: int, depth: int, *, embedding_layers: int, head_layers: int) -> LayerBounds:
+    """Lines 9-10.
+
+    Args:
+        embedding_layers, head_layers: what the ends weigh on top of their layers, in layers, rounded up.
+    """
+    share, rest = divmod(num_layers, depth)
+    if depth == 1:
+        return LayerBounds((num_layers,), (num_layers,))
+    low = [share] * depth
+    low[0], low[-1] = max(1, share - embedding_layers), max(1, share - head_layers)
+    more = -(-(num_layers + embedding_layers + head_layers) // depth)
+    return LayerBounds(tuple(low), (min(num_layers, max(share + rest, more)),) * depth)
+
+
+def search_mappings(
+    num_layers: int,
+    groups: int,
+    num_policies: int,
+    prices_of: PricesOf,
+    receive_of: Callable[[int], ReceiveSeconds | None],
+    *,
+    switch_weight: float = 1.0,
+    least_depth_only: bool = False,
+) -> MappingSearch:
+    """The best mapping of every depth.
+
+    Args:
+        groups: devices / (cp·tp).
+        num_policies: tried in order, the fastest first.
+        receive_of: depth to the seconds a stage's devices receive; None = nothing to move from.
+        switch_weight: of switch seconds against step seconds; 1 / n where the gain counts for n steps.
+        least_depth_only: stop at the first depth that fits, as published.
+    """
+    mappings: list[Mapping] = []
+    best_s, num_priced = float("inf"), 0
+    for depth in range(1, min(num_layers, groups) + 1):
+        receive = receive_of(depth)
+        closest: Mapping | None = None
+        for policy in range(num_policies):
+            prices = prices_of(depth, policy)
+            hopeful = [one for one in prices if one.least_seconds() < HOPELESS * best_s]
+            if not hopeful and closest is not None:
+                continue
+            # All replay is the least work, so what is hopeless then stays it; and where weights alone are beyond
+            # memory, no policy helps.
+            is_last = not policy and (not hopeful or not prices[0].can_fit())
+            # A hopeless depth is priced all the same: it may be the only one that fits.
+            tried = [(priced_mapping(one, one.even_edges, policy, receive), one) for one in hopeful or prices[:1]]
+            tried.sort(key=lambda pair: mapping_order(pair[0], switch_weight))
+            num_priced += len(tried)
+            start = tried[0][0]
+            for even, price in tried:
+                if price.cap_bytes is not None and price.total_bytes() > depth * price.cap_bytes:
+                    continue  # lines 3-6
+                limit_s = HOPELESS * best_s if even.excess_bytes else min(_cost(even, switch_weight), HOPELESS * best_s)
+                # Memory may ask for stages beyond the bounds: few layers beside the head, say.
+                for bounded in (True, False) if even.excess_bytes else (True,):
+                    search = _Search(price, policy, receive, switch_weight, limit_s, bounded=bounded)
+                    found = search.run()
+                    num_priced += search.num_priced
+                    if found is not None:
+                        start = found
+                        break
+                if not start.excess_bytes:
+                    break  # other numbers of micro-batches only where the layers cannot be moved into memory
+            if closest is None or mapping_order(start, switch_weight) < mapping_order(closest, switch_weight):
+                closest = start
+            if is_last or (not policy and not start.excess_bytes):
+                break  # the other policies pay time for memory that is not needed
+        assert closest is not None, "there is at least one policy"
+        mappings.append(closest)
+        if not closest.excess_bytes:
+            best_s = min(best_s, _cost(closest, switch_weight))
+            if least_depth_only:
+                break
+    return MappingSearch(tuple(sorted(mappings, key=lambda one: mapping_order(one, switch_weight))), num_priced)
+
+
+def _cost(mapping: Mapping, switch_weight: float) -> float:
+    return mapping.step_s + switch_weight * mapping.switch_s
+
+
+def mapping_order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
+    """Memory first, then time; the shallower of equals."""
+    return mapping.excess_bytes, _cost(mapping, switch_weight), mapping.depth
+
+
+def priced_mapping(price: MappingCosts, edges: tuple[int, ...], policy: int, receive: ReceiveSeconds | None) -> Mapping:
+    """A mapping with its estimates."""
+    switch_s = 0.0
+    if receive is not None:
+        switch_s = max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
+    step_s, excess_bytes = price.step_seconds(edges), price.excess_bytes(edges)
+    return Mapping(edges, price.dp, price.micro_batches, policy, step_s, excess_bytes, switch_s)
+
+
+class _Search:
+    """Lines 14-26 for one depth, policy and number of micro-batches.
+
+    Args:
+        limit_s: cost of the best known mapping; only a faster one is found.
+        bounded: layers of a stage within the bounds of lines 9-10; else any.
+    """
+
+    def __init__(
+        self,
+        price: MappingCosts,
+        policy: int,
+        receive: ReceiveSeconds | None,
+        switch_weight: float,
+        limit_s: float,
+        *,
+        bounded: bool,
+    ) -> None:
+        self._price, self._policy, self._receive = price, policy, receive
+        self._weight, self._best_s = switch_weight, limit_s
+        self._best: tuple[int, ...] | None = None
+        self._seen: dict[tuple[int, int], list[tuple[float, int, float]]] = {}
+        layers, depth = price.num_layers, price.depth
+        ends = {"embedding_layers": _end_layers(price, 0), "head_layers": _end_layers(price, layers - 1)}
+        any_split = LayerBounds((1,) * depth, (layers,) * depth)
+        self._bounds = layer_bounds(layers, depth, **ends) if bounded else any_split
+        self._least_after = [sum(self._bounds.low[stage:]) for stage in range(depth + 1)]
+        self._most_after = [sum(self._bounds.high[stage:]) for stage in range(depth + 1)]
+        self.num_priced = 0
+
+    def run(self) -> Mapping | None:
+        """The best mapping below the limit."""
+        self._place((0,), 0.0, 0, 0.0)
+        if self._best is None:
+            return None
+        return priced_mapping(self._price, self._best, self._policy, self._receive)
+
+    def _place(self, edges: tuple[int, ...], rest_s: float, parameters: int, receive_s: float) -> None:
+        price, stage, first = self._price, len(edges) - 1, edges[-1]
+        left = price.num_layers - first
+        if stage == price.depth:
+            self.num_priced += 1
+            cost_s = price.seconds_of(rest_s, parameters) + self._weight * receive_s
+            if cost_s < self._best_s:
+                self._best_s, self._best = cost_s, edges
+            return
+        low = max(self._bounds.low[stage], left - self._most_after[stage + 1])
+        high = min(self._bounds.high[stage], left - self._least_after[stage + 1])
+        for count in range(low, high + 1):
+            last = first + count
+            if not price.fits(stage, first, last):
+                break
+            most_s = max(rest_s, price.rest_s[last] - price.rest_s[first])
+            most_parameters = max(parameters, price.trained_parameters(first, last))
+            after = price.depth - stage - 1
+            least_s = max(most_s, (price.rest_s[-1] - price.rest_s[last]) / after) if after else most_s
+            least_cost_s = price.seconds_of(least_s, most_parameters)
+            if least_cost_s + self._weight * receive_s >= self._best_s:
+                continue
+            most_receive_s = receive_s
+            if self._receive is not None:
+                most_receive_s = max(receive_s, self._receive.of_stage(stage, first, last))
+            if least_cost_s + self._weight * most_receive_s >= self._best_s or self._is_dominated(
+                (stage + 1, last), (most_s, most_parameters, most_receive_s)
+            ):
+                continue
+            self._place((*edges, last), most_s, most_parameters, most_receive_s)
+
+    def _is_dominated(self, place: tuple[int, int], figures: tuple[float, int, float]) -> bool:
+        """Whether a branch came here with no more of anything; else it is remembered."""
+        seen = self._seen.setdefault(place, [])
+        if any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in seen):
+            return True
+        seen.append(figures)
+        return False
+
+
+def _end_layers(price: MappingCosts, layer: int) -> int:
+    """What embedding or head add to their layer, in layers: by work or by parameters, whichever is more."""
+    middle = price.num_layers // 2
+    layer_s = price.rest_s[middle + 1] - price.rest_s[middle]
+    more_s = price.rest_s[layer + 1] - price.rest_s[layer] - layer_s
+    inner = price.parameters(middle, middle + 1) if 0 < middle < price.num_layers - 1 else 0
+    more = price.parameters(layer, layer + 1) - inner if inner else 0
+    by_work = more_s / layer_s if layer_s > 0 else 0.0
+    return -int(-max(by_work, more / inner if inner else 0.0, 0.0) // 1)
+
+
+@dataclass(frozen=True)
+class DealtMapping:
+    """Layers and devices of stages, with the most that any stage adds to the step."""
+
+    edges: tuple[int, ...]
+    devices: tuple[int, ...]
+
+
+class DealtCosts(MappingCosts):
+    """Prices mappings of one depth and number of micro-batches whose stages have different numbers of devices.
+
+    Args:
+        coefficients: of any layout of as many devices, for the links.
+        micro_batches: of the one pipeline.
+        cap_bytes: of a device; None = no limit.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        coefficients: CostCoefficients,
+        batch: BatchCosts,
+        *,
+        depth: int,
+        micro_batches: int,
+        cap_bytes: int | None,
+    ) -> None:
+        super().__init__(
+            model, coefficients, batch, depth=depth, dp=1, micro_batches=micro_batches, cap_bytes=cap_bytes
+        )
+        self._links, self._state_bytes = coefficients, optimizer_bytes_per_parameter(model)
+
+    @cached_property
+    def _held_bytes(self) -> NDArray[np.float64]:
+        """Of activations of a layer, of so many micro-batches at once."""
+        count = self.micro_batches
+        mean_bytes = self._batch.kept_bytes / count
+        in_flight = np.full(count, mean_bytes)
+        largest = np.maximum(self._batch.kept_longest_first[:count], mean_bytes)
+        in_flight[: len(largest)] = largest
+        return np.concatenate([[0.0], np.cumsum(in_flight)])
+
+    def share(self, devices: int) -> float:
+        """Of the rest of a stage's work what its busiest device has."""
+        count = self.micro_batches
+        return (math.ceil(count / devices) - 1) / (count - 1) if count > 1 else 0.0
+
+    def least_dealt_seconds(self, devices: Iterable[int]) -> float:
+        """No mapping to stages of so many devices takes less: work spread evenly over them, nothing to reduce."""
+        shares = [self.share(count) for count in devices]
+        spread = 0.0 if not all(shares) else self._whole_rest_s / sum(1 / share for share in shares)
+        return self.seconds_of(spread, 0)
+
+    def dealt_seconds(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
+        """Estimated T of a mapping."""
+        stages = [(first, last, count) for (first, last), count in zip(pairwise(edges), devices, strict=True)]
+        rest_s = max(self.share(count) * (self.rest_s[last] - self.rest_s[first]) for first, last, count in stages)
+        return self.seconds_of(rest_s, 0) + max(self.after_seconds(*stage) for stage in stages)
+
+    def after_seconds(self, first: int, last: int, devices: int) -> float:
+        """Gradient reduction, gathering of weights and optimizer of one stage."""
+        parameters = self.trained_parameters(first, last)
+        links, gradient_bytes = self._links, max(self._weight_bytes, 4)
+        ring_s = sum(
+            links.ring_seconds(float(num_bytes * parameters), devices)
+            for num_bytes in (gradient_bytes, self._weight_bytes)
+        )
+        return ring_s + links.optimizer_s_per_parameter * parameters / devices
+
+    def dealt_excess_bytes(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
+        """Above the memory of the fullest device; 0 = fits."""
+        if self.cap_bytes is None:
+            return 0.0
+        fullest = 0.0
+        for stage, ((first, last), count) in enumerate(zip(pairwise(edges), devices, strict=True)):
+            held = self.in_flight_bytes(count, sum(devices[stage + 1 :]))
+            fullest = max(fullest, self.static_stage_bytes(first, last, count) + (last - first) * held)
+        return max(0.0, fullest - self.cap_bytes)
+
+    def in_flight_bytes(self, devices: int, later: int) -> float:
+        """Activations of one layer on a device of a stage, of the micro-batches that it holds at once, estimated
+        (`schedule.dealt`).
+
+        Args:
+            later: devices of the stages behind it.
+        """
+        held = min(-(-later // devices) + 1, math.ceil(self.micro_batches / devices))
+        return float(self._held_bytes[held])
+
+    def static_stage_bytes(self, first: int, last: int, devices: int) -> float:
+        """Peak of one device of a stage without activations, estimated."""
+        logits = self._logits_bytes if last == self.num_layers else 0.0
+        trained_bytes = max(self._weight_bytes, 4) + self._state_bytes / devices
+        held = self.parameters(first, last) * self._weight_bytes
+        return held + self.trained_parameters(first, last) * trained_bytes + self._temp_bytes + logits
+
+
+def best_dealt_mapping(price: DealtCosts, devices: int) -> DealtMapping | None:
+    """Which stages of a depth get one device more than the others, and their layers; None where nothing fits memory.
+
+    Args:
+        devices: of all stages; more than the depth, and not a multiple of it.
+    """
+    depth, layers = price.depth, price.num_layers
+    least, wide = divmod(devices, depth)
+    tables = [_StageTable(price, least + more) for more in (0, 1)]
+    # Least maximum up to every layer, by wide stages so far; and where each came from.
+    best = np.full((wide + 1, layers + 1), np.inf)
+    best[0, 0] = 0.0
+    came_from: list[NDArray[np.int64]] = []
+    for stage in range(depth):
+        following = np.full_like(best, np.inf)
+        source = np.zeros((wide + 1, layers + 1, 2), np.int64)  # wide stages before, layer before
+        for more in (0, 1):
+            # Wide stages so far, with this one; as many as are left must still find a stage.
+            now = np.arange(max(more, wide - (depth - stage - 1)), min(stage + 1, wide) + 1)
+            if not len(now):
+                continue
+            later = devices - least * (stage + 1) - now
+            reached = np.maximum(best[now - more][:, :, None], tables[more].seconds(later))
+            at = reached.argmin(axis=1)
+            seconds = np.take_along_axis(reached, at[:, None], axis=1)[:, 0]
+            better = seconds < following[now]
+            following[now] = np.where(better, seconds, following[now])
+            source[now, :, 0] = np.where(better, now[:, None] - more, source[now, :, 0])
+            source[now, :, 1] = np.where(better, at, source[now, :, 1])
+        best = following
+        came_from.append(source)
+    if not np.isfinite(best[wide, layers]):
+        return None
+    edges, of_stages, now, layer = [layers], [], wide, layers
+    for source in reversed(came_from):
+        before, layer_before = source[now, layer].tolist()
+        of_stages.append(least + now - before)
+        edges.append(layer_before)
+        now, layer = before, layer_before
+    return DealtMapping(tuple(reversed(edges)), tuple(reversed(of_stages)))
+
+
+class _StageTable:
+    """What a stage of so many devices adds, by its first and last layer; infinite beyond memory."""
+
+    def __init__(self, price: DealtCosts, devices: int) -> None:
+        layers, rest_s = price.num_layers, np.array(price.rest_s)
+        self._price, self._devices = price, devices
+        # Both are linear in layers but for the ends, so a few prices make all of them.
+        self._seconds = price.share(devices) * (rest_s[None, :] - rest_s[:, None]) + _by_layers(
+            layers, lambda first, last: price.after_seconds(first, last, devices)
+        )
+        self._static_bytes = None
+        if price.cap_bytes is not None:
+            self._static_bytes = _by_layers(layers, lambda first, last: price.static_stage_bytes(first, last, devices))
+        edge = np.arange(layers + 1)
+        self._counts = edge[None, :] - edge[:, None]
+        self._seconds[self._counts < 1] = np.inf
+
+    def seconds(self, later: NDArray[np.int64]) -> NDArray[np.float64]:
+        """float64[1 or len(later), layers + 1, layers + 1], where so many devices stand behind it."""
+        if self._static_bytes is None or self._price.cap_bytes is None:
+            return self._seconds[None]
+        held = np.array([self._price.in_flight_bytes(self._devices, count) for count in later.tolist()])
+        within = self._static_bytes + held[:, None, None] * self._counts <= self._price.cap_bytes
+        return np.where(within, self._seconds, np.inf)
+
+
+def _by_layers(layers: int, of_stage: Callable[[int, int], float]) -> NDArray[np.float64]:
+    """`of_stage(first, last)` of all pairs, which is linear in the number of layers but for the first and the last."""
+    edge = np.arange(layers + 1)
+    counts = (edge[None, :] - edge[:, None]).astype(np.float64)
+    if layers < 4:
+        table = np.zeros((layers + 1, layers + 1))
+        for first in range(layers):
+            for last in range(first + 1, layers + 1):
+                table[first, last] = of_stage(first, last)
+        return table
+    one, two = of_stage(1, 2), of_stage(1, 3)
+    table = one + (two - one) * (counts - 1)
+    table[0, :] += of_stage(0, 2) - two
+    table[:, layers] += of_stage(layers - 2, layers) - two
+    table[0, layers] = of_stage(0, layers)
+    return table

@@ -1,0 +1,383 @@
+"""Which layouts are worth planning for the coming batches, the most promising first.
+
+Layouts that a run declares (`plan.layouts`) are estimated one by one; without such a list HBSA searches all depths over
+all devices, also with different numbers of devices a stage where the strategy deals packs to them. Either way the
+estimate only orders them: complete plans are what a decision is taken on.
+
+A run that declares none may take a few depths of its processes, within a number of process groups
+(`enumerated_layouts`). Groups are made before anything is measured or read, and on every process alike, so lengths,
+costs and memory cannot choose here: the number of processes and of layers does. Layers are split evenly, one stage a
+rank; uneven splits and virtual stages are what `plan.layouts` declares. Depths that leave no process idle come first,
+of these the nearest to the depth in which the run starts, as ratios; a layout whose groups are too many is left out.
+Price: O(processes · layouts).
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.switch import ReceiveSeconds
+from evenload.errors import ConfigError
+from evenload.plan.activation_policy import policies_in_order
+from evenload.plan.layouts.hbsa import (
+    HOPELESS,
+    DealtCosts,
+    MappingSearch,
+    best_dealt_mapping,
+    mapping_order,
+    priced_mapping,
+    search_mappings,
+)
+from evenload.plan.layouts.mapping_cost import (
+    ESTIMATE_TOLERANCE,
+    BatchCosts,
+    BatchLengths,
+    Mapping,
+    MappingCosts,
+    layer_costs,
+)
+from evenload.plan.packing import pack_counts
+from evenload.plan.planner import StepPlanner
+from evenload.plan.strategies.flexpipe import FlexOptions
+from evenload.types.layout import ParallelLayout, even_layout, split_layout
+
+Ranks = tuple[int, ...]
+
+
+def enumerated_layouts(start: ParallelLayout, most_layouts: int, most_groups: int) -> tuple[ParallelLayout, ...]:
+    """Other layouts of the same processes, cp and tp, the first worth most; none where there is one depth only.
+
+    Args:
+        start: in which the run starts.
+        most_layouts: with that one.
+        most_groups: process groups that the others need on top of those of `start`.
+    """
+    devices = start.dp * start.pipeline_ranks
+    depths = range(1, min(devices, start.num_layers) + 1)
+    order = sorted(depths, key=lambda pp: (devices % pp, abs(math.log(pp / start.pp)), pp))
+    found = [start.arrangement]
+    own_groups = num_groups(found)
+    for pp in order:
+        layout = even_layout(start.num_layers, dp=devices // pp, pp=pp, cp=start.cp, tp=start.tp)
+        if len(found) == most_layouts:
+            break
+        if layout not in found and num_groups([*found, layout]) - own_groups <= most_groups:
+            found.append(layout)
+    return tuple(found[1:])
+
+
+def num_groups(layouts: Iterable[ParallelLayout]) -> int:
+    """Process groups that layouts need together, directed channels; `runtime.comm.group_pool` makes the n-th group of
+    the same ranks once for all of them."""
+    most: Counter[Ranks] = Counter()
+    layouts = list(layouts)
+    processes = max(layout.world_size for layout in layouts)
+    for layout in layouts:
+        most |= Counter(_groups_of(layout, processes))
+    return most.total()
+
+
+def _groups_of(layout: ParallelLayout, processes: int) -> list[Ranks]:
+    """The ranks of every group of one layout, as `runtime.comm.mesh` makes them."""
+    grid = np.arange(layout.world_size).reshape(layout.pipeline_ranks, layout.dp, layout.cp, layout.tp)
+    groups: list[list[int]] = [[idle] for idle in range(layout.world_size, processes)]
+    for first, t in itertools.product(dict.fromkeys(layout.leading_ranks), range(layout.tp)):
+        same = [rank for rank, leading in enumerate(layout.leading_ranks) if leading == first]
+        groups.append(grid[same, :, :, t].ravel().tolist())
+    for p, t in np.ndindex(layout.pipeline_ranks, layout.tp):
+        for size in (2**k for k in range(layout.dp.bit_length())):
+            if layout.dp % size == 0 and size * layout.cp > 1:
+                blocks = range(0, layout.dp, size)
+                groups += [grid[p, first : first + size, :, t].ravel().tolist() for first in blocks]
+    for d, c in np.ndindex(layout.dp, layout.cp):
+        if layout.tp > 1:
+            groups += [grid[p, d, c].tolist() for p in range(layout.pipeline_ranks)]
+        for t in range(layout.tp):
+            holders = grid[:, d, c, t].tolist()
+            for stage in range(layout.num_stages - 1):
+                pairs = [sorted((holders[a], holders[b])) for a, b in layout.linked_ranks(stage) if a != b]
+                groups += [pair for pair in pairs for _ in ("forward", "backward")]
+            ends = layout.ranks_of_stage(0), layout.ranks_of_stage(layout.num_stages - 1)
+            groups += [sorted({holders[rank] for rank in itertools.chain(*ends)})] if ends[0] != ends[1] else []
+    return [tuple(ranks) for ranks in groups]
+
+
+CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
+
+
+class LayoutCandidates:
+    """Of one run.
+
+    Args:
+        start: planner of the layout in which the run starts; its devices, cp and tp stay.
+        coefficients_of: costs of a layout.
+        given: the layouts that the run may take, generation 0; None = any.
+        deals_packs: also search layouts whose stages have different numbers of devices.
+
+    Raises:
+        ConfigError: a given layout has other cp or tp, more devices, or another number of layers.
+    """
+
+    def __init__(
+        self,
+        start: StepPlanner,
+        coefficients_of: CoefficientsOf,
+        options: FlexOptions,
+        given: Sequence[ParallelLayout] | None = None,
+        *,
+        deals_packs: bool = False,
+    ) -> None:
+        self._deals_packs = deals_packs and options.part_pipelines
+        self._start, self._options = start, options
+        self._model, self._layout = start.costs.model, start.layout
+        self.coefficients_of, self._coefficients = coefficients_of, dict[tuple[int, ...], CostCoefficients]()
+        self._layer_costs = layer_costs(self._model, start.costs.coefficients, cp=self._layout.cp, tp=self._layout.tp)
+        self._dealt_layouts: dict[tuple[int, ...], ParallelLayout] = {}
+        self._even_layouts: dict[tuple[int, int], ParallelLayout] = {}
+        self._receive_from: ParallelLayout | None = None
+        self._receive: dict[ParallelLayout, ReceiveSeconds] = {}
+        self.given = None if given is None else tuple(dict.fromkeys(given))
+        for layout in self.given or ():
+            self._require_takeable(layout)
+
+    def coefficients(self, layout: ParallelLayout) -> CostCoefficients:
+        """Costs of a layout, by its sizes."""
+        key = layout.dp, layout.pp, *(layout.devices if layout.has_wide_stages else ())
+        if key not in self._coefficients:
+            self._coefficients[key] = self.coefficients_of(layout)
+        return self._coefficients[key]
+
+    def worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
+        """Layouts other than the current one in the order in which they promise most: the best of every known batch,
+        then the second, …; all that may fit, or else the closest few. Declared ones with virtual stages come before
+        them. With the generation of a switch."""
+        cap, generation = self._start.memory_cap_bytes, current.generation + 1
+        ordered = []
+        for rank in range(max(len(search.mappings) for search in found)):
+            ordered += [search.mappings[rank] for search in found if rank < len(search.mappings)]
+        near = [one for one in ordered if cap is None or one.excess_bytes <= ESTIMATE_TOLERANCE * cap]
+        # Estimates know one stage a rank; declared layouts with several are few, and all of them are planned.
+        layouts = [one for one in self.given or () if one.num_stages > one.pp]
+        layouts += [self._layout_of(one) for one in near or ordered[: self._options.finalists]]
+        return [
+            msgspec.structs.replace(layout, generation=generation)
+            for layout in dict.fromkeys(layouts)
+            if layout != current.arrangement
+        ]
+
+    def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
+        """For one batch: HBSA, or the given layouts by their estimates; `current` is the layout to switch from."""
+        if not len(num_tokens):
+            return MappingSearch((), 0)
+        start = self._start
+        can_offload = start.costs.coefficients.host_link is not None
+        policies = policies_in_order(num_tokens, start.options.policy, can_offload=can_offload)
+        lengths = BatchLengths(self._layer_costs, num_tokens)
+        batches = [cache(partial(self.batch_costs, num_tokens, policy, lengths)) for policy in policies]
+        weight = 1.0 / self._options.known_steps
+        if self.given is not None:
+            return self._estimated(batches, current, weight)
+        found = search_mappings(
+            self._model.num_layers,
+            self._layout.dp * self._layout.pipeline_ranks,
+            len(policies),
+            lambda depth, policy: self.prices(batches[policy](), depth),
+            lambda depth: self.receive_seconds(depth, current),
+            switch_weight=weight,
+            least_depth_only=self._options.least_depth_only,
+        )
+        if not self._deals_packs or self._options.least_depth_only or self._layout.cp * self._layout.tp > 1:
+            return found
+        return self._with_dealt(found, batches, current, weight)
+
+    def batch_costs(
+        self,
+        num_tokens: NDArray[np.int64],
+        policy: NDArray[np.int8] | None = None,
+        lengths: BatchLengths | None = None,
+    ) -> BatchCosts:
+        """A batch under one policy, as it is priced for any mapping.
+
+        Args:
+            lengths: of the same documents, for several policies; None = made here.
+        """
+        cp, tp, coefficients = self._layout.cp, self._layout.tp, self._start.costs.coefficients
+        lengths = lengths or BatchLengths(self._layer_costs, num_tokens)
+        return BatchCosts(self._model, coefficients, num_tokens, policy, cp=cp, tp=tp, lengths=lengths)
+
+    def prices(self, batch: BatchCosts, depth: int, dp: int | None = None) -> list[MappingCosts]:
+        """Of mappings of one depth, one for every number of micro-batches that is tried.
+
+        Args:
+            dp: replicas; None = as many as the devices make.
+        """
+        start, options = self._layout, self._start.options
+        dp = start.dp * start.pipeline_ranks // depth if dp is None else dp
+        counts = pack_counts(-(-batch.whole_tokens // dp), depth, options.candidates, options.max_pack_tokens)
+        most = -(-batch.num_documents // dp)
+        return [
+            MappingCosts(
+                self._model,
+                self.coefficients(self._even(depth, dp)),
+                batch,
+                depth=depth,
+                dp=dp,
+                micro_batches=count,
+                cap_bytes=self._start.memory_cap_bytes,
+                cp=start.cp,
+                tp=start.tp,
+            )
+            for count in sorted({min(count, most) for count in counts})
+        ]
+
+    def receive_seconds(self, depth: int, current: ParallelLayout, dp: int | None = None) -> ReceiveSeconds:
+        """What devices receive in a switch to mappings of one depth."""
+        even = self._even(depth, self._layout.dp * self._layout.pipeline_ranks // depth if dp is None else dp)
+        if current != self._receive_from:
+            self._receive_from, self._receive = current, {}
+        if even not in self._receive:
+            self._receive[even] = ReceiveSeconds(self._model, self.coefficients(even), current, even)
+        return self._receive[even]
+
+    def _with_dealt(
+        self,
+        found: MappingSearch,
+        batches: Sequence[Callable[[], BatchCosts]],
+        current: ParallelLayout,
+        weight: float,
+    ) -> MappingSearch:
+        """With the mappings of depths that leave devices idle, were all stages to have as many of them."""
+        devices = self._layout.dp * self._layout.pipeline_ranks
+        fitting = [one.step_s + weight * one.switch_s for one in found.mappings if not one.excess_bytes]
+        best_s, more = min(fitting, default=float("inf")), []
+        for depth in range(2, min(self._model.num_layers, devices - 1) + 1):
+            if devices % depth == 0:
+                continue
+            for policy, batch in enumerate(batches):
+                prices = self._dealt_prices(batch(), depth, devices, best_s)
+                hopeful = [price for bound_s, price in prices if bound_s < best_s]
+                searched = ((price, best_dealt_mapping(price, devices)) for price in hopeful)
+                fits = next(((price, one) for price, one in searched if one is not None), None)
+                if fits is not None:
+                    mapping = self._dealt_mapping(fits[0], fits[1].edges, fits[1].devices, policy, current)
+                    best_s = min(best_s, mapping.step_s + weight * mapping.switch_s)
+                    more.append(mapping)
+                if fits is not None or not hopeful:
+                    break  # the other policies pay time for memory that is not needed, or cannot win either
+        order = sorted((*found.mappings, *more), key=lambda one: mapping_order(one, weight))
+        return MappingSearch(tuple(order), found.num_priced + len(more))
+
+    def _dealt_prices(
+        self, batch: BatchCosts, depth: int, devices: int, limit_s: float = float("inf")
+    ) -> list[tuple[float, DealtCosts]]:
+        """Of mappings of one depth over so many devices, one for every number of micro-batches that is tried, each with
+        the seconds that none of them beats; the most promising first. None where these are hopeless beside a limit."""
+        options, (least, wide) = self._start.options, divmod(devices, depth)
+        of_stages = (*(least + 1,) * wide, *(least,) * (depth - wide))
+        if of_stages not in self._dealt_layouts:
+            self._dealt_layouts[of_stages] = even_layout(self._model.num_layers, pp=depth, devices=of_stages)
+        layout = self._dealt_layouts[of_stages]
+        counts = pack_counts(batch.whole_tokens, devices, options.candidates, options.max_pack_tokens)
+        found: list[tuple[float, DealtCosts]] = []
+        for count in sorted({min(count, batch.num_documents) for count in counts}, reverse=True):
+            price = DealtCosts(
+                self._model,
+                self.coefficients(layout),
+                batch,
+                depth=depth,
+                micro_batches=count,
+                cap_bytes=self._start.memory_cap_bytes,
+            )
+            found.append((price.least_dealt_seconds(of_stages), price))
+            if found[0][0] >= HOPELESS * limit_s:
+                return []  # with the most micro-batches devices have the evenest shares
+        return sorted(found, key=lambda pair: pair[0])
+
+    def _dealt_mapping(
+        self,
+        price: DealtCosts,
+        edges: tuple[int, ...],
+        devices: tuple[int, ...],
+        policy: int,
+        current: ParallelLayout,
+    ) -> Mapping:
+        """With its estimates."""
+        layout = split_layout([b - a for a, b in pairwise(edges)], pp=price.depth, devices=devices)
+        receive = ReceiveSeconds(self._model, self.coefficients(layout), current, layout)
+        return Mapping(
+            edges,
+            1,
+            price.micro_batches,
+            policy,
+            price.dealt_seconds(edges, devices),
+            price.dealt_excess_bytes(edges, devices),
+            max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges))),
+            devices,
+        )
+
+    def _estimated(
+        self, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
+    ) -> MappingSearch:
+        """The given layouts, those that fit first, by time and switch."""
+        found = []
+        for layout in self.given or ():
+            if layout.num_stages > layout.pp:
+                continue
+            edges = (0, *(last for _, last in layout.stage_layers))
+            best: Mapping | None = None
+            for policy, batch in enumerate(batches):
+                for one in self._priced(layout, edges, batch(), policy, current):
+                    if best is None or (one.excess_bytes, one.step_s) < (best.excess_bytes, best.step_s):
+                        best = one
+                if best is not None and not best.excess_bytes:
+                    break  # the other policies pay time for memory that is not needed
+            assert best is not None, "there is at least one policy"
+            found.append(best)
+        found.sort(key=lambda one: mapping_order(one, weight))
+        return MappingSearch(tuple(found), len(found))
+
+    def _priced(
+        self, layout: ParallelLayout, edges: tuple[int, ...], batch: BatchCosts, policy: int, current: ParallelLayout
+    ) -> Iterator[Mapping]:
+        """A given layout, with every number of micro-batches that is tried."""
+        if layout.has_wide_stages:
+            for _, price in self._dealt_prices(batch, layout.pp, layout.pipeline_ranks):
+                yield self._dealt_mapping(price, edges, layout.devices, policy, current)
+            return
+        receive = self.receive_seconds(layout.pp, current, layout.dp)
+        for price in self.prices(batch, layout.pp, layout.dp):
+            yield priced_mapping(price, edges, policy, receive)
+
+    def _layout_of(self, mapping: Mapping) -> ParallelLayout:
+        if mapping.devices:
+            counts = [last - first for first, last in pairwise(mapping.edges)]
+            return split_layout(counts, pp=mapping.depth, devices=mapping.devices)
+        even = self._even(mapping.depth, mapping.dp)
+        return msgspec.structs.replace(even, stage_layers=tuple(pairwise(mapping.edges)))
+
+    def _even(self, depth: int, dp: int) -> ParallelLayout:
+        if (depth, dp) not in self._even_layouts:
+            sizes = {"dp": dp, "pp": depth, "cp": self._layout.cp, "tp": self._layout.tp}
+            self._even_layouts[depth, dp] = even_layout(self._model.num_layers, **sizes)
+        return self._even_layouts[depth, dp]
+
+    def _require_takeable(self, layout: ParallelLayout) -> None:
+        start = self._layout
+        if (layout.cp, layout.tp) != (start.cp, start.tp):
+            raise ConfigError(
+                f"plan.layouts: {layout.describe()} has cp={layout.cp} tp={layout.tp}, the run starts with "
+                f"cp={start.cp} tp={start.tp}; only pp, dp and the layers of stages may change between steps"
+            )
+        if layout.world_size > start.world_size or layout.num_layers != start.num_layers:
+            raise ConfigError(
+                f"plan.layouts: {layout.describe()} has {layout.world_size} devices and {layout.num_layers} layers, "
+                f"the run {start.world_size} and {start.num_layers}"
+            )

@@ -1,0 +1,305 @@
+"""Steps planned in any layout of a run, and kept until they come; `LayoutOutcome` is one layout over the known steps.
+
+Where a layout does not hold a step as it is, two memory plans stand against each other: documents that recompute or
+offload in all stages, which every `StepPlanner` chooses by itself (`plan.activation_policy`), and layers that recompute
+for all documents, as few in every stage as memory asks for: FlexPipe's O_plan (§5.1; Sun et al., AdaPipe, choose layers
+stage by stage, too). The first pays only for long documents, the second in stages that lack memory only. The faster one
+that fits is the layout's plan. The paper's O_plan offloads portions of the optimizer as well; the runtime keeps
+optimizer state on the device, so no plan can ask for that: T_swap of this candidate is 0.
+
+A stage's peak falls nearly linearly with its recomputed layers, as long as its schedule stays: a first guess, then the
+slope that a plan shows, gives the next number. Price: at most `MOST_PLANS` plans.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.layer_counts import REPLAY, activation_bytes_per_token, kv_bytes_per_token, recomputed_width
+from evenload.plan.deferral import DelayState
+from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.problem import PlanOptions, PolicyOption
+from evenload.plan.strategies.flexpipe import FlexOptions
+from evenload.plan.strategies.registry import strategy_named
+from evenload.types.document import Document
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+from evenload.types.plan import LeftOut
+
+MOST_PLANS = 6
+
+PlanWith = Callable[[ParallelLayout], Proposal]
+"""A step in a layout that recomputes some of its layers, all documents alike."""
+_KEPT_RECOMPUTING = 64
+"""Planners of layouts with recomputed layers: steps ask for ever other numbers of these, layouts are few."""
+_KEPT_LIMITS = 8
+"""Other limits of memory: of the changes between two layouts that the steps at hand ask for. What one that was
+forgotten had planned is planned again, alike."""
+
+
+def plan_recomputing_layers(
+    model: ModelSpec, layout: ParallelLayout, cap_bytes: int, plan_with: PlanWith
+) -> Proposal | None:
+    """The fastest plan that fits among those with few recomputed layers.
+
+    Args:
+        layout: with one stage a rank and one rank a stage and replica; others have no plan of this kind.
+        cap_bytes: of a device.
+
+    Returns:
+        None where recomputing all layers of the stages that lack memory does not do.
+    """
+    most = np.array(layout.stage_counts, np.int64)
+    stored = plan_with(layout)
+    stored_bytes = _peak_bytes(stored)
+    if len(stored_bytes) != len(most):
+        return None
+    lacking = np.maximum(0, stored_bytes - cap_bytes)
+    saved = np.maximum(1.0, _share_of_layer(model, layout) * stored_bytes)
+    counts, best, tried = _needed(lacking, saved, most), None, set[tuple[int, ...]]()
+    for _ in range(MOST_PLANS - 1):
+        tried.add(tuple(counts.tolist()))
+        found = plan_with(layout.recomputing(counts.tolist()))
+        peak_bytes = _peak_bytes(found)
+        if found.feasible and (best is None or _seconds(found) < _seconds(best)):
+            best = found
+        saved = np.where(counts > 0, np.maximum(1.0, (stored_bytes - peak_bytes) / np.maximum(counts, 1)), saved)
+        still_lacking = peak_bytes > cap_bytes
+        if (still_lacking & (counts == most)).any():
+            break
+        # More where it was too little, whatever the slope says.
+        counts = np.maximum(_needed(lacking, saved, most), np.where(still_lacking, counts + 1, 0))
+        if tuple(counts.tolist()) in tried:
+            break
+    return best
+
+
+def _needed(lacking: NDArray[np.int64], saved: NDArray[np.float64], most: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Layers of every stage that save what it lacks, at one layer's bytes; all of them where they are too few."""
+    return np.minimum(most, np.ceil(lacking / saved).astype(np.int64))
+
+
+def _share_of_layer(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
+    """Of what packs hold on a stage, what one recomputed layer saves. The peak holds more: a low first guess."""
+    tp = layout.tp
+    kept = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
+    return model.bytes_per_element * recomputed_width(model, tp) / (kept * np.array(layout.stage_counts))
+
+
+def _peak_bytes(proposal: Proposal) -> NDArray[np.int64]:
+    """Of every pipeline rank, on the replica where it holds most."""
+    return np.max([choice.candidate.simulation.peak_bytes for choice in proposal.choices], axis=0)
+
+
+def _seconds(proposal: Proposal) -> float:
+    return proposal.plan.predicted.step_time_s
+
+
+CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
+OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryPlans:
+    """A step in one layout.
+
+    Args:
+        chosen: what is run in it; beyond memory where nothing fits.
+        is_stored: it keeps all activations: no memory plan is needed.
+        documents_s, layers_s: predicted seconds with documents, and with layers that save memory; None = it does not
+            fit, is not among `FlexOptions.memory_plans`, or is not needed.
+    """
+
+    chosen: Proposal
+    is_stored: bool
+    documents_s: float | None = None
+    layers_s: float | None = None
+
+
+class LayoutPlans:
+    """Of one run.
+
+    Args:
+        start: planner of the layout in which the run starts.
+        coefficients_of: costs of a layout, kept by the caller.
+        options_of: options of planning in a layout; None = those of `start` in all of them.
+    """
+
+    def __init__(
+        self,
+        start: StepPlanner,
+        strategy: str,
+        options: FlexOptions,
+        coefficients_of: CoefficientsOf,
+        options_of: OptionsOf | None,
+    ) -> None:
+        self._start, self._strategy, self._options = start, strategy, options
+        self._coefficients_of = coefficients_of
+        self.options_of = options_of or (lambda layout, coefficients: start.options)
+        self._planners = {(start.layout.arrangement, start.options.policy): start}
+        self._recomputing: dict[tuple[ParallelLayout, PolicyOption], StepPlanner] = {}
+        self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
+        # For changes between two layouts whose first step has less room.
+        self._within: dict[int | None, LayoutPlans] = {}
+
+    def forget_before(self, step: int) -> None:
+        """Steps before this one have come."""
+        self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= step}
+        for tighter in self._within.values():
+            tighter.forget_before(step)
+
+    def within(self, cap_bytes: int | None) -> "LayoutPlans":
+        """The same with another limit of a device's memory."""
+
+        def made() -> LayoutPlans:
+            start = self._start
+            planner = StepPlanner(
+                start.costs.model, start.costs.coefficients, start.layout, cap_bytes, start.options, host=start.host
+            )
+            return LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
+
+        return _kept(self._within, cap_bytes, made, _KEPT_LIMITS)
+
+    def planner_of(self, layout: ParallelLayout) -> StepPlanner:
+        """That plans inside one layout, whatever its generation, with the run's policy of activations."""
+        return self._planner(layout, self._start.options.policy)
+
+    def ahead(self, layout: ParallelLayout, step: int, documents: tuple[Document, ...]) -> MemoryPlans:
+        """A step by itself, kept until it has come."""
+        key = step, layout.arrangement, documents
+        if key not in self._ahead:
+            self._ahead[key] = self._planned(layout, lambda planner: planner.propose(step, documents, self._strategy))
+        return self._ahead[key]
+
+    def coming(
+        self,
+        layout: ParallelLayout,
+        step: int,
+        documents: tuple[Document, ...],
+        left_out: tuple[LeftOut, ...],
+        delay: DelayState | None,
+        *,
+        is_last: bool,
+    ) -> MemoryPlans:
+        """The coming step, which may leave documents out; arguments as `StepPlanner.propose`."""
+
+        def propose(planner: StepPlanner) -> Proposal:
+            return planner.propose(step, documents, self._strategy, left_out, state=delay, is_last=is_last)
+
+        return self._planned(layout, propose)
+
+    def _planned(self, layout: ParallelLayout, propose: Callable[[StepPlanner], Proposal]) -> MemoryPlans:
+        usual = propose(self.planner_of(layout))
+        is_stored = not self._saves_memory(usual)
+        cap_bytes = self._start.memory_cap_bytes
+        if (usual.feasible and is_stored) or self._start.options.policy != "choose" or cap_bytes is None:
+            return MemoryPlans(usual, is_stored)
+        wanted, by_layers = self._options.memory_plans, None
+        # A strategy that searches chooses policies itself, and a search for every number of layers takes too long.
+        if "layers" in wanted and strategy_named(self._strategy).search is None:
+            by_layers = plan_recomputing_layers(
+                self._start.costs.model,
+                layout.arrangement,
+                cap_bytes,
+                lambda one: propose(self._planner(one, "replay")),
+            )
+        by_documents = usual if usual.feasible and "documents" in wanted else None
+        fitting = [one for one in (by_documents, by_layers) if one is not None]
+        fastest = min(fitting, key=lambda one: one.plan.predicted.step_time_s, default=None)
+        if fastest is None:
+            # Beyond memory either way; what is told of it is how far the stored activations are.
+            fastest = usual if not usual.feasible else propose(self._planner(layout, "replay"))
+        return MemoryPlans(
+            chosen=fastest,
+            is_stored=False,
+            documents_s=None if by_documents is None else by_documents.plan.predicted.step_time_s,
+            layers_s=None if by_layers is None else by_layers.plan.predicted.step_time_s,
+        )
+
+    def _planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
+        key = msgspec.structs.replace(layout, generation=0), policy
+        if not any(layout.recomputed_counts):
+            if key not in self._planners:
+                self._planners[key] = self._new_planner(*key)
+            return self._planners[key]
+        return _kept(self._recomputing, key, lambda: self._new_planner(*key), _KEPT_RECOMPUTING)
+
+    def _new_planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
+        coefficients, start = self._coefficients_of(layout.arrangement), self._start
+        options = msgspec.structs.replace(self.options_of(layout.arrangement, coefficients), policy=policy)
+        return StepPlanner(start.costs.model, coefficients, layout, start.memory_cap_bytes, options, host=start.host)
+
+    def _saves_memory(self, proposal: Proposal) -> bool:
+        """Some document is not replayed because the layout does not hold the batch otherwise."""
+        if self._start.options.policy != "choose":
+            return False
+        policies = (choice.candidate.policy for choice in proposal.choices)
+        return any(policy is not None and bool((policy != REPLAY).any()) for policy in policies)
+
+
+def _kept(found: dict[_Key, _Value], key: _Key, make: Callable[[], _Value], most: int) -> _Value:
+    """What is there by this key or made now; of all, those asked for last stay."""
+    value = found.pop(key) if key in found else make()
+    found[key] = value  # the newest last
+    if len(found) > most:
+        del found[next(iter(found))]
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutOutcome:
+    """What a layout would make of the known steps.
+
+    Args:
+        layout: with the generation that it has or would have.
+        proposal: of the coming step; its layout may recompute some layers.
+        plans: the memory plans that it was chosen from.
+        step_s: predicted seconds of every known step, as far as measured steps correct them.
+        holds: known steps that fit, up to the first that does not.
+        switch_s: of a switch to it, corrected alike; 0 = it is the current one.
+    """
+
+    layout: ParallelLayout
+    proposal: Proposal
+    plans: MemoryPlans
+    step_s: tuple[float, ...]
+    holds: int
+    switch_s: float = 0.0
+
+    @property
+    def is_finalist(self) -> bool:
+        """It holds the coming step and counts as one of `FlexOptions.finalists`; layouts with virtual stages do not."""
+        return self.holds > 0 and self.layout.num_stages == self.layout.pp
+
+    @property
+    def excess_bytes(self) -> int:
+        """Above a device's memory, of the coming step."""
+        return max(choice.candidate.excess_bytes for choice in self.proposal.choices)
+
+    def compared_steps(self, keep: "LayoutOutcome") -> int:
+        """Steps over which it stands against the current layout: those that both hold."""
+        return min(self.holds, keep.holds) if keep.holds else self.holds
+
+    def later_steps(self, keep: "LayoutOutcome") -> int:
+        """After how many of the compared steps a switch to it gains most: until then the current layout, which holds
+        them, is the faster one. 0 where it does not hold the coming step."""
+        steps = self.compared_steps(keep) if keep.holds else 0
+        gains_s = [0.0, *accumulate(a - b for a, b in zip(keep.step_s[:steps], self.step_s[:steps], strict=True))]
+        return min(range(steps), key=gains_s.__getitem__, default=0)
+
+    def order(self, keep: "LayoutOutcome") -> tuple[int, float]:
+        """Of layouts that hold the coming step: what gains most over the current layout, now or later, or where that
+        cannot run, what holds the most steps and is fastest over them."""
+        steps, later = self.compared_steps(keep), self.later_steps(keep)
+        seconds = sum(self.step_s[later:steps]) + self.switch_s
+        if keep.holds:
+            return 0, seconds - sum(keep.step_s[later:steps])
+        return -steps, seconds

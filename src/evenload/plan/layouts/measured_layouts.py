@@ -1,0 +1,173 @@
+"""What trained steps and switches say about layouts: measured over predicted seconds.
+
+A layout that runs slower than predicted beside others is worth less than its plans say; a switch that takes longer
+than predicted must win more, one of its kind (what makes a pipeline shallower mostly copies weights, what makes it
+deeper takes what every switch takes); and where steps hold more than predicted, a layout needs room for that. All are
+kept as the last few ratios, of which the median counts, so that one disturbed step says nothing. Layouts that never
+ran take what all others have in common (a slow machine is slow in every layout), and what is known of a layout fades
+towards that while it does not run, so that nothing is held against it for ever.
+
+Small, frozen and serialisable: it travels in checkpoints, and the same values give the same decisions.
+
+`LayoutTrack` is the Monitor of a run (FlexPipe §3.2): measured steps and switches in, what plans may know out. Steps
+are planned ahead of their training (`data.prefetch_steps`), and plans already made are kept: what step n shows decides
+from step n + 1 + steps_ahead on, always exactly that, whatever threads do. So what is known after the last steps is
+kept until it has been used, and goes into checkpoints: a resumed run decides as this one would have.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
+from evenload.types.layout_decision import SwitchKind
+from evenload.types.plan import StepPlan
+
+KEPT_RATIOS = 5
+"""Newest of a layout, and of a kind of switch."""
+FADE = 31 / 32
+"""Of what is special to a layout, left after every step that runs in another."""
+WARM_UP_STEPS = 1
+"""Steps in a layout that say nothing: at the start of a run and after every switch they pay for what is done once."""
+
+
+class LayoutRatios(Frozen):
+    """Measured over predicted step times of one layout.
+
+    Args:
+        layout: generation 0.
+        ratios: newest last.
+        last_step: that was measured.
+    """
+
+    layout: ParallelLayout
+    ratios: tuple[float, ...]
+    last_step: int
+
+
+class SwitchRatios(Frozen):
+    """Measured over predicted seconds of switches of one kind, newest last."""
+
+    kind: SwitchKind
+    ratios: tuple[float, ...]
+
+
+class MeasuredLayouts(Frozen):
+    """Everything known at one step.
+
+    Args:
+        layouts: that ran, in the order in which they first did.
+        switches: kinds that were made, in the order in which they first were.
+        memory_ratios: measured over predicted peak bytes of steps in any layout, newest last.
+    """
+
+    layouts: tuple[LayoutRatios, ...] = ()
+    switches: tuple[SwitchRatios, ...] = ()
+    memory_ratios: tuple[float, ...] = ()
+
+    def with_step(self, step: int, layout: ParallelLayout, ratio: float) -> "MeasuredLayouts":
+        """Known after a step in a layout."""
+        key = layout.arrangement
+        before = next((one.ratios for one in self.layouts if one.layout == key), ())
+        newest = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
+        if before:
+            layouts = tuple(newest if one.layout == key else one for one in self.layouts)
+        else:
+            layouts = (*self.layouts, newest)
+        return msgspec.structs.replace(self, layouts=layouts)
+
+    def with_switch(self, kind: SwitchKind, ratio: float) -> "MeasuredLayouts":
+        """Known after a switch."""
+        kept = {one.kind: one.ratios for one in self.switches}
+        kept[kind] = (*kept.get(kind, ()), ratio)[-KEPT_RATIOS:]
+        switches = tuple(SwitchRatios(kind=one, ratios=ratios) for one, ratios in kept.items())
+        return msgspec.structs.replace(self, switches=switches)
+
+    def with_peak(self, ratio: float) -> "MeasuredLayouts":
+        """Known after a step whose memory was measured."""
+        return msgspec.structs.replace(self, memory_ratios=(*self.memory_ratios, ratio)[-KEPT_RATIOS:])
+
+    def factor(self, layout: ParallelLayout, step: int) -> float:
+        """By which predicted step times of a layout are to be multiplied at a step; 1 while nothing is known."""
+        if not self.layouts:
+            return 1.0
+        common = statistics.median(statistics.median(one.ratios) for one in self.layouts)
+        key = layout.arrangement
+        own = next((one for one in self.layouts if one.layout == key), None)
+        if own is None:
+            return common
+        weight = FADE ** max(0, step - 1 - own.last_step)
+        return common + (statistics.median(own.ratios) - common) * weight
+
+    def switch_factor(self, kind: SwitchKind) -> float:
+        """The same of predicted seconds of a switch; 1 where none of its kind was made."""
+        ratios = next((one.ratios for one in self.switches if one.kind == kind), ())
+        return statistics.median(ratios) if ratios else 1.0
+
+    def memory_factor(self) -> float:
+        """The same of predicted bytes, and never below 1: room that a measurement did not use is not given away."""
+        return max(1.0, statistics.median(self.memory_ratios)) if self.memory_ratios else 1.0
+
+
+class KnownAfter(Frozen):
+    """What was known after a step."""
+
+    step: int
+    measured: MeasuredLayouts
+
+
+class LayoutTrack:
+    """Of one run; `note` is called by the thread that trains, `for_step` by the one that plans.
+
+    Args:
+        steps_ahead: of a step's training its plan may be made.
+        known: of a checkpoint.
+    """
+
+    def __init__(self, steps_ahead: int, known: Sequence[KnownAfter] = ()) -> None:
+        self.steps_ahead = steps_ahead
+        self._after = {one.step: one.measured for one in known}
+        self._newest = known[-1].measured if known else MeasuredLayouts()
+        self._generation: int | None = None
+        self._steps_in_layout = 0
+
+    def note(
+        self,
+        plan: StepPlan,
+        step_time_s: float,
+        switch: tuple[SwitchKind, float] | None = None,
+        peak_bytes: int | None = None,
+    ) -> None:
+        """Take a trained step into account. Every step, in order.
+
+        Args:
+            step_time_s: measured; of the first step in a layout, which says nothing, with the switch before it.
+            switch: the kind of that switch and measured over predicted seconds; None = there was none, or no time was
+                predicted.
+            peak_bytes: measured, of the fullest rank, where it is what `Prediction.peak_memory_bytes` predicts.
+        """
+        if plan.layout.generation != self._generation:
+            self._generation, self._steps_in_layout = plan.layout.generation, 0
+        self._steps_in_layout += 1
+        if switch is not None:
+            self._newest = self._newest.with_switch(*switch)
+        if peak_bytes is not None and plan.predicted.peak_memory_bytes > 0:
+            self._newest = self._newest.with_peak(peak_bytes / plan.predicted.peak_memory_bytes)
+        predicted_s = plan.predicted.step_time_s
+        if self._steps_in_layout > WARM_UP_STEPS and predicted_s > 0:
+            self._newest = self._newest.with_step(plan.step, plan.layout, step_time_s / predicted_s)
+        # A new dictionary, because the other thread may be reading the old one.
+        oldest = plan.step - self.steps_ahead - 1
+        self._after = {at: measured for at, measured in self._after.items() if at >= oldest} | {plan.step: self._newest}
+
+    def for_step(self, step: int) -> MeasuredLayouts:
+        """With which a step is planned: what was known after the last step that must have been trained by then."""
+        after = self._after
+        known = [at for at in after if at <= step - 1 - self.steps_ahead]
+        return after[max(known)] if known else MeasuredLayouts()
+
+    def known(self) -> tuple[KnownAfter, ...]:
+        """For a checkpoint."""
+        return tuple(KnownAfter(step=step, measured=measured) for step, measured in sorted(self._after.items()))

@@ -1,0 +1,310 @@
+"""What travels between ranks when the layout changes between two steps, and from whom to whom.
+
+The model is a list of *pieces*: of every unit (embedding, a layer, head) what one rank keeps in one flat buffer, or
+keeps frozen. A rank holds the weights of all pieces of its stages, and of each trained piece one share of the
+optimizer state: what falls to it among the ranks that hold the same elements (`ParallelLayout.data_sizes`: dp·cp, more
+in a stage of several devices), in rank order (ZeRO-1, cut by unit). A tied embedding is one piece that both the first
+and the last stage hold, each with a whole optimizer state.
+
+Weights travel as whole pieces to ranks that do not hold them, optimizer state as the overlaps of old and new shares:
+nothing travels to where it is, so bytes are the fewest that there can be. Where several ranks have what is wanted, one
+of the same node sends it, and among those the one with least to send so far. Tensor-parallel ranks hold parts of their
+own, so only ranks with the same place in their groups exchange anything; cp and tp never change.
+
+Pure and the same on every rank, so nothing is negotiated: the order of the moves is the order in which all ranks post
+them. Price: O(pieces · ranks) in plain Python, about a millisecond for a hundred pieces on four ranks.
+
+Pieces that lie in memory which a node's ranks share (twins, below) come to a node once, however many of its ranks lack
+them: the first of them fetches, and the others take it from there, *relayed*, when it has come.
+
+Where we differ from FlexPipe (§4): stages and optimizer are moved by one rule whether the pipeline grows, shrinks or is
+cut anew. It sends twins of other nodes ahead where links are slow; the update before a switch changes all weights, so
+what was sent ahead of it would be of the wrong step.
+
+`SwitchPieces` are the pieces of one run. A run knows them from its modules (`runtime.stages.live_pieces`) and hands
+them to its planner, so that decisions are priced by what switches do; without a run they follow from the model's sizes.
+
+Twins (FlexPipe §4, TwinLayer): FlexPipe keeps a copy of every layer of a machine in its host memory, from which a
+device that gains a layer reads it. Where devices compute in host memory the layer itself can lie there: it is always of
+the last step, and takes nothing on top of what training holds anyway. So a budget bounds how much of a machine's memory
+is shared, not what is added. A piece is shared whole, weights and optimizer state, on all ranks or on none. Pieces are
+taken in the order of the model, embedding first; one that does not fit into what is left of the budget is left out, and
+travels between processes like any other.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.memory import (
+    embedding_parameters,
+    layer_parameters,
+    optimizer_bytes_per_parameter,
+    trained_layer_parameters,
+)
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+
+class Piece(Frozen):
+    """What one rank holds of one unit in one place.
+
+    Args:
+        unit: 0 = embedding, 1 + l = layer l, 1 + layers = final norm and head.
+        num_elements: of the weights.
+        weight_bytes: of one element.
+        state_bytes: of one element's optimizer state, fp32 master weights included; 0 = not trained.
+        at_both_ends: a tied embedding, which the last stage holds too.
+    """
+
+    unit: int
+    num_elements: int
+    weight_bytes: int
+    state_bytes: int = 0
+    at_both_ends: bool = False
+
+
+class Move(Frozen):
+    """Elements `[start, stop)` of a piece, by its index, from one global rank to another."""
+
+    piece: int
+    source: int
+    target: int
+    start: int
+    stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+
+class Moves(Frozen):
+    """All that travels, in the order in which every rank posts it: weights, without which the step cannot begin, and
+    optimizer state, which is needed at its end. `relayed` weights come from ranks that must receive them first."""
+
+    weights: tuple[Move, ...]
+    state: tuple[Move, ...]
+    relayed: tuple[Move, ...] = ()
+
+
+def plan_moves(
+    old: ParallelLayout,
+    new: ParallelLayout,
+    pieces: Sequence[Piece],
+    *,
+    ranks_per_node: int,
+    tp_rank: int = 0,
+    shared: Collection[int] = (),
+) -> Moves:
+    """What ranks with this place in their tensor-parallel groups send each other.
+
+    Args:
+        pieces: of one such rank; the parts of others may have other sizes.
+        shared: indices of the pieces that the ranks of a node read from each other's memory.
+
+    Raises:
+        ConfigError: cp, tp or the number of layers change.
+    """
+    if (old.cp, old.tp, old.num_layers) != (new.cp, new.tp, new.num_layers):
+        raise ConfigError(
+            f"switch from {old.describe()} to {new.describe()}: only pp, dp and the layers of stages may change, "
+            "cp and tp may not"
+        )
+    weights, state = _Senders(ranks_per_node), _Senders(ranks_per_node)
+    weight_moves: list[Move] = []
+    relayed: list[Move] = []
+    state_moves: list[Move] = []
+    for index, piece in enumerate(pieces):
+        before, after = holders(old, piece, tp_rank), holders(new, piece, tp_rank)
+        nodes = {rank // ranks_per_node for rank in before}
+        fetched: dict[int, int] = {}
+        for target, place in after.items():
+            if target not in before:
+                node, whole = target // ranks_per_node, {"start": 0, "stop": piece.num_elements}
+                if node in fetched:
+                    relayed.append(Move(piece=index, source=fetched[node], target=target, **whole))
+                else:
+                    source = weights.choose(before, target, piece.num_elements * piece.weight_bytes)
+                    weight_moves.append(Move(piece=index, source=source, target=target, **whole))
+                    if index in shared and node not in nodes:
+                        fetched[node] = target
+            if piece.state_bytes:
+                has = {rank: state_share(old, piece, *held) for rank, held in before.items()}
+                wanted = state_share(new, piece, *place)
+                for start, stop, sources in _lacking(wanted, has, target):
+                    source = state.choose(sources, target, (stop - start) * piece.state_bytes)
+                    state_moves.append(Move(piece=index, source=source, target=target, start=start, stop=stop))
+    return Moves(weights=tuple(weight_moves), state=tuple(state_moves), relayed=tuple(relayed))
+
+
+def pipeline_ranks(layout: ParallelLayout, piece: Piece) -> tuple[int, ...]:
+    """That hold a piece: those of one stage, or of the first and the last of a tied embedding where these differ."""
+    if piece.at_both_ends:
+        return tuple(dict.fromkeys((*layout.ranks_of_stage(0), *layout.ranks_of_stage(layout.num_stages - 1))))
+    layer = min(max(piece.unit - 1, 0), layout.num_layers - 1)
+    stage = next(s for s, (first, last) in enumerate(layout.stage_layers) if first <= layer < last)
+    return tuple(layout.ranks_of_stage(stage))
+
+
+def state_share(layout: ParallelLayout, piece: Piece, pp_rank: int, place: int) -> tuple[int, int]:
+    """Elements whose optimizer state a holder has; padding, of which the last ones have some, is not counted. May be
+    empty, `start == stop`.
+
+    Args:
+        pp_rank: of the holder; place: among the ranks that hold what it holds.
+    """
+    size = -(-piece.num_elements // layout.data_sizes[pp_rank])
+    return min(place * size, piece.num_elements), min((place + 1) * size, piece.num_elements)
+
+
+def moved_bytes(moves: Sequence[Move], pieces: Sequence[Piece], *, of_state: bool) -> int:
+    """Of weights, or of optimizer state."""
+    return sum(
+        move.num_elements * (pieces[move.piece].state_bytes if of_state else pieces[move.piece].weight_bytes)
+        for move in moves
+    )
+
+
+def moving_seconds(
+    moves: Sequence[Move], pieces: Sequence[Piece], coefficients: CostCoefficients, *, of_state: bool
+) -> float:
+    """Predicted seconds until all is there: of the busiest rank's busier side, links inside and between nodes at once,
+    as `cost.switch` counts them."""
+    sent: dict[tuple[bool, int], float] = defaultdict(float)
+    received: dict[tuple[bool, int], float] = defaultdict(float)
+    messages: dict[tuple[bool, int], int] = defaultdict(int)
+    for move in moves:
+        leaves_node = move.source // coefficients.devices_per_node != move.target // coefficients.devices_per_node
+        num_bytes = moved_bytes([move], pieces, of_state=of_state)
+        sent[leaves_node, move.source] += num_bytes
+        received[leaves_node, move.target] += num_bytes
+        messages[leaves_node, move.target] += 1
+    seconds = 0.0
+    for leaves_node in {place for place, _ in received}:
+        link = coefficients.device_link(leaves_node=leaves_node)
+        busiest = max(count for side in (sent, received) for (place, _), count in side.items() if place == leaves_node)
+        most = max(count for (place, _), count in messages.items() if place == leaves_node)
+        seconds = max(seconds, busiest / link.bandwidth_bytes_per_s + most * link.latency_s)
+    return seconds
+
+
+class _Senders:
+    """Who sends, by how much each has to send already."""
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._bytes: dict[int, int] = defaultdict(int)
+
+    def choose(self, holders: Collection[int], target: int, num_bytes: int) -> int:
+        """One of the holders for the target."""
+        node = target // self._ranks_per_node
+        source = min(holders, key=lambda rank: (rank // self._ranks_per_node != node, self._bytes[rank], rank))
+        self._bytes[source] += num_bytes
+        return source
+
+
+def holders(layout: ParallelLayout, piece: Piece, tp_rank: int = 0) -> dict[int, tuple[int, int]]:
+    """Ranks that hold a piece, each with its pipeline rank and its place among those that hold the same."""
+    return {
+        layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank): (
+            pp_rank,
+            layout.data_rank(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank),
+        )
+        for pp_rank in pipeline_ranks(layout, piece)
+        for dp_rank in range(layout.dp)
+        for cp_rank in range(layout.cp)
+    }
+
+
+def _lacking(
+    wanted: tuple[int, int], has: dict[int, tuple[int, int]], target: int
+) -> Iterator[tuple[int, int, list[int]]]:
+    """Ranges of the wanted elements that the target does not have, and the ranks that have all of each."""
+    own = has.get(target, (0, 0))
+    edges = sorted({min(max(edge, wanted[0]), wanted[1]) for held in (wanted, *has.values()) for edge in held})
+    for start, stop in itertools.pairwise(edges):
+        if not (own[0] <= start and stop <= own[1]):
+            yield start, stop, [rank for rank, (low, high) in has.items() if low <= start and stop <= high]
+
+
+class SwitchPieces(Frozen):
+    """Of one tensor-parallel place.
+
+    Args:
+        shared: indices of the pieces that the ranks of a machine read from each other's memory; others are sent.
+        ranks_per_machine: which are neighbours in the order of ranks.
+        tp: tensor-parallel places, which all move their pieces at once and are neighbours.
+    """
+
+    pieces: tuple[Piece, ...]
+    shared: frozenset[int]
+    ranks_per_machine: int
+    tp: int = 1
+
+    def moves(self, old: ParallelLayout, new: ParallelLayout, tp_rank: int = 0) -> Moves:
+        """What travels between two layouts; errors as `plan_moves`."""
+        return plan_moves(
+            old, new, self.pieces, ranks_per_node=self.ranks_per_machine, tp_rank=tp_rank, shared=self.shared
+        )
+
+    def is_read(self, move: Move) -> bool:
+        """And not sent."""
+        is_near = move.source // self.ranks_per_machine == move.target // self.ranks_per_machine
+        return is_near and move.piece in self.shared
+
+
+def model_pieces(model: ModelSpec, tp: int) -> tuple[Piece, ...]:
+    """Units of a model in order, what is trained of each before what is frozen."""
+    embedding, layer = embedding_parameters(model, tp), layer_parameters(model, tp)
+    head = 0 if model.tied_embeddings else embedding
+    units = [embedding, *[layer] * model.num_layers, head + model.norm_parameters]
+    units[1] += model.position_parameters  # where the first layer is; a tied embedding's other end has none
+    trained = list(units)
+    if model.adapter_parameters_per_layer:
+        trained = [0, *[trained_layer_parameters(model, tp)] * model.num_layers, 0]
+    found = []
+    for unit, (whole, learned) in enumerate(zip(units, trained, strict=True)):
+        is_tied = unit == 0 and model.tied_embeddings
+        shape = {"unit": unit, "weight_bytes": model.bytes_per_element, "at_both_ends": is_tied}
+        if learned:
+            found.append(Piece(num_elements=learned, state_bytes=optimizer_bytes_per_parameter(model), **shape))
+        if whole > learned:
+            found.append(Piece(num_elements=whole - learned, **shape))
+    return tuple(found)
+
+
+def shared_pieces(
+    pieces: Sequence[Piece], layouts: Sequence[ParallelLayout], ranks_per_node: int, budget_bytes: int | None
+) -> frozenset[int]:
+    """Indices of the pieces that are shared.
+
+    Args:
+        layouts: that the run may take.
+        budget_bytes: most bytes of one machine, in any of the layouts; None = no limit.
+    """
+    if budget_bytes is None:
+        return frozenset(range(len(pieces)))
+    # A tensor-parallel rank knows the parts of its own place, and has a share of the budget for them.
+    left, found = budget_bytes // layouts[0].tp, set()
+    for index, piece in enumerate(pieces):
+        if (needed := shared_bytes(piece, layouts, ranks_per_node)) <= left:
+            found.add(index)
+            left -= needed
+    return frozenset(found)
+
+
+def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node: int) -> int:
+    """The most that one piece takes of a machine: of its holders there, weights whole and shares of optimizer state,
+    each in the layout that has most of it."""
+    most = 0
+    for layout in layouts:
+        by_node: dict[int, int] = {}
+        for rank, place in holders(layout, piece).items():
+            start, stop = state_share(layout, piece, *place)
+            held = piece.num_elements * piece.weight_bytes + (stop - start) * piece.state_bytes
+            by_node[rank // ranks_per_node] = by_node.get(rank // ranks_per_node, 0) + held
+        most = max(most, *by_node.values())
+    return most

@@ -1,0 +1,345 @@
+"""What every strategy maps: `StepProblem` in, a `ReplicaChoice` with a `Candidate` for every replica out.
+
+    SliceColumns ─► PipelineTasks (seconds, bytes, dependencies) ─► ActionColumns ─► Simulation ─► score
+
+The score of a candidate looks at time and memory together (memory, not balance, binds): a candidate within memory beats
+any beyond it; within memory the shorter makespan wins, beyond it the smaller excess.
+
+`PlanOptions` is what a user may ask of the planners; no option changes what is trained. What several strategies read
+stands here; what one strategy reads is a struct in that strategy's file, and a table of its name in a configuration:
+`plan.options.wlb.release`.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.pack_cost import PackCosts
+from evenload.errors import ConfigError, DataError
+from evenload.schedule.registry import SCHEDULES
+from evenload.schedule.schedule_rule import ScheduleRule
+from evenload.schedule.simulate import Simulation, simulate
+from evenload.schedule.step_ends import SimulatedReplica
+from evenload.types.base import Frozen
+from evenload.types.columns import SliceColumns
+from evenload.types.layout import ParallelLayout
+from evenload.types.micropack import PackSharding
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.plan import PackTimes
+from evenload.types.timeline import KINDS
+
+PolicyOption = Literal["replay", "recompute", "offload", "choose"]
+
+
+CHOOSE = "choose"
+"""The schedule that suits a strategy: 1F1B of whole documents, the fastest found where it searches."""
+
+
+class StrategyOptions(Frozen, tag_field="strategy"):
+    """What one strategy alone reads; subclasses are tagged with its name."""
+
+
+Own = TypeVar("Own", bound=StrategyOptions)
+
+
+class PlanOptions(Frozen):
+    """Limits and search space of planning that strategies share.
+
+    Args:
+        max_pack_tokens: most tokens of a pack, padding included (the memory of one micro-batch and the window of
+            `padded` and `best_fit`); None = no limit (`evenload train` takes `data.max_document_tokens` then).
+        min_slice_tokens: cut pieces are not shorter (a document's rest may be).
+        candidates: how many pack counts are tried, `i·pp` with i growing by powers of two.
+        schedule: how pipeline ranks order their packs: "1f1b", "interleaved", "gpipe", "zb_h1", "static" (PackFlow),
+            "list", "list_split", or one that a package adds. "choose" = 1F1B under strategies of whole documents, the
+            fastest found under `slimpack` and `auto`.
+        policy: what documents keep between forward and backward: everything ("replay"), little and compute it again
+            ("recompute"), everything in host memory ("offload"), or the first where it fits memory and else the
+            fastest mixture that does ("choose").
+        dp_merge: `slimpack` and `auto` let aligned groups of replicas share documents too long for one of them, where
+            that is faster. Default: on in `evenload train` and `evenload plan` where replicas can share, off elsewhere.
+        dp_merge_threshold: a group is as large as it takes for a document to cost each member at most this share of
+            the mean replica's work; less where that leaves replicas uneven.
+        cp_sharding: how context-parallel ranks share a pack (`plan.cp_sharding`); `skrull` decides for itself.
+        window: `fixed_greedy` and `fixed_exact` pack over about so many global batches (1 = each step alone).
+        max_delay_steps: strategies that move documents between steps train each within so many steps.
+        micro_batches: of a replica and step under `wlb` and `balanced`; None = the least multiple of pp that holds a
+            batch, or more where that is faster. Fewer come where there are fewer documents, more where the token
+            limit asks for more.
+        strategies: own options of strategies, at most one struct of each.
+
+    Raises:
+        ConfigError: a limit that nothing can satisfy.
+    """
+
+    max_pack_tokens: int | None = None
+    min_slice_tokens: int = 1
+    candidates: int = 6
+    schedule: str = CHOOSE
+    policy: PolicyOption = "choose"
+    dp_merge: bool | None = None
+    dp_merge_threshold: float = 0.4
+    cp_sharding: Literal["per_sequence", "per_document", "adaptive", "mixed"] = "mixed"
+    window: int = 1
+    max_delay_steps: int = 8
+    micro_batches: int | None = None
+    strategies: tuple[StrategyOptions, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive = (
+            *("max_pack_tokens", "min_slice_tokens", "candidates"),
+            *("window", "max_delay_steps", "micro_batches"),
+        )
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"plan options: {name} is {value}, must be at least 1")
+        if self.schedule == "word":
+            raise ConfigError("plan options: schedule 'word' is called 'static' now")
+        if self.schedule != CHOOSE:
+            SCHEDULES.named(self.schedule)
+        if self.max_pack_tokens is not None and self.min_slice_tokens > self.max_pack_tokens:
+            raise ConfigError(
+                f"plan options: min_slice_tokens {self.min_slice_tokens} is above "
+                f"max_pack_tokens {self.max_pack_tokens}"
+            )
+        if not self.dp_merge_threshold > 0:
+            raise ConfigError(f"plan options: dp_merge_threshold is {self.dp_merge_threshold}, must be above 0")
+
+    def rule(self, usual: ScheduleRule) -> ScheduleRule:
+        """The schedule that was asked for; `usual` where none was."""
+        return usual if self.schedule == CHOOSE else SCHEDULES.named(self.schedule)
+
+    def own(self, kind: type[Own]) -> Own:
+        """The options of one strategy, the usual ones where nothing is set."""
+        return next((one for one in self.strategies if isinstance(one, kind)), None) or kind()
+
+    def with_own(self, own: StrategyOptions) -> "PlanOptions":
+        """The same with other options of one strategy."""
+        others = (one for one in self.strategies if type(one) is not type(own))
+        return msgspec.structs.replace(self, strategies=(*others, own))
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to run a replica's documents.
+
+    Args:
+        label: how it was made, for reports: cuts, pack count, schedule.
+        excess_bytes: peak above the memory limit on the worst rank; 0 = fits.
+        policy: int8[k] of the replica's documents, indices into `cost.layer_counts.POLICIES`; None = all replay.
+        schedule: name of the rule that ordered the packs.
+        shardings: how ranks share each forward pack (`MicroPack.sharding`), whose slowest rank's seconds `tasks` has;
+            None = not decided yet, and seconds are means over ranks (`plan.cp_sharding`).
+    """
+
+    label: str
+    forward: SliceColumns
+    backward: SliceColumns
+    tasks: PipelineTasks
+    actions: ActionColumns
+    simulation: Simulation
+    excess_bytes: int
+    policy: NDArray[np.int8] | None = None
+    schedule: str = ""
+    shardings: tuple[PackSharding, ...] | None = None
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first forward to the last backward."""
+        return self.simulation.makespan_s
+
+    def simulated(self) -> SimulatedReplica:
+        """What start and end of the step follow from."""
+        return SimulatedReplica(self.forward, self.backward, self.tasks, self.actions, self.simulation)
+
+    def score(self) -> tuple[int, float]:
+        """Smaller is better."""
+        return self.excess_bytes, self.makespan_s
+
+    def pack_times(self) -> PackTimes:
+        """The seconds that a plan records."""
+        tasks, split = self.tasks, self.tasks.split
+        return PackTimes(
+            forward_s=_rows(tasks.forward_s),
+            backward_s=_rows(tasks.backward_s),
+            p2p_forward_s=tuple(tasks.p2p_forward_s.tolist()),
+            p2p_backward_s=tuple(tasks.p2p_backward_s.tolist()),
+            input_s=_rows(split.input_s) if split else (),
+            weight_s=_rows(split.weight_s) if split else (),
+        )
+
+
+def with_times_that_run(found: Candidate, tp: int) -> Candidate:
+    """The same candidate, in whose times I and W of every backward add up to the whole, as plans promise.
+
+    Under tensor parallelism parts that run take longer than the whole that does not (`cost.pipeline_tasks`). A backward
+    runs one way or the other on a stage, so seconds of the way that does not run follow those of the way that does.
+    """
+    tasks, split = found.tasks, found.tasks.split
+    if tp == 1 or split is None:
+        return found
+    weights = found.actions.kind == KINDS.index("W")
+    is_split = np.zeros(tasks.backward_s.shape, bool)
+    is_split[found.actions.pack[weights], found.actions.stage[weights]] = True
+    parts = replace(split, weight_s=np.where(is_split, split.weight_s, tasks.backward_s - split.input_s))
+    whole_s = np.where(is_split, split.input_s + split.weight_s, tasks.backward_s)
+    return replace(found, tasks=replace(tasks, backward_s=whole_s, split=parts))
+
+
+def candidate(
+    label: str,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    tasks: PipelineTasks,
+    actions: ActionColumns,
+    cap_bytes: NDArray[np.int64] | None,
+    policy: NDArray[np.int8] | None = None,
+    *,
+    schedule: str,
+) -> Candidate:
+    """Simulate one order of priced packs; `schedule` names the rule that made it."""
+    simulation = simulate(tasks, actions)
+    excess = _excess_bytes(simulation, cap_bytes)
+    return Candidate(label, forward, backward, tasks, actions, simulation, excess, policy, schedule)
+
+
+def in_order(
+    found: Candidate,
+    actions: ActionColumns,
+    cap_bytes: NDArray[np.int64] | None,
+    *,
+    tasks: PipelineTasks | None = None,
+) -> Candidate:
+    """The same packs in another order, or with other seconds (`tasks`), simulated."""
+    tasks = found.tasks if tasks is None else tasks
+    simulation = simulate(tasks, actions)
+    excess = _excess_bytes(simulation, cap_bytes)
+    return replace(found, tasks=tasks, actions=actions, simulation=simulation, excess_bytes=excess)
+
+
+def _excess_bytes(simulation: Simulation, cap_bytes: NDArray[np.int64] | None) -> int:
+    """Above the limit, on the worst rank."""
+    return 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
+
+
+def scheduled_candidate(
+    label: str,
+    forward: SliceColumns,
+    backward: SliceColumns,
+    tasks: PipelineTasks,
+    rule: ScheduleRule,
+    cap_bytes: NDArray[np.int64] | None,
+    policy: NDArray[np.int8] | None = None,
+) -> Candidate:
+    """Priced packs under a schedule, which label and report name; a `ConfigError` where it does not suit them."""
+    actions = rule.actions(tasks, cap_bytes)
+    return candidate(f"{label}, {rule.name}", forward, backward, tasks, actions, cap_bytes, policy, schedule=rule.name)
+
+
+def imbalance(pack_s: NDArray[np.float64]) -> float:
+    """max / mean over packs of the time on their slowest stage (as `types.pack_times`); 1 without packs."""
+    if not len(pack_s):
+        return 1.0
+    slowest = pack_s.max(axis=1)
+    return float(slowest.max() / slowest.mean()) if slowest.any() else 1.0
+
+
+def _rows(seconds: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
+    return cast("tuple[tuple[float, ...], ...]", tuple(map(tuple, seconds.tolist())))
+
+
+@dataclass(frozen=True, eq=False)
+class StepProblem:
+    """One global batch to be planned.
+
+    Args:
+        doc_ids, num_tokens: int64[n], in arrival order.
+        costs: seconds; also carries the model and the layout.
+        cap_bytes: int64[R], memory of every pipeline rank; None = no limit.
+        policy: int8[n], activation policy of every document (`cost.layer_counts.POLICIES`); None = all replay.
+        host_device_bytes: of host memory, what each device may offload to; None = not limited.
+    """
+
+    doc_ids: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    costs: PackCosts
+    cap_bytes: NDArray[np.int64] | None
+    options: PlanOptions
+    policy: NDArray[np.int8] | None = None
+    host_device_bytes: int | None = None
+    document_s: NDArray[np.float64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "document_s", self.costs.document_seconds(self.num_tokens, self.policy))
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Of the run."""
+        return self.costs.layout
+
+    @functools.cached_property
+    def stored_s(self) -> float:
+        """Forward + backward seconds of all documents where every activation is stored."""
+        return float(self.costs.document_seconds(self.num_tokens, None).sum())
+
+    def policy_of(self, documents: NDArray[np.int64]) -> NDArray[np.int8] | None:
+        """The policies of some documents, as candidates want them."""
+        return None if self.policy is None else self.policy[documents]
+
+    def window_tokens(self, strategy: str) -> int:
+        """The pack limit that strategies with fixed windows need.
+
+        Raises:
+            ConfigError: no limit was given.
+            DataError: a document that may not be cut is longer.
+        """
+        window = self.options.max_pack_tokens
+        if window is None:
+            raise ConfigError(f"strategy {strategy} fills windows of max_pack_tokens; set it")
+        self.require_whole_documents_fit(strategy)
+        return window
+
+    def require_whole_documents_fit(self, strategy: str) -> None:
+        """Refuse documents beyond a pack's limit for a strategy that never cuts; the `DataError` names the longest."""
+        window = self.options.max_pack_tokens
+        if window is None or not len(self.num_tokens):
+            return
+        longest = int(self.num_tokens.argmax())
+        if self.num_tokens[longest] > window:
+            raise DataError(
+                f"strategy {strategy}: document {self.doc_ids[longest]} has {self.num_tokens[longest]} tokens, "
+                f"max_pack_tokens is {window} and {strategy} never cuts; raise max_pack_tokens, use "
+                "overlong = split, truncate or drop, or use slimpack"
+            )
+
+    def require_causal(self, strategy: str) -> None:
+        """Refuse a bidirectional model for a strategy that cuts its documents, by a `ConfigError`."""
+        if not self.costs.model.causal:
+            raise ConfigError(
+                f"strategy {strategy}: model {self.costs.model.name} is bidirectional, every token sees the whole "
+                "document, so documents cannot be sliced; use padded, best_fit or balanced"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaChoice:
+    """The chosen candidate of one replica.
+
+    Args:
+        documents: int64[k], indices into the problem's arrays; `SliceColumns.doc` of the candidate counts these.
+        note: what a reader of the result must know about how it was found; "" = nothing.
+    """
+
+    documents: NDArray[np.int64]
+    candidate: Candidate
+    note: str = ""
+
+
+Planner = Callable[[StepProblem], tuple[ReplicaChoice, ...]]
+"""A strategy: one global batch in, one choice a replica out."""

@@ -1,0 +1,381 @@
+"""Search over all replicas of a step: what `slimpack` and `auto` share.
+
+    1  the heaviest replica, and the one with the longest document, rate the first trials, then other schedules of the
+       best packs
+    2  every other replica, which holds nearly equal work, rates the best few of those
+    3  replicas are evened out: short documents move from the slowest to the fastest, by simulated time
+
+Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search; replicas then
+start from different times, which step 3 takes into account. A search of one way of sharing takes a hundred trials and
+more, so each way is first rated by a few (`rate_merges`): of the block of each size with the most work, and of the
+replica with the most work of its own; the others take time by their work.
+
+Everything is counted in trials, never by the clock, so plans are deterministic.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.plan.candidates import (
+    CUTS,
+    KnownScores,
+    Order,
+    ReplicaSearch,
+    Setting,
+    Trial,
+    TrialScore,
+    by_time,
+    idle_candidate,
+    score,
+)
+from evenload.plan.dp_merge import Merge, in_phases
+from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
+from evenload.types.replica_block import ReplicaBlock
+
+VARIED = 4
+"""Best settings of a representative replica whose packs are tried under other schedules."""
+MORE_PACKS = 12
+"""Doublings of the pack count where no cut meets the token limit."""
+EVEN_REPLICAS = 1.003
+"""Max/mean time of replicas at which no more documents move."""
+MOST_MOVES = 2
+"""Documents moved, for each replica."""
+MOVED_SHARES = (0.5, 0.25, 0.1)
+"""Of the gap between the slowest and the fastest replica: documents that are tried, until one helps."""
+MOVED_TRIALS = 3
+"""Best trials of a replica that are rated again when its documents change."""
+FEW_SLICED = slice(1, None, 2)
+"""Pack counts that are tried of slices: few and many, which memory may ask for."""
+FEW_WHOLE = 2
+"""Pack counts that are tried of whole documents, up to one document a pack."""
+FEW_DOCUMENTS = 8
+"""Documents whose trials are so cheap that all are rated."""
+ENOUGH_WHOLE = 8
+"""Documents for every stage with which whole ones fill a pipeline, so that slices need not be tried."""
+
+
+@dataclass(frozen=True)
+class SearchRules:
+    """How far to search.
+
+    Args:
+        first: trials that representative replicas rate, given a replica.
+        variants: of a trial, the same packs under other schedules.
+        spare: trials for a replica that nothing else fits into memory.
+        score_key: ranks trials.
+        shared: best trials of the representative replica that every replica rates.
+        known: scores that searches of the same problem share.
+        even_out: documents move from the slowest replica to the fastest.
+    """
+
+    first: Callable[[ReplicaSearch], list[Trial]]
+    variants: Callable[[Trial], list[Trial]]
+    spare: Callable[[ReplicaSearch], list[Trial]] = lambda search: []
+    score_key: Callable[[TrialScore], tuple[int, float]] = by_time
+    shared: int = 3
+    known: KnownScores | None = None
+    even_out: bool = True
+
+
+def rate_by_representative(
+    representative: ReplicaSearch, others: list[ReplicaSearch], first: list[ReplicaSearch], rules: SearchRules
+) -> bool:
+    """The representative replica rates the first trials and the others the best of those; whether all have a trial.
+
+    Args:
+        others: without the representative replica.
+        first: rate every first trial whatever the representative replica finds; the representative replica among them.
+    """
+    rate_first(first, rules)
+    if not has_trial(representative) and not _rate_more_packs(representative, rules):
+        return False
+    share_best(representative, others, rules.shared)
+    # Where the representative replica's trials do not fit, or cannot cut these documents, everything is tried.
+    lacking = [search for search in others if _lacks(search, representative)]
+    rate_first(lacking, rules)
+    return all(has_trial(search) or _rate_more_packs(search, rules) for search in lacking)
+
+
+def rate_first(searches: list[ReplicaSearch], rules: SearchRules) -> None:
+    """Every first trial, then other schedules of the best packs."""
+    score([(search, rules.first(search)) for search in searches])
+    score([(search, [v for trial in best_packs(search) for v in rules.variants(trial)]) for search in searches])
+
+
+def best_packs(search: ReplicaSearch) -> list[Trial]:
+    """The best trial of each of the best settings."""
+    found: dict[Setting, Trial] = {}
+    for trial in search.ranking():
+        found.setdefault(trial.setting, trial)
+        if len(found) == VARIED:
+            break
+    return list(found.values())
+
+
+def share_best(representative: ReplicaSearch, others: list[ReplicaSearch], count: int) -> None:
+    """The others rate the representative replica's best trials."""
+    trials = representative.ranking()[:count]
+    score([(search, trials) for search in others])
+
+
+def _lacks(search: ReplicaSearch, representative: ReplicaSearch) -> bool:
+    """No trial, or none that fits memory or is good otherwise (`score_key`) although the representative's are."""
+    if not has_trial(search):
+        return True
+    here, there = search.best(), representative.best()
+    if here.excess_bytes:
+        return not there.excess_bytes
+    return search.score_key(here)[1] > here.makespan_s and representative.score_key(there)[1] <= there.makespan_s
+
+
+def has_trial(search: ReplicaSearch) -> bool:
+    """Some trial of it is possible."""
+    return any(found is not None for found in search.scores.values())
+
+
+def _rate_more_packs(search: ReplicaSearch, rules: SearchRules) -> bool:
+    """Symmetric cuts cannot always meet a token limit: a rest may be too long. More packs make every rest shorter."""
+    trials = rules.first(search)
+    for _ in range(MORE_PACKS):
+        trials = [trial.with_count(2 * trial.setting.num_packs) for trial in trials]
+        score([(search, trials)])
+        if has_trial(search):
+            return True
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """Searches with a best trial each, not yet made into candidates.
+
+    Args:
+        own: per replica what it runs alone.
+        blocks: what groups of replicas share, before that; larger blocks first.
+    """
+
+    own: list[ReplicaSearch]
+    blocks: dict[ReplicaBlock, ReplicaSearch]
+
+    def blocks_of(self, replica: int) -> list[ReplicaBlock]:
+        """Blocks with this replica, largest first."""
+        return [block for block in self.blocks if replica in block.replicas]
+
+    def seconds(self) -> NDArray[np.float64]:
+        """Simulated time of every replica; float64[dp]."""
+        return starts_s(self.blocks, len(self.own)) + np.array([search.best().makespan_s for search in self.own])
+
+    def score_key(self) -> tuple[int, float, float]:
+        """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
+        excess = max(search.best().excess_bytes for search in (*self.own, *self.blocks.values()))
+        seconds = self.seconds()
+        return excess, float(seconds.max()), float(seconds.sum())
+
+    def choices(self) -> tuple[ReplicaChoice, ...]:
+        """Candidates of the best trials."""
+        # Phases are joined column by column, so all are priced with I and W where any runs them.
+        used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
+        split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
+        shared = {block: _best_candidate(search, split) for block, search in self.blocks.items()}
+        return tuple(self._choice(replica, shared, split) for replica in range(len(self.own)))
+
+    def _choice(self, replica: int, shared: dict[ReplicaBlock, Candidate], split: bool) -> ReplicaChoice:
+        search = self.own[replica]
+        phases = [(shared[block], self.blocks[block].documents) for block in self.blocks_of(replica)]
+        if len(search.documents):
+            phases.append((_best_candidate(search, split), search.documents))
+        if not phases:
+            phases.append((idle_candidate(search.problem), search.documents))
+        if len(phases) == 1:
+            return ReplicaChoice(phases[0][1], phases[0][0])
+        candidates, documents = [phase[0] for phase in phases], [phase[1] for phase in phases]
+        return ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents))
+
+
+def _best_candidate(search: ReplicaSearch, split: bool) -> Candidate:
+    found = search.build(search.ranking()[0], split=split)
+    assert found is not None, "only possible trials are ranked"
+    return found
+
+
+def starts_s(blocks: dict[ReplicaBlock, ReplicaSearch], replicas: int) -> NDArray[np.float64]:
+    """When the blocks of every replica have ended, one after the other; float64[replicas]."""
+    ends_s = np.zeros(replicas)
+    for block, search in blocks.items():
+        ends_s[block.first : block.first + block.size] += search.best().makespan_s
+    return ends_s
+
+
+def even_out(found: SearchResult) -> None:
+    """Move documents from the slowest replica to the fastest while that makes the slower of both faster."""
+    for _ in range(MOST_MOVES * len(found.own)):
+        seconds = found.seconds()
+        slow, fast = int(seconds.argmax()), int(seconds.argmin())
+        if seconds[slow] <= EVEN_REPLICAS * seconds.mean() or len(found.own[slow].documents) < 2:
+            return
+        # A document that fills half the gap; where memory makes that one too expensive, smaller ones.
+        if not any(_move(found, slow, fast, (seconds[slow] - seconds[fast]) * share) for share in MOVED_SHARES):
+            return
+
+
+def _move(found: SearchResult, slow: int, fast: int, wanted_s: float) -> bool:
+    """Move one document of about so many seconds, unless the slower of both replicas does not gain."""
+    one, other = found.own[slow], found.own[fast]
+    problem = one.problem
+    busy_share = one.work_s / (problem.layout.pp * one.best().makespan_s)
+    moved = int(np.abs(problem.document_s[one.documents] - wanted_s * problem.layout.pp * busy_share).argmin())
+    trials = one.ranking()[:MOVED_TRIALS]
+    lighter = ReplicaSearch(problem, np.delete(one.documents, moved), score_key=one.score_key, known=one.pool)
+    joined = np.sort(np.append(other.documents, one.documents[moved]))
+    heavier = ReplicaSearch(other.problem, joined, score_key=one.score_key, known=one.pool)
+    score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
+    if not (has_trial(lighter) and has_trial(heavier)):
+        return False
+    starts = starts_s(found.blocks, len(found.own))[[slow, fast]].tolist()
+    if _slower(starts, (lighter, heavier)) >= _slower(starts, (one, other)):
+        return False
+    found.own[slow], found.own[fast] = lighter, heavier
+    return True
+
+
+def _slower(starts: Sequence[float], searches: tuple[ReplicaSearch, ReplicaSearch]) -> tuple[int, float]:
+    """Score key of two replicas together: the worse of both."""
+    keys = [search.score_key(search.best()) for search in searches]
+    return (
+        max(excess for excess, _ in keys),
+        max(start_s + seconds for start_s, (_, seconds) in zip(starts, keys, strict=True)),
+    )
+
+
+def search_step(problem: StepProblem, replicas: Sequence[NDArray[np.int64]], rules: SearchRules) -> SearchResult | None:
+    """The best found for documents assigned to replicas; None where no trial of theirs is possible."""
+    return _search(problem, list(replicas), {}, rules)
+
+
+def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeline_share: float) -> SearchResult | None:
+    """As `search_step`, where blocks of replicas share some documents.
+
+    Args:
+        pipeline_share: of a pipeline's time that computes, from an earlier search: a replica's own documents are
+            assigned by the time that the shared ones leave it.
+    """
+    blocks = {
+        block: ReplicaSearch(problem, documents, block.size * problem.layout.cp, rules.score_key, rules.known)
+        for block, documents in merge.blocks.items()
+    }
+    if not _rate_blocks(blocks, rules):
+        return None
+    load_s = starts_s(blocks, problem.layout.dp) * problem.layout.pp
+    own = merge.deal_own(problem.document_s / pipeline_share, load_s)
+    return _search(problem, own, blocks, rules)
+
+
+def _rate_blocks(blocks: dict[ReplicaBlock, ReplicaSearch], rules: SearchRules) -> bool:
+    """Of blocks of one size the one with most work is the representative, as among replicas; whether all have a
+    trial."""
+    for size in dict.fromkeys(block.size for block in blocks):
+        alike = [search for block, search in blocks.items() if block.size == size]
+        representative = max(alike, key=lambda search: search.work_s)
+        if not rate_by_representative(
+            representative, [search for search in alike if search is not representative], [representative], rules
+        ):
+            return False
+    return True
+
+
+def _search(
+    problem: StepProblem,
+    replicas: list[NDArray[np.int64]],
+    blocks: dict[ReplicaBlock, ReplicaSearch],
+    rules: SearchRules,
+) -> SearchResult | None:
+    searches = [
+        ReplicaSearch(problem, documents, score_key=rules.score_key, known=rules.known) for documents in replicas
+    ]
+    found = SearchResult(searches, blocks)
+    busy = [search for search in searches if len(search.documents)]
+    if not busy:
+        return found
+    representative = max(busy, key=lambda search: search.work_s)
+    longest = max(busy, key=lambda search: int(search.num_tokens.max()))
+    others = [search for search in busy if search is not representative]
+    if not rate_by_representative(representative, others, list(dict.fromkeys((representative, longest))), rules):
+        return None
+    if rules.even_out:
+        even_out(found)
+    # Last, because a replica that fits by a slow trial would give its documents away.
+    if over := [search for search in found.own if search.best().excess_bytes]:
+        score([(search, rules.spare(search)) for search in over])
+        if rules.even_out:
+            even_out(found)
+    return found
+
+
+Estimate = tuple[int, float]
+"""Bytes beyond memory, seconds."""
+
+
+def quick_trials(search: ReplicaSearch, rules: SearchRules) -> list[Trial]:
+    """First trials under the list schedule with whole backwards, which tells packs apart."""
+    first = rules.first(search)
+    return [trial._replace(split=False) for trial in first if trial.order is Order.LIST] or first
+
+
+def rate_merges(problem: StepProblem, merges: Sequence[Merge], rules: SearchRules) -> list[Estimate]:
+    """Memory beyond the limit and time of every merge; all trials in one go."""
+    representatives = [_Representatives(problem, merge, rules) for merge in merges]
+    searches = [search for one in representatives for search in one.searches()]
+    score([(search, _few_trials(search, rules)) for search in searches])
+    return [one.estimate() for one in representatives]
+
+
+class _Representatives:
+    """Of a merge the block of each size with the most work, and the replica with the most work of its own."""
+
+    def __init__(self, problem: StepProblem, merge: Merge, rules: SearchRules) -> None:
+        self._problem, self._merge = problem, merge
+        work_s = problem.document_s
+        self._block_s = {block: float(work_s[documents].sum()) for block, documents in merge.blocks.items()}
+        heaviest = {
+            size: max((block for block in merge.blocks if block.size == size), key=self._block_s.__getitem__)
+            for size in dict.fromkeys(block.size for block in merge.blocks)
+        }
+        self._shared = {
+            size: (
+                self._block_s[block],
+                ReplicaSearch(problem, merge.blocks[block], size * problem.layout.cp, rules.score_key, rules.known),
+            )
+            for size, block in heaviest.items()
+        }
+        own_s = [float(work_s[documents].sum()) for documents in merge.own]
+        replica = max(range(len(own_s)), key=own_s.__getitem__)
+        self._own = ReplicaSearch(problem, merge.own[replica], score_key=rules.score_key, known=rules.known)
+        self._own_s = sum(own_s) / own_s[replica] if own_s[replica] else 0.0
+
+    def searches(self) -> list[ReplicaSearch]:
+        return [search for search in (*(one for _, one in self._shared.values()), self._own) if len(search.documents)]
+
+    def estimate(self) -> Estimate:
+        """Blocks take time by their work; what replicas run alone fills up what sharing leaves uneven."""
+        start_s = np.zeros(self._problem.layout.dp)
+        for block, seconds in self._block_s.items():
+            most_s, representative = self._shared[block.size]
+            start_s[block.first : block.first + block.size] += representative.best().makespan_s * seconds / most_s
+        excess = max(search.best().excess_bytes for search in self.searches())
+        even_s = float(start_s.mean()) + self._own_s * self._own.best().makespan_s / len(start_s)
+        return excess, max(float(start_s.max()), even_s)
+
+
+def _few_trials(search: ReplicaSearch, rules: SearchRules) -> list[Trial]:
+    trials, documents = quick_trials(search, rules), len(search.documents)
+    if documents <= FEW_DOCUMENTS:
+        return trials
+    of_cut = {cut: [trial for trial in trials if trial.setting.cut == cut] for cut in CUTS}
+    whole = of_cut["whole"]
+    one_each = sum(trial.setting.num_packs < documents for trial in whole)
+    whole = whole[max(0, one_each + 1 - FEW_WHOLE) : one_each + 1]
+    if whole and documents >= ENOUGH_WHOLE * search.problem.layout.num_stages:
+        return whole
+    return [*of_cut["symmetric"][FEW_SLICED], *of_cut["asymmetric"][FEW_SLICED], *whole] or trials

@@ -1,0 +1,285 @@
+"""Strategies of whole windows and documents that other trainers use: `padded`, `sequential`, `best_fit`, `balanced`.
+
+padded      consecutive documents in a batch padded to their longest; the naive baseline (Async packing). Documents stay
+            in arrival order: what a plain data loader with a padding collator does. A batch takes the next document
+            while `(count + 1) · longest <= max_pack_tokens`. Batches go round robin to replicas, 1F1B. O(n).
+sequential  documents one after the other, cut at the window; what common loaders do.
+
+                arrival   A A A B B C C C C C D | windows of 4:   [A A A B0] [B1 C0 C0 C0] [C1 C1 D]
+
+            Common loaders let such pieces be trained as if they were documents (or let attention cross documents).
+            Here a piece is a slice: its attention sees its document from the start, so training equals plain training.
+            Forward packs are the windows. Backward packs hold the same slices, documents in order and slices
+            last-first, filled up to the window again; so a document's slices lie in different packs and there may be a
+            few more packs than windows. A document has one replica: replicas get consecutive documents, cut where the
+            tokens are nearest to equal. 1F1B; the list schedule where that exceeds memory. O(n + windows).
+best_fit    best-fit decreasing by tokens into windows of `max_pack_tokens`; SlimPack's Megatron-LM baseline. The whole
+            global batch is packed at once and windows go round robin to replicas, 1F1B. It fills windows almost
+            perfectly and ignores work: a window with one long document takes many times as long as a window of short
+            ones, and every stage and replica waits for it. Smaller windows (`window_tokens`) are more micro-batches:
+            less time at the ends of a pipeline, less memory, more constants. A document longer than such a window is a
+            pack of its own, so any window may be asked for; which one suits a run best is what a comparison tries for a
+            fair baseline. O(n log n).
+balanced    micro-batches of equal predicted time, with a token limit, 1F1B: what verl, slime and prime-rl do, with the
+            limit that they do not all keep. Documents go to replicas by LPT on forward + backward time, then to
+            micro-batches of their replica the same way. The number of micro-batches is a multiple of pp; of a few
+            multiples (powers of two from the least that the token limit allows) the fastest by simulation within memory
+            is kept. A document longer than a fair share stays whole and makes its micro-batch late: what slicing cures.
+            `options.micro_batches` fixes their number instead: then the token limit binds first, replicas get no more
+            tokens than their micro-batches hold, and where LPT by time opens more of them, best fit by tokens packs
+            them as tightly as can be. More come back where that is not enough; the caller decides.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.errors import ConfigError
+from evenload.plan.packing import assign_in_turn, assign_replicas, best_fit_decreasing, longest_first, pack_counts
+from evenload.plan.problem import (
+    CHOOSE,
+    Candidate,
+    PlanOptions,
+    ReplicaChoice,
+    StepProblem,
+    StrategyOptions,
+    scheduled_candidate,
+)
+from evenload.plan.strategies.strategy import Strategy
+from evenload.schedule.packflow import LIST
+from evenload.schedule.static_schedules import ONE_F_ONE_B
+from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.counted import counted
+
+ENOUGH_WORSE = 2
+"""Larger numbers of micro-batches are not tried after so many in a row that were no better: fill and drain fall with
+their number, constants rise with it."""
+
+
+def plan_padded(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    batches = padded_batches(problem.num_tokens.tolist(), problem.window_tokens("padded"))
+    return assign_in_turn(problem, batches, padded=True)
+
+
+def padded_batches(num_tokens: list[int], max_pack_tokens: int) -> list[list[int]]:
+    """Consecutive document indices of every batch."""
+    batches: list[list[int]] = []
+    longest = 0
+    for index, tokens in enumerate(num_tokens):
+        longest = max(longest, tokens)
+        if batches and (len(batches[-1]) + 1) * longest <= max_pack_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+            longest = tokens
+    return batches
+
+
+PADDED = Strategy(
+    name="padded",
+    description="pads documents to the longest of their pack: a baseline, wastes compute",
+    plan=plan_padded,
+    ignores_memory=True,
+)
+
+
+Piece = tuple[int, int, int]
+"""(document, start, stop)."""
+
+
+def plan_sequential(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    window = problem.options.max_pack_tokens
+    if window is None:
+        raise ConfigError("strategy sequential cuts at windows of max_pack_tokens; set it")
+    return tuple(
+        ReplicaChoice(documents, _candidate(problem, documents, window))
+        for documents in _consecutive(problem.num_tokens, problem.layout.dp)
+    )
+
+
+def sequential_packs(num_tokens: list[int], window: int) -> tuple[list[list[Piece]], list[list[Piece]]]:
+    """Forward and backward packs of documents in order."""
+    forward: list[list[Piece]] = []
+    pieces: list[list[Piece]] = []  # by document
+    room = 0
+    for document, length in enumerate(num_tokens):
+        start = 0
+        pieces.append([])
+        while start < length:
+            if not room:
+                forward.append([])
+                room = window
+            stop = min(length, start + room)
+            pieces[-1].append((document, start, stop))
+            forward[-1].append(pieces[-1][-1])
+            room -= stop - start
+            start = stop
+    backward: list[list[Piece]] = []
+    room = 0
+    for own in pieces:
+        for piece in reversed(own):
+            size = piece[2] - piece[1]
+            # Two slices of one document never share a pack: the later one's gradients must be there first.
+            if size > room or backward[-1][-1][0] == piece[0]:
+                backward.append([])
+                room = window
+            backward[-1].append(piece)
+            room -= size
+    return forward, backward
+
+
+def _consecutive(num_tokens: NDArray[np.int64], dp: int) -> list[NDArray[np.int64]]:
+    """Runs of documents, one a replica; every border at the document edge nearest to its share of the tokens."""
+    edges = np.concatenate([[0], np.cumsum(num_tokens)])
+    shares = edges[-1] * np.arange(1, dp) / dp
+    borders = [0, *(int(np.abs(edges - share).argmin()) for share in shares), len(num_tokens)]
+    return [np.arange(lo, hi, dtype=np.int64) for lo, hi in pairwise(borders)]
+
+
+def _candidate(problem: StepProblem, documents: NDArray[np.int64], window: int) -> Candidate:
+    num_tokens = problem.num_tokens[documents]
+    packs = sequential_packs(num_tokens.tolist(), window)
+    forward, backward = (SliceColumns.from_ranges(pieces, problem.layout.cp) for pieces in packs)
+    policy = problem.policy_of(documents)
+    rules = (ONE_F_ONE_B, LIST) if problem.options.schedule == CHOOSE else (problem.options.rule(ONE_F_ONE_B),)
+    tasks = pipeline_tasks(problem.costs, forward, backward, num_tokens, policy, split=rules[0].splits_backward)
+    found: list[Candidate] = []
+    for rule in rules:
+        label = f"{forward.num_packs} windows"
+        found.append(scheduled_candidate(label, forward, backward, tasks, rule, problem.cap_bytes, policy))
+        if not found[-1].excess_bytes:
+            return found[-1]
+    return min(found, key=Candidate.score)
+
+
+SEQUENTIAL = Strategy(
+    name="sequential",
+    description="cuts the stream of documents at the window: a baseline",
+    plan=plan_sequential,
+    cuts_documents=True,
+    ignores_memory=True,
+)
+
+
+class BestFitOptions(StrategyOptions, tag="best_fit"):
+    """How large windows are.
+
+    Args:
+        window_tokens: of a window, at most `max_pack_tokens`; longer documents are packs of their own. None =
+            `max_pack_tokens`.
+
+    Raises:
+        ConfigError: no token.
+    """
+
+    window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window_tokens is not None and self.window_tokens < 1:
+            raise ConfigError(f"plan options: best_fit.window_tokens is {self.window_tokens}, must be at least 1")
+
+
+def plan_best_fit(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    limit, asked = problem.window_tokens("best_fit"), problem.options.own(BestFitOptions).window_tokens
+    return assign_in_turn(problem, _windows(problem, limit if asked is None else asked))
+
+
+def _require_windows(options: PlanOptions) -> None:
+    limit, asked = options.max_pack_tokens, options.own(BestFitOptions).window_tokens
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigError(
+            f"plan options: best_fit.window_tokens is {asked}, max_pack_tokens is {limit}; lower the former or raise "
+            "the latter"
+        )
+
+
+def _windows(problem: StepProblem, window_tokens: int) -> list[list[int]]:
+    """Documents of every window, longest first; those that no window holds come first, alone."""
+    tokens = problem.num_tokens
+    longer = np.flatnonzero(tokens > window_tokens)
+    if not len(longer):
+        return best_fit_decreasing(tokens, window_tokens)
+    alone = longer[np.argsort(-tokens[longer], kind="stable")]
+    others = np.flatnonzero(tokens <= window_tokens)
+    packed = best_fit_decreasing(tokens[others], window_tokens)
+    return [[int(at)] for at in alone] + [others[window].tolist() for window in packed]
+
+
+BEST_FIT = Strategy(
+    name="best_fit",
+    description="fills packs by tokens, whole documents: a baseline, packs of unequal work",
+    plan=plan_best_fit,
+    options=BestFitOptions,
+    require_options=_require_windows,
+    ignores_memory=True,
+)
+
+
+def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    replicas = _replicas_with_room(problem) or assign_replicas(problem.document_s, problem.layout.dp)
+    return tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+
+
+def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
+    """As `assign_replicas`, with no more tokens each than a fixed number of micro-batches holds; None where that
+    number is free, or nothing fits so."""
+    options, dp = problem.options, problem.layout.dp
+    if options.micro_batches is None or options.max_pack_tokens is None:
+        return None
+    capacity = options.micro_batches * options.max_pack_tokens
+    groups = longest_first(problem.document_s, dp, num_tokens=problem.num_tokens, capacity=capacity)
+    return [np.sort(np.array(group, dtype=np.int64)) for group in groups] if len(groups) <= dp else None
+
+
+def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
+    options, pp = problem.options, problem.layout.pipeline_ranks
+    policy, rule = problem.policy_of(documents), options.rule(ONE_F_ONE_B)
+    num_tokens, work_s = problem.num_tokens[documents], problem.document_s[documents]
+    found: list[Candidate] = []
+    worse = 0
+    counts = pack_counts(int(num_tokens.sum()), pp, options.candidates, options.max_pack_tokens)
+    if options.micro_batches is not None:
+        counts = [options.micro_batches]
+    for count in counts:
+        if found and count > len(documents):
+            break  # more micro-batches than documents change nothing
+        groups = _groups(work_s, num_tokens, count, pp, options.max_pack_tokens)
+        if options.micro_batches is not None and options.max_pack_tokens is not None and len(groups) > count:
+            tight = best_fit_decreasing(num_tokens, options.max_pack_tokens)
+            groups = min(groups, tight, key=len)
+        columns = whole_document_columns(groups, num_tokens, problem.layout.cp)
+        label = counted(len(groups), "pack")
+        tasks = pipeline_tasks(problem.costs, columns, columns, num_tokens, policy, split=rule.splits_backward)
+        tried = scheduled_candidate(label, columns, columns, tasks, rule, problem.cap_bytes, policy)
+        worse = worse + 1 if found and min(found, key=Candidate.score).score() <= tried.score() else 0
+        found.append(tried)
+        if worse == ENOUGH_WORSE:
+            break
+    return min(found, key=Candidate.score)
+
+
+def _groups(
+    work_s: NDArray[np.float64],
+    num_tokens: NDArray[np.int64],
+    count: int,
+    pp: int,
+    max_pack_tokens: int | None,
+) -> list[list[int]]:
+    """Non-empty LPT groups; the token limit may need more than asked, then the next multiple of pp is balanced."""
+    tokens = None if max_pack_tokens is None else num_tokens
+    while True:
+        groups = longest_first(work_s, count, num_tokens=tokens, capacity=max_pack_tokens)
+        if len(groups) <= count:
+            return [group for group in groups if group]
+        count = -(-len(groups) // pp) * pp
+
+
+BALANCED = Strategy(
+    name="balanced",
+    description="whole documents, packs of equal predicted seconds",
+    plan=plan_balanced,
+    ignores_memory=True,
+    deals_packs=True,
+)
