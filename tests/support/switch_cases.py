@@ -31,7 +31,7 @@ from evenload.types.plan import seal
 from gloo_pool import TIMEOUT_S
 
 
-class ScriptedPlanner:
+class ScriptedPlanner(StepPlanner):
     """Plans every step in the layout that a script names, as a planner that decides would hand it out.
 
     Args:
