@@ -81,7 +81,7 @@ $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
 	@touch $@
 
 # Everything that starts no training processes and no browser, and follows no page.
-FAST := $(addprefix tests/,attention cost docs explore feed hub plan report runtime schedule simulate stepplan types)
+FAST := $(addprefix tests/,attention cost docs explore feed plan report runtime schedule stepplan types)
 
 test-fast: .venv/dev  ## what one runs while working: under 3 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -q $(FAST) --ignore-glob '*_in_browser.py' \

@@ -28,7 +28,7 @@ from evenload.plan.problem.options import PlanOptions, StrategyOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.schedule.packflow import packflow_list, packflow_static
-from evenload.simulate.simulate import simulate
+from evenload.schedule.simulate import simulate
 from evenload.types.document import Document
 from harness import Row, run
 from setups import batch_of, planner_for, tokens_of

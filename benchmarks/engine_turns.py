@@ -17,10 +17,42 @@ from evenload.data.config import DataConfig
 from evenload.integrations.catalog import engine_named
 from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.integrations.price import engine_price
+from evenload.plan.packing.whole_packs import assign_in_turn
+from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
+from evenload.plan.strategies.registry import register
+from evenload.plan.strategies.strategy import Strategy
 from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
-from in_order import IN_ORDER
 from loader_training import CONTEXT, PER_DOCUMENT
+
+
+def packs_in_order(num_tokens: list[int], max_pack_tokens: int) -> list[list[int]]:
+    """Documents as they come, into a pack until the next one does not fit."""
+    packs: list[list[int]] = []
+    room = 0
+    for index, tokens in enumerate(num_tokens):
+        if tokens > room:
+            packs.append([])
+            room = max_pack_tokens
+        packs[-1].append(index)
+        room -= tokens
+    return packs
+
+
+def plan_in_order(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    """As engines with a packing of their own do; packs are dealt to replicas in turn."""
+    return assign_in_turn(problem, packs_in_order(problem.num_tokens.tolist(), problem.window_tokens("in_order")))
+
+
+IN_ORDER = Strategy(
+    name="in_order",
+    description="documents as they come, into a pack until the next one does not fit: a baseline of benchmarks",
+    plan=plan_in_order,
+    ignores_memory=True,
+    # No solver, but what has a limit runs where it is named only: `auto` must not choose among more than users have.
+    solver_limit_s=lambda options: 0.0,
+)
+register(IN_ORDER)
 
 RANKS = 2
 STEP_TOKENS = 6 * CONTEXT

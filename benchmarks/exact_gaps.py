@@ -47,10 +47,11 @@ from evenload.types.cluster_catalog import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.work import causal_pairs
 from harness import Row, run
-from reference.exact_dacp import Exact, exact_micro_batches, exact_owners
-from reference.partition import partition_by_work
-from reference.slice_bound import exact_slice_bound
 from setups import TABLES, table_lengths  # puts tests/ on the path
+
+from reference.exact_dacp import Exact, exact_micro_batches, exact_owners  # isort: skip
+from reference.partition import partition_by_work  # isort: skip
+from reference.slice_bound import exact_slice_bound  # isort: skip
 
 WINDOW = 131_072
 GROUPS, PACKS = 4, 8

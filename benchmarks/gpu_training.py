@@ -12,7 +12,10 @@ warms up and is left out; figures are medians of the others.
 The long document: 262,144 tokens through the 0.5B model, once by transformers with sdpa under plain autograd (recorded
 as 1 where it runs out of memory), once by `evenload train` under every activation policy.
 
-    python benchmarks/gpu_training.py [--quick] [--append]
+    bench       `evenload bench` on both models: the same global batches under every strategy, interleaved step by step
+                in one process; a row a strategy and batch in benchmarks/accuracy/gpu.csv, signed errors of predictions
+
+    python benchmarks/gpu_training.py [--quick] [--append] [--part training|bench]
 
 Refuses without a GPU. It has not been run on one yet: there is no row of it in results.csv.
 """
@@ -22,16 +25,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from cpu_ranks import write_token_run
-from harness import Row, run
+from evenload.bench.runs import BenchResult
+from harness import Row, commit_name, run
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from ledger import append_result
+
+BENCHED, BENCH_BATCHES = "padded,best_fit,balanced,wlb,slimpack,auto", 2
+LEDGER = Path(__file__).parent / "accuracy" / "gpu.csv"
 STEPS, QUICK_STEPS = 8, 3
 MAX_TOKENS = 16_384
 STEP_TOKENS, QUICK_STEP_TOKENS = 131_072, 16_384
@@ -180,8 +191,7 @@ def _median(run: list[dict], key: str) -> float:
 
 def measure(quick: bool) -> list[Row]:
     """All cases on this machine's first GPU."""
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu_training.py needs a GPU: torch.cuda.is_available() is false")
+    require_gpu()
     device = torch.cuda.get_device_properties(0)
     steps, tokens = (QUICK_STEPS, QUICK_STEP_TOKENS) if quick else (STEPS, STEP_TOKENS)
     lengths = skewed_lengths(tokens * (steps + 2))
@@ -194,7 +204,41 @@ def measure(quick: bool) -> list[Row]:
     return rows + long_document(QUICK_STEPS, LONG_TOKENS // 16 if quick else LONG_TOKENS)
 
 
-PARTS = {"gpu": measure}
+def bench(quick: bool) -> Iterator[Row]:
+    """All strategies on both models; the ledger has its rows.
+
+    Raises:
+        SystemExit: a case failed; the others have run.
+    """
+    require_gpu()
+    tokens = QUICK_STEP_TOKENS if quick else STEP_TOKENS
+    lengths = skewed_lengths(tokens * (BENCH_BATCHES + 1))
+    large = large_config(torch.cuda.get_device_properties(0).total_memory)
+    failed = []
+    for case in (Case("0.5B", small_config(), lengths, tokens), Case("7B widths", large, lengths, tokens)):
+        with tempfile.TemporaryDirectory() as folder:
+            config = write_run(case, Path(folder), BENCH_BATCHES)
+            answer = Path(folder) / "result.json"
+            sizes = ("--steps", str(BENCH_BATCHES), "--rounds", "3", "--json", str(answer))
+            command = [sys.executable, "-m", "evenload.cli.main", "bench", str(config), "--strategy", BENCHED, *sizes]
+            if subprocess.run(command, check=False).returncode:
+                failed.append(case.name)
+            else:
+                append_result(
+                    LEDGER, msgspec.json.decode(answer.read_bytes(), type=BenchResult), case.name, commit_name()
+                )
+    if failed:
+        sys.exit(f"evenload bench failed on {', '.join(failed)}")
+    yield from ()
+
+
+def require_gpu() -> None:
+    """Stop where there is none."""
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/gpu_training.py needs a GPU: torch.cuda.is_available() is false")
+
+
+PARTS = {"training": measure, "bench": bench}
 
 if __name__ == "__main__":
     run(PARTS)

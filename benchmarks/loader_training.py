@@ -7,10 +7,9 @@ skewed (mean over median), divided by 32 for a CPU: a context of 2,048 tokens st
 tokens, not padding.
 
     padded             transformers, 8 documents a batch in order of arrival, padded to the longest; sdpa, padding mask
-    trl padding-free   the same batches flattened into one row by TRL's collator; sdpa, block-diagonal mask
     trl bfd            TRL's `pack_dataset` (bfd, 1,000 documents at a time, beforehand and not timed) and its collator
     PackedLoader       best_fit, from the memmap; reading, planning and collating inside the time
-    runtime            Evenload's own stage (replayed backward), best_fit and slimpack, the same loader
+    runtime            Evenload's own stage (replayed backward), slimpack, the same loader
 
 A packed row on the CPU: transformers makes a block-diagonal mask from positions that restart, and sdpa computes whole
 squares of the row under it. "per document" instead calls sdpa once for every document, which an attention with
@@ -157,17 +156,15 @@ def padded_batches(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"input_ids": padded, "attention_mask": mask, "labels": padded.masked_fill(mask == 0, -100)}
 
 
-def trl_batches(rows: list[dict[str, Any]], *, packed: bool) -> tuple[list[list[Any]], Callable[[list[Any]], Any]]:
-    """The rows that TRL's collator gets at a time, and the collator."""
+def trl_batches(rows: list[dict[str, Any]]) -> Callable[[], Batches]:
+    """One pack a pass: more of them in one row would only widen the mask."""
     from datasets import Dataset
     from trl import pack_dataset
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    if packed:
-        # One pack a pass: more of them in one row would only widen the mask.
-        return [[one] for one in pack_dataset(Dataset.from_list(rows), CONTEXT, "bfd")], collate
-    return [rows[start : start + ROW_DOCUMENTS] for start in range(0, len(rows), ROW_DOCUMENTS)], collate
+    packs = list(pack_dataset(Dataset.from_list(rows), CONTEXT, "bfd"))
+    return lambda: (collate([one]) for one in packs)
 
 
 def make_variants(directory: Path, lengths: NDArray[np.int64]) -> dict[str, Variant]:
@@ -197,12 +194,9 @@ def make_variants(directory: Path, lengths: NDArray[np.int64]) -> dict[str, Vari
     )
     variants = {"padded": Variant(lambda: model.train(padded_batches(rows)), padded_tokens)}
     try:
-        for name, packed in (("trl padding-free", False), ("trl bfd", True)):
-            groups, collate = trl_batches(rows, packed=packed)
-            for label, attention in ((name, "sdpa"), (f"{name}, per document", PER_DOCUMENT))[: 2 if packed else 1]:
-                variants[label] = Variant(
-                    lambda g=groups, c=collate, a=attention: model.train((c(one) for one in g), a), real
-                )
+        batches = trl_batches(rows)
+        for label, attention in (("trl bfd", "sdpa"), ("trl bfd, per document", PER_DOCUMENT)):
+            variants[label] = Variant(lambda a=attention: model.train(batches(), a), real)
     except ImportError as error:
         print(f"left out: trl: {error}")
 
@@ -214,8 +208,7 @@ def make_variants(directory: Path, lengths: NDArray[np.int64]) -> dict[str, Vari
         variants[f"PackedLoader {label}"] = Variant(lambda a=attention: model.train(packed_batches(), a), real)
     runtime = StageRuntime(weights)
     planner = make_planner(tiny_config(), None, PlanOptions(max_pack_tokens=CONTEXT), dp=1)
-    for strategy in ("best_fit", "slimpack"):
-        variants[f"runtime {strategy}"] = Variant(lambda s=strategy: runtime.train(config, planner, s), real)
+    variants["runtime slimpack"] = Variant(lambda: runtime.train(config, planner, "slimpack"), real)
     return variants
 
 

@@ -25,7 +25,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, search_layouts
-from evenload.explore.time_split import split_step_time
+from evenload.explore.timelines import split_step_time
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
 from evenload.types.cluster_catalog import cluster_from

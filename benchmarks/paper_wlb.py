@@ -16,7 +16,6 @@ below 64K hold 77 % of the tokens of its 128K job; "over 75 %" in the paper).
         wlb                 the same with 2N or 4N micro-batches where that is faster; then the longest document alone
                             is far above the mean micro-batch
         slimpack            packs of slices, nothing put off, our `mixed` sharding
-    causes    one thing changed at a time: what WLB-LLM N and Fixed-4D gain then, over Plain-4D under the same change
     waiting   imbalance of N micro-batches (longest over mean, forward + backward) and mean delay of a token in steps
               (Table 2), llama-7b at 128K, global batches of N windows, 40 steps, mean of 3 seeds: both release rules of
               `wlb` on these lengths and on those of examples/lengths
@@ -24,14 +23,13 @@ below 64K hold 77 % of the tokens of its 128K job; "over 75 %" in the paper).
 Imbalance is the mean over all steps but the last, which trains whatever still waits. All within 80 GB by the same
 activation policies.
 
-    python benchmarks/paper_wlb.py [--quick] [--append] [--part settings|causes|waiting]
+    python benchmarks/paper_wlb.py [--quick] [--append] [--part settings|waiting]
 """
 
 import statistics
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,7 +39,6 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice
 from evenload.plan.strategies.wlb import WlbOptions
-from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from harness import Row, run
 from setups import TABLES, planner_for, table_lengths
@@ -56,32 +53,8 @@ SETTINGS = (
     ("wlb-30b", 65_536, (8, 2, 4, 1)), ("wlb-30b", 131_072, (8, 4, 4, 1)),
     ("wlb-70b", 65_536, (16, 4, 4, 1)), ("wlb-70b", 131_072, (16, 4, 4, 1)),
 )  # fmt: skip
-STEPS, CAUSE_STEPS = 32, 8
+STEPS = 32
 WINDOW, WAITING_PP, WAITING_DP, WAITING_STEPS, SEEDS = 131_072, 4, (8, 4, 2), 40, 3
-FREE_LINK = LinkSpec(bandwidth_bytes_per_s=1e18, latency_s=0.0)
-
-
-class Change(NamedTuple):
-    """What is unlike the paper's settings.
-
-    Args:
-        window: tokens of Fixed-4D's windows, in contexts: whole documents do not fill N of 1 exactly.
-    """
-
-    window: float = 1.0
-    free_transfers: bool = False
-    mixed: bool = False
-    unlimited: bool = False
-
-
-CAUSES = {
-    "nothing changed": Change(),
-    "Fixed-4D in exactly N windows (6 % longer ones)": Change(window=1.06),
-    "all transfers free": Change(free_transfers=True),
-    "mixed sharding in WLB-LLM N": Change(mixed=True),
-    "these three at once": Change(window=1.06, free_transfers=True, mixed=True),
-    "no limit of memory": Change(unlimited=True),
-}
 
 
 class Way(NamedTuple):
@@ -101,13 +74,11 @@ class Way(NamedTuple):
 
 
 PLAIN = Way("Plain-4D", "sequential", ("per_sequence",))
-FIXED = Way("Fixed-4D", "fixed_greedy", ("per_sequence", "per_document"))
-WLB_N = Way("WLB-LLM N", "wlb", ("adaptive",), contexts=2, same_count=True)
 WAYS = (
     PLAIN,
     Way("Plain-4D adaptive", "sequential", ("adaptive",)),
-    FIXED,
-    WLB_N,
+    Way("Fixed-4D", "fixed_greedy", ("per_sequence", "per_document")),
+    Way("WLB-LLM N", "wlb", ("adaptive",), contexts=2, same_count=True),
     Way("wlb", "wlb", ("adaptive",), contexts=2),
     Way("slimpack", "slimpack", ("mixed",), contexts=2),
 )
@@ -176,30 +147,23 @@ def imbalance_of(choices: list[ReplicaChoice] | tuple[ReplicaChoice, ...], *, ba
     return max(loads) / statistics.mean(loads)
 
 
-def run_way(way: Way, setting: tuple, steps: Steps, change: Change = Change()) -> Outcome:  # noqa: B008
+def run_way(way: Way, setting: tuple, steps: Steps) -> Outcome:
     """All steps, under the fastest of the way's shardings.
 
     Raises:
         EvenloadError: they cannot be planned, or do not fit.
     """
     name, context, (tp, cp, pp, dp) = setting
-    window = change.window if way.strategy == "fixed_greedy" else way.contexts
     found = []
-    for sharding in ("mixed",) if change.mixed and way.same_count else way.shardings:
+    for sharding in way.shardings:
         options = PlanOptions(
-            max_pack_tokens=int(context * window),
+            max_pack_tokens=context * way.contexts,
             policy="choose",
             micro_batches=pp if way.same_count else None,
             cp_sharding=sharding,
         )
         sizes = {"dp": dp, "cp": cp, "pp": pp, "tp": tp}
-        planner = planner_for(name, f"h100x{dp * cp * pp * tp}", sizes, options, limited=not change.unlimited)
-        if change.free_transfers:
-            free = {"intra_node": FREE_LINK, "inter_node": FREE_LINK, "copy_s_per_byte": 0.0}
-            coefficients = msgspec.structs.replace(planner.costs.coefficients, **free)
-            cap, host = planner.memory_cap_bytes, planner.host
-            planner = StepPlanner(planner.costs.model, coefficients, planner.layout, cap, options, host=host)
-        found.append(run_strategy(planner, steps, way.strategy))
+        found.append(run_strategy(planner_for(name, f"h100x{dp * cp * pp * tp}", sizes, options), steps, way.strategy))
     return min(found, key=lambda outcome: outcome.seconds)
 
 
@@ -226,21 +190,6 @@ def settings(quick: bool) -> Iterator[Row]:
                 "wlb", case, "imbalance forward", statistics.mean(outcome.forward_imbalance[:-1]), "x", "mean pack"
             )
             yield Row("wlb", case, "mean token delay", outcome.token_delay_steps, "steps")
-
-
-def causes(quick: bool) -> Iterator[Row]:
-    """Geometric means over all settings under each change."""
-    for cause, change in list(CAUSES.items())[: 2 if quick else None]:
-        gains: dict[str, list[float]] = {}
-        for setting in SETTINGS[: 1 if quick else None]:
-            _, context, (_, _, pp, dp) = setting
-            steps = window_steps(context, pp * dp, 2 if quick else CAUSE_STEPS)
-            plain_s = run_way(PLAIN, setting, steps, change).seconds
-            for way in (FIXED, WLB_N):
-                gains.setdefault(way.name, []).append(plain_s / run_way(way, setting, steps, change).seconds)
-        for name, found in gains.items():
-            gain = statistics.geometric_mean(found)
-            yield Row("wlb causes", f"{cause}, {name}, simulated", "speed-up", gain, "x", PLAIN.name)
 
 
 def waiting(quick: bool) -> Iterator[Row]:
@@ -270,7 +219,7 @@ def waiting(quick: bool) -> Iterator[Row]:
                 yield Row("wlb waiting", case, "mean token delay", delay, "steps")
 
 
-PARTS = {"settings": settings, "causes": causes, "waiting": waiting}
+PARTS = {"settings": settings, "waiting": waiting}
 
 if __name__ == "__main__":
     run(PARTS)

@@ -31,9 +31,8 @@ from numpy.typing import NDArray
 from evenload.plan.packing.whole_packs import price_packs, run_packs
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.plan.strategies.registry import STRATEGIES, register
 from evenload.plan.strategies.strategy import Strategy
-from evenload.schedule.registry import register
 from setups import documents_of
 
 Replicas = list[list[list[int]]]

@@ -2,9 +2,6 @@
 
     replay      packs through `PipelineStage` (forward packs, then backward packs as soon as they may run)
     recompute   the same; products of linear layers are made again in backward
-    offload     the same; what is recorded goes to host memory and comes back. On a CPU that is the same memory: the
-                rows show what copies cost, and memory falls only by what is not copied
-    split       as replay, every backward as I and, after the next pack's I, W
     plain       transformers' own model with sdpa attention, every document by itself, one `backward` per group of
                 documents that replay holds at the same time, so that both keep the same documents' activations
 
@@ -33,7 +30,6 @@ from evenload.attention.backends import select_backend
 from evenload.feed.collate import collate_pack
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.rank_packs import pack_ranges
 from evenload.runtime.replay.stage import PipelineStage
@@ -100,7 +96,6 @@ class StageSteps:
         )
         self.buffers = flatten_units(model, dp=1)
         self._stage = PipelineStage(model, select_backend("auto", "cpu"))
-        self._copies = host_copies(torch.device("cpu"))
 
     def zero_gradients(self) -> None:
         """As before a step of training."""
@@ -108,7 +103,7 @@ class StageSteps:
             buffer.grads.zero_()
 
     def add_gradients(
-        self, plan: PackPlan, tokens: dict[int, np.ndarray], policy: ActivationPolicy = "replay", *, split: bool = False
+        self, plan: PackPlan, tokens: dict[int, np.ndarray], policy: ActivationPolicy = "replay"
     ) -> float:
         """Forward packs, and backward packs as soon as they may run; returns the loss."""
         labels = sum(len(t) - 1 for t in tokens.values())
@@ -116,19 +111,13 @@ class StageSteps:
             {d: len(t) for d, t in tokens.items()},
             [pack_ranges(pack) for pack in plan.backward],
             policies=dict.fromkeys(tokens, policy),
-            copies=self._copies,
         )
         done, loss = 0, 0.0
         for pack, count in zip(plan.backward, plan.forwards_needed(), strict=True):
             while done < count:
                 self._stage.forward(_loaded(plan.forward[done], tokens), None, store)
                 done += 1
-            products = store.defer_weights(pack.index) if split else None
-            loss += self._stage.backward(_loaded(pack, tokens), None, store, labels, products)[1].item()
-            if split and pack.index:
-                store.add_deferred_weights(pack.index - 1)
-        if split:
-            store.add_deferred_weights(plan.backward[-1].index)
+            loss += self._stage.backward(_loaded(pack, tokens), None, store, labels)[1].item()
         store.check_empty()
         return loss
 
@@ -139,13 +128,13 @@ def _loaded(pack: MicroPack, tokens: dict[int, np.ndarray]) -> PackTokens:
     return PackTokens(pack_ranges(pack), ids, targets, positions)
 
 
-def make_replay(policy: ActivationPolicy = "replay", *, split: bool = False) -> Step:
+def make_replay(policy: ActivationPolicy = "replay") -> Step:
     """Gradients are zeroed first, as in training."""
     steps = StageSteps(main_config())
 
     def step(plan: PackPlan, tokens: dict[int, np.ndarray]) -> None:
         steps.zero_gradients()
-        steps.add_gradients(plan, tokens, policy, split=split)
+        steps.add_gradients(plan, tokens, policy)
 
     return step
 
@@ -181,8 +170,6 @@ def resident_groups(plan: PackPlan) -> list[list[int]]:
 MAKERS: dict[str, Callable[[], Step]] = {
     "replay": make_replay,
     "recompute": partial(make_replay, "recompute"),
-    "offload": partial(make_replay, "offload"),
-    "split": partial(make_replay, split=True),
     "plain": make_plain,
 }
 

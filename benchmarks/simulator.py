@@ -12,7 +12,7 @@ import numpy as np
 
 import setups  # noqa: F401  # puts tests/ on the path
 from evenload.schedule.packflow import packflow_list
-from evenload.simulate.simulate import simulate
+from evenload.schedule.simulate import simulate
 from evenload.types.pipeline import PackBytes, PipelineTasks
 from harness import Row, alternate, median_ratio, run
 

@@ -47,9 +47,9 @@ _PROFILE = ("-m", "evenload.cli.main", "profile", "--model", "llama3.2-1b", "--d
 PARTS = (
     Part("install", 120, (_PYTHON, "tools/gpu_install.py")),
     Part("tests", 300, (_PYTHON, "-m", "pytest", "tests/gpu", "-q", "--durations=0")),
-    Part("quick", 150, (_PYTHON, "benchmarks/gpu_training.py", "--quick")),
-    Part("training", 480, (_PYTHON, "benchmarks/gpu_training.py", "--append")),
-    Part("bench", 300, (_PYTHON, "benchmarks/gpu_bench.py")),
+    Part("quick", 150, (_PYTHON, "benchmarks/gpu_training.py", "--quick", "--part", "training")),
+    Part("training", 480, (_PYTHON, "benchmarks/gpu_training.py", "--append", "--part", "training")),
+    Part("bench", 300, (_PYTHON, "benchmarks/gpu_training.py", "--part", "bench")),
     Part("profile", 150, (_PYTHON, *_PROFILE, "-o", "benchmarks/results/gpu_profile.json")),
 )
 """The tests come first, then a small run of the measurements: what breaks, breaks early."""

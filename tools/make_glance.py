@@ -17,8 +17,8 @@ from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
-from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.stage_layers import usable_bytes
+from evenload.explore.timelines import detailed_timeline
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.cluster_catalog import cluster_from

@@ -136,10 +136,6 @@ MEASURED: Mapping[str, tuple[str, Callable[[], str], str]] = {
     "replay-memory": (
         "replay", lambda: _range("replay", "replay", "peak memory"), "replay: peak memory, against the same",
     ),
-    "own-time": (
-        "step_overhead", lambda: _range("step_overhead", "step", "own", "{:.1%} to {:.1%}"),
-        "a step's time that is Evenload's own, not tensor work: packs of 2K to 8K tokens, 2 to 376 documents",
-    ),
     "simulator": (
         "simulator", _simulator, "simulator: tasks a second, and against its reference in plain Python",
     ),
@@ -171,7 +167,7 @@ MEASURED: Mapping[str, tuple[str, Callable[[], str], str]] = {
     ),
 }  # fmt: skip
 """Anchor -> the script, the figure, what it is."""
-IN_README = ("replay-time", "replay-memory", "own-time", "demo", "shared-outlier")
+IN_README = ("replay-time", "replay-memory", "demo", "shared-outlier")
 
 
 def measured() -> str:
@@ -320,7 +316,7 @@ def slimpack() -> str:
 
 
 def wlb() -> str:
-    """Speed-ups over Plain-4D, and what one change at a time does to them."""
+    """Speed-ups over Plain-4D."""
     rows = newest("paper_wlb", "wlb")
     gains: dict[str, dict[str, list[float]]] = {}
     for row in rows.some(metric="speed-up"):
@@ -334,15 +330,7 @@ def wlb() -> str:
         )
         for way, own in gains.items()
     ]
-    causes: dict[str, list[str]] = {}
-    for row in newest("paper_wlb", "wlb causes"):
-        causes.setdefault(row["case"].split(", ")[0], []).append(f"{float(row['value']):.3f}")
-    return (
-        table(("× Plain-4D, geometric mean", "64K", "128K", "all"), means)
-        + "\n"
-        + table(("one change, 8 steps", "Fixed-4D", "WLB-LLM N"), ((cause, *own) for cause, own in causes.items()))
-        + source(rows, "paper_wlb")
-    )
+    return table(("× Plain-4D, geometric mean", "64K", "128K", "all"), means) + source(rows, "paper_wlb")
 
 
 def waiting() -> str:
@@ -469,16 +457,6 @@ def packers() -> str:
     return table(("packer", "documents a second", "fill", "loader's rate over it"), lines) + source(rows, "loader")
 
 
-def reading() -> str:
-    """Texts tokenised while they are read."""
-    rows = newest("loader", "text")
-    lines = [
-        (case, f"{own.value('documents per second'):,.0f}", times(own.value("time")))
-        for case, own in rows.by_case().items()
-    ]
-    return table(("", "documents a second", "time over the tokeniser's alone"), lines) + source(rows, "loader")
-
-
 def _training() -> dict[str, Rows]:
     return {case.rpartition(", ")[0]: own for case, own in newest("loader_training").by_case().items()}
 
@@ -565,7 +543,7 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "planners without": lambda: planners("DP 8 x TP 4"),
         "planning times": planning_times, "slimpack": slimpack, "wlb": wlb, "documents that wait": waiting,
         "skrull": skrull, "flexpipe": flexpipe, "times of HBSA": hbsa, "ideas that pay": ideas,
-        "gaps to exact solutions": gaps, "packers": packers, "reading": reading, "training": training_rates,
+        "gaps to exact solutions": gaps, "packers": packers, "training": training_rates,
     },
     ENGINES: {
         "steps of engines": engine_steps, "prices of engines": engine_prices,

@@ -7,7 +7,7 @@ import pytest
 
 from evenload.data import json_records
 from evenload.data.records import FILE_END, FilePart
-from format_files import open_source, read_all, tokens_source, values_of
+from format_files import open_source, read_all, values_of
 
 
 def write(tmp_path, content, name="docs.jsonl"):
@@ -48,23 +48,13 @@ def test_a_broken_line_names_file_and_line_and_the_others_are_read(tmp_path, lin
         (b'{"input_ids": "12"}', "no list of token ids under key 'input_ids'"),
         (b'{"input_ids": [2147483648]}', "beyond 32 bits"),
         (b'{"input_ids": [123456789012345678901234567890]}', "beyond 32 bits"),
-    ],
-)
-def test_ids_that_are_none_are_problems_and_never_rounded(tmp_path, line, why):
-    (record,) = read_all(*tokens_source(write(tmp_path, line)))
-    assert record.values is None
-    assert why in record.problem
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
         (b'{"messages": "hello"}', "Expected `array`, got `str`"),
         (b'{"messages": ["hello"]}', "Expected `object`, got `str`"),
     ],
 )
-def test_chats_that_are_none_are_problems(tmp_path, line, why):
-    (record,) = read_all(*open_source(write(tmp_path, line), record="messages"))
+def test_ids_and_chats_that_are_none_are_problems_and_ids_never_rounded(tmp_path, line, why):
+    record = "tokens" if b"input_ids" in line else "messages"
+    (record,) = read_all(*open_source(write(tmp_path, line), record=record))
     assert record.values is None
     assert why in record.problem
 

@@ -1,7 +1,5 @@
 """Of every format: parts are a partition of the file in order, and every offset is a place to go on."""
 
-import pickle
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +13,6 @@ from format_files import (
     plain,
     read_all,
     tokens_source,
-    values_of,
     write_rows,
     write_tokens,
 )
@@ -99,10 +96,3 @@ def test_number_of_parts_follows_the_size_and_opens_nothing(tmp_path, format):
     expected = 1 if format == "jsonl.gz" else -(-file.size_bytes // 10)
     assert reader.num_parts(file, 10) == expected
     assert reader.num_parts(file, 10**9) == 1
-
-
-@pytest.mark.parametrize("format", TOKEN_FORMATS)
-def test_readers_and_files_go_to_other_processes(tmp_path, format):
-    documents = [[1, 2, END_ID], [3, END_ID]]
-    file, reader = pickle.loads(pickle.dumps(tokens_source(write_tokens(tmp_path, format, documents))))
-    assert values_of(read_all(file, reader)) == documents

@@ -68,16 +68,20 @@ def test_several_ranks_draw_alike(tmp_path):
     assert run_ranks(2, rank_run) == [alone, alone]
 
 
-def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(tmp_path):
-    path = tmp_path / "a.jsonl"
+@pytest.fixture
+def damaged(tmp_path):
+    """Settings of a source whose record 333 cannot be read."""
     rows = [f'{{"text": "{number}"}}\n' for number in range(400)]
     rows[333] = '{"text": 3}\n'
-    path.write_text("".join(rows))
-    config = data_config(str(tmp_path), batch_documents=3, shuffle_window=1, streams=1, on_corrupt="error")
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    return data_config(str(tmp_path), batch_documents=3, shuffle_window=1, streams=1, on_corrupt="error")
+
+
+def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(damaged):
 
     def trained(ahead):
         """Batches before the error, what was known behind each, and the loader afterwards."""
-        loader, known = GlobalBatchLoader(config), []
+        loader, known = GlobalBatchLoader(damaged), []
 
         def train():
             while (batch := loader.next_batch()) is not None:
@@ -98,12 +102,8 @@ def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(tmp_p
         loader.next_batch()
 
 
-def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked_for(tmp_path, monkeypatch):
+def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked_for(damaged, monkeypatch):
     """Every step that knows coming batches would else read up to it anew."""
-    rows = [f'{{"text": "{number}"}}\n' for number in range(400)]
-    rows[333] = '{"text": 3}\n'
-    (tmp_path / "a.jsonl").write_text("".join(rows))
-    config = data_config(str(tmp_path), batch_documents=3, shuffle_window=1, streams=1, on_corrupt="error")
     drawn, sample = [], StreamSampler.sample
 
     def counted(self, *arguments, **names):
@@ -111,7 +111,7 @@ def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked
         return sample(self, *arguments, **names)
 
     monkeypatch.setattr(StreamSampler, "sample", counted)
-    loader, asked = GlobalBatchLoader(config), []
+    loader, asked = GlobalBatchLoader(damaged), []
 
     def train():
         while (batch := loader.next_batch()) is not None:

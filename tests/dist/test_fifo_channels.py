@@ -7,7 +7,7 @@ import pytest
 
 from context_plans import merged_plan
 from dist_equality import assert_plans_equal_plain
-from evenload.stepplan.freed_sends import LAG
+from evenload.stepplan.transfer_order import LAG
 from sweeps import sweep
 from varied_plans import SCHEDULES, varied_plan
 

@@ -12,7 +12,7 @@ from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.stepplan.freed_sends import LAG
+from evenload.stepplan.transfer_order import LAG
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.hf_config import model_from_hf_config

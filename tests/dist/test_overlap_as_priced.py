@@ -7,7 +7,7 @@ from context_cases import covered_rows
 from context_plans import RULES, context_plan, merged_plan
 from evenload.cost.pack_split import RankedPacks
 from evenload.stepplan.plan_tasks import replica_columns
-from evenload.stepplan.ranked_packs import ranked_packs
+from evenload.stepplan.rank_rows import ranked_packs
 from evenload.types.plan import StepPlan, encode_plan
 
 

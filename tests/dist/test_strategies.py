@@ -6,7 +6,7 @@ import pytest
 
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.pack_cost import PackCosts
-from evenload.explore.detailed_timeline import detailed_timeline
+from evenload.explore.timelines import detailed_timeline
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions

@@ -102,7 +102,7 @@ def test_a_figure_without_a_source_is_seen(new, readme):
     assert without_source(readme.replace("## Sources", f"{new}\n\n## Sources")) != []
 
 
-@pytest.mark.parametrize("script", ["replay", "step_overhead", "demo", "dp_merge", "loader_training"])
+@pytest.mark.parametrize("script", ["replay", "demo", "dp_merge", "loader_training"])
 def test_newer_rows_with_other_values_make_the_readme_wrong(script, readme, tmp_path, monkeypatch):
     """Its blocks are made of the rows that they name."""
     made = runpy.run_path(str(ROOT / "tools" / "make_tables.py"))

@@ -3,8 +3,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
-from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.time_split import split_proposal
+from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.cluster import LinkSpec

@@ -5,7 +5,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
-from evenload.explore.packs_beside_transfers import times_beside_transfers
+from evenload.explore.timelines import times_beside_transfers
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.types.document import Document

@@ -3,7 +3,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
-from evenload.explore.time_split import split_planned_step, split_step_time
+from evenload.explore.timelines import split_planned_step, split_step_time
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.cluster import LinkSpec

@@ -38,7 +38,7 @@ def test_the_engine_sets_what_is_left_out(tmp_path, engine, format, is_equal):
         ),
         (
             {"engine": "megatron", "plan_options": {"cp_sharding": "adaptive"}},
-            "cp_sharding is 'adaptive'.*say 'per_document'",
+            "cp_sharding is 'adaptive'.*set 'per_document'",
         ),
         ({"engine": "deepsped"}, "did you mean 'deepspeed'"),
         ({"strategy": "sequential", "fixed_shapes": True}, "cuts documents, so that later packs attend"),

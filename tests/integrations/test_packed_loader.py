@@ -100,7 +100,7 @@ def test_balanced_packs_tightly_where_the_number_is_fixed(tmp_path):
     [
         ({"strategy": "sequential"}, "cuts documents.*accept_slices"),
         ({"strategy": "slimpack"}, "cuts documents"),
-        ({"strategy": "auto", "accept_slices": True}, "format 'hf' cannot say"),
+        ({"strategy": "auto", "accept_slices": True}, "format 'hf' cannot express"),
         ({"strategy": "flexpipe"}, "changes the pipeline's layout"),
         ({"strategy": "best_fitt"}, "did you mean 'best_fit'"),
         ({"packing_strategy": "bfd"}, "it is called strategy here"),

@@ -13,8 +13,7 @@ from evenload.cost.coefficients import PassCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import rank_seconds
 from evenload.plan.sharing.cp_sharding import possible_shardings
-from evenload.stepplan.rank_ranges import RankRanges, joined, ranges_by_owner, ranges_per_sequence
-from evenload.stepplan.ranked_packs import ranked_packs
+from evenload.stepplan.rank_rows import RankRanges, joined, ranges_by_owner, ranges_per_sequence, ranked_packs
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout

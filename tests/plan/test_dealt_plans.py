@@ -7,8 +7,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, InvalidPlanError
-from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.time_split import split_planned_step, split_proposal
+from evenload.explore.timelines import detailed_timeline, split_planned_step, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES

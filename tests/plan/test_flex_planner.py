@@ -7,7 +7,7 @@ from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import evaluate_strategies
-from evenload.explore.time_split import split_proposal
+from evenload.explore.timelines import split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner

@@ -20,7 +20,7 @@ from evenload.plan.problem.options import PlanOptions
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.search.host_order import host_excess_bytes, ordered_within_host
 from evenload.plan.strategies.auto import least_beyond_memory
-from evenload.simulate.simulate import simulate
+from evenload.schedule.simulate import simulate
 from evenload.types.cluster import LinkSpec
 from evenload.types.cluster_catalog import cluster_from
 from evenload.types.columns import SliceColumns

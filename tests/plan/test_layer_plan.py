@@ -9,7 +9,7 @@ import pytest
 from evenload.cost.memory import byte_rates
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
-from evenload.explore.time_split import split_proposal
+from evenload.explore.timelines import split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.reconfiguration import layout_plans
 from evenload.plan.reconfiguration.layer_plan import MOST_PLANS, plan_recomputing_layers

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from evenload.plan.sharing.phase_overlap import run_ahead
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.schedule_rule import UNLIMITED_BYTES
+from evenload.schedule.simulate import simulate
 from evenload.schedule.validate import check_schedule
-from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.timeline import KINDS
 from reference import phase_overlap as reference

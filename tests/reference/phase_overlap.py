@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.simulate.simulate import simulate
+from evenload.schedule.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import KINDS
 

@@ -1,10 +1,10 @@
-"""What `stepplan.validate_slices` checks, slice by slice in plain Python: the specification of its columns."""
+"""What `stepplan.validate` checks, slice by slice in plain Python: the specification of its columns."""
 
 from collections.abc import Iterator
 
-from evenload.stepplan.validate_groups import block_of, group_offences
+from evenload.stepplan.validate import group_offences
 from evenload.types.micropack import MicroPack, PackPlan
-from evenload.types.plan import StepPlan
+from evenload.types.plan import StepPlan, block_of
 
 
 def slice_offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from evenload.simulate.simulate import simulate
-from evenload.stepplan.freed_sends import LAG
+from evenload.schedule.simulate import simulate
 from evenload.stepplan.plan_tasks import timed_tasks
-from evenload.stepplan.transfer_order import action_places
+from evenload.stepplan.transfer_order import LAG, action_places
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import StepPlan
 from varied_plans import varied_plan

@@ -1,5 +1,7 @@
 """What is told of a step, by numbers: four ranks' traces as one timeline, what ranks say, the row's seconds."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
-from evenload.runtime.step_metrics import DevicePeaks, RankEnd, SecondsAround, StepMemory, gather_timeline, step_row
+from evenload.runtime.step_metrics import DevicePeaks, RankEnd, gather_timeline, step_row
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.timeline import KINDS, SIDE_KINDS
@@ -27,6 +29,17 @@ SUMS = {
     (1, 1): ((3.25, 4.0), (3.75, 5.25)),
 }
 GATHERS = {(0, 0): (-0.5, 0.75), (1, 0): (-0.25, 0.5), (0, 1): (-1.0, 0.25), (1, 1): (-1.0, 0.125)}
+END = RankEnd(
+    step_time_s=4.0,
+    peak_bytes=100,
+    data_wait_s=0.0,
+    barrier_s=0.5,
+    stop_signal=15,
+    is_time_to_save=False,
+    process_bytes=7,
+    fixed_bytes=3,
+)
+"""What four ranks report together."""
 
 
 def _gathered(traces):
@@ -93,17 +106,7 @@ def test_traces_of_four_ranks_by_hand(gloo_pool):
 
 
 def test_ranks_say_together_the_most_and_the_barrier_of_who_came_last(gloo_pool):
-    expected = RankEnd(
-        step_time_s=4.0,
-        peak_bytes=100,
-        data_wait_s=0.0,
-        barrier_s=0.5,
-        stop_signal=15,
-        is_time_to_save=False,
-        process_bytes=7,
-        fixed_bytes=3,
-    )
-    assert [end for _, end in gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))] == [expected] * 4
+    assert [end for _, end in gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))] == [END] * 4
 
 
 def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
@@ -122,8 +125,10 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
             grad_norm=1.0,
             learning_rate=0.1,
             peaks=DevicePeaks(1e6, 2e6),
-            around=SecondsAround(plan_s=0.0, data_wait_s=2.0, exchange_s=exchange_s),
-            memory=StepMemory(1, None, 0),
+            end=dataclasses.replace(END, data_wait_s=2.0),
+            exchange_s=exchange_s,
+            plan_s=0.0,
+            predicted_process_bytes=None,
         )
 
     alone, whole = row(0.0), row(1.0)

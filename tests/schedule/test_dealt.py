@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, InvalidPlanError, ScheduleDeadlockError
 from evenload.schedule.registry import SCHEDULES
+from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import dealt_warmup, one_f_one_b
 from evenload.schedule.validate import check_schedule
-from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from pipeline_cases import columns_of, equal_packs
 from reference.rendezvous import reaches_the_end

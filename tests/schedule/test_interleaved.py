@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from evenload.errors import ConfigError
+from evenload.schedule.critical_path import split_bubble
 from evenload.schedule.packflow import packflow_list
+from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import interleaved_one_f_one_b
 from evenload.schedule.validate import check_schedule
-from evenload.simulate.bubble import split_bubble
-from evenload.simulate.simulate import simulate
 from pipeline_cases import equal_packs, names_of, uniform_tasks, with_split
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.schedule.packflow import packflow_list
+from evenload.schedule.simulate import simulate
 from evenload.schedule.validate import check_schedule
-from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import PipelineTasks
 from pipeline_cases import equal_packs, names_of, random_ranks, random_tasks, uniform_tasks
 from reference.list_schedule import list_schedule

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
+from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import one_f_one_b
 from evenload.schedule.validate import check_schedule
-from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks
 from reference.rendezvous import reaches_the_end

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from evenload.errors import ConfigError, InvalidPlanError, ScheduleDeadlockError
+from evenload.schedule.critical_path import split_bubble
 from evenload.schedule.packflow import packflow_list
+from evenload.schedule.simulate import simulate, to_timeline
 from evenload.schedule.validate import check_schedule
-from evenload.simulate.bubble import split_bubble
-from evenload.simulate.simulate import simulate
-from evenload.simulate.timeline import to_timeline
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, names_of, random_ranks, random_tasks, uniform_tasks, with_split
 from reference.list_schedule import list_schedule

@@ -5,9 +5,9 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.schedule.packflow import packflow_list
+from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import one_f_one_b, zero_bubble_h1
 from evenload.schedule.validate import check_schedule
-from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 from pipeline_cases import equal_packs, names_of, random_tasks, uniform_tasks, with_split
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import evenload.stepplan.freed_sends as freed_sends_module
+import evenload.stepplan.transfer_order as freed_sends_module
 from context_plans import merged_plan
-from evenload.stepplan.freed_sends import LAG, freed_sends
+from evenload.stepplan.transfer_order import LAG, freed_sends
 from evenload.types.plan import StepPlan
 from evenload.types.transfers import sending_channels
 from strict_queues import node_names

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from context_plans import RULES, context_plan, merged_plan
 from evenload.cost.pack_split import RankedPacks
 from evenload.stepplan.plan_tasks import replica_columns
-from evenload.stepplan.rank_rows import PackRows, replica_rows
-from evenload.stepplan.ranked_packs import ranked_packs
+from evenload.stepplan.rank_rows import PackRows, ranked_packs, replica_rows
 from evenload.types.plan import StepPlan
 
 

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import evenload.stepplan.freed_sends as freed_sends_module
+import evenload.stepplan.transfer_order as freed_sends_module
 import strict_queues
 from context_plans import merged_plan
 from evenload.errors import InvalidPlanError
+from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import gpipe, interleaved_one_f_one_b, one_f_one_b
-from evenload.simulate.simulate import simulate
-from evenload.stepplan.freed_sends import LAG
 from evenload.stepplan.plan_tasks import timed_tasks
-from evenload.stepplan.transfer_order import action_places, queued_order
+from evenload.stepplan.transfer_order import LAG, action_places, queued_order
 from evenload.types.document import Slice
 from evenload.types.layout import even_layout
 from evenload.types.pipeline import action_columns

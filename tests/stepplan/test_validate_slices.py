@@ -9,7 +9,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions
-from evenload.stepplan.validate_slices import slice_offences
+from evenload.stepplan.validate import slice_offences
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
 from evenload.types.plan import StepPlan

@@ -20,7 +20,6 @@ SOON = {"engine_prices", "paper_flexpipe", "paper_skrull", "simulator"}
 NOT_ALONE = {
     "run_all": "all of them",
     "shaped_link": "runs another one, and may change the network",
-    "gpu_bench": "needs a GPU; tests/suite/test_gpu_parts.py looks at how it is called",
     "gpu_training": "needs a GPU; tests/suite/test_gpu_parts.py looks at how it is called",
 }
 

@@ -23,8 +23,8 @@ from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.step_source import prepare_step
-from evenload.simulate.simulate import simulate
-from evenload.stepplan.forward_only import forward_only
+from evenload.schedule.simulate import simulate
+from evenload.stepplan.plan_file import forward_only
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
 from reference_training import balance_factor, tiny_config

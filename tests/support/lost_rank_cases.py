@@ -38,7 +38,7 @@ def run_rank(
     place: str,
     how: int,
 ) -> None:
-    """Train until the lost rank is lost; survivors leave `error-<rank>.txt`."""
+    """Train until the lost rank is lost; the others leave `error-<rank>.txt`."""
     torch.set_num_threads(1)
     config = load_train_config(Path(config_file), overrides)
     layout = layout_of(config, model_spec(config).num_layers)

@@ -23,7 +23,6 @@ from evenload.plan.strategies.registry import STRATEGIES
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.static_schedules import gpipe, zero_bubble_h1
 from evenload.stepplan.validate import validate_plan
-from evenload.stepplan.validate_groups import block_of
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.hf_config import model_from_hf_config
@@ -31,7 +30,7 @@ from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.micropack import PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, action_columns
-from evenload.types.plan import PackTimes, StepPlan, seal
+from evenload.types.plan import PackTimes, StepPlan, block_of, seal
 from evenload.types.schedule import Schedule
 from matrix import NONE, Row, shares_documents
 from matrix_cases import MatrixCase

@@ -3,8 +3,7 @@
 `explore.detailed_timeline` shows more to users, and needs the costs with which the plan was made.
 """
 
-from evenload.simulate.simulate import simulate
-from evenload.simulate.timeline import join_timelines, to_timeline
+from evenload.schedule.simulate import join_timelines, simulate, to_timeline
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import action_columns

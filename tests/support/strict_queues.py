@@ -9,8 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from evenload.stepplan.transfer_order import queued_order
-from evenload.stepplan.validate_groups import block_of
-from evenload.types.plan import StepPlan
+from evenload.types.plan import StepPlan, block_of
 from evenload.types.schedule import completing_actions
 from evenload.types.transfers import Channel, TransferOrder
 

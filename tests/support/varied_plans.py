@@ -9,8 +9,8 @@ import numpy as np
 from evenload.cost.host_memory import peak_host_bytes
 from evenload.cost.memory import bytes_by_kind
 from evenload.schedule.packflow import packflow_list
+from evenload.schedule.simulate import memory_ledger
 from evenload.schedule.static_schedules import zero_bubble_h1
-from evenload.simulate.timeline import memory_ledger
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout

@@ -32,8 +32,7 @@ from evenload.config.planner import run_planner
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.packs_beside_transfers import times_beside_transfers
+from evenload.explore.timelines import detailed_timeline, times_beside_transfers
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.strategy import LeftOutStrategy

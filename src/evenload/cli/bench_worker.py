@@ -23,8 +23,7 @@ from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
-from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.time_split import split_planned_step
+from evenload.explore.timelines import detailed_timeline, split_planned_step
 from evenload.plan.problem.options import PlanOptions
 from evenload.plan.strategies.best_fit import BEST_FIT
 from evenload.plan.strategies.registry import require_layouts, require_trainable

@@ -56,7 +56,7 @@ def start_fork_server(*modules: str) -> None:
     ]
     if not short:
         raise ConfigError(f"TMPDIR is {own}, too long for paths of sockets; set one of at most {_MOST_BYTES} bytes")
-    tempfile.tempdir = short[0]  # children make their sockets beside the server's, and other files where TMPDIR says
+    tempfile.tempdir = short[0]  # children make their sockets where the server's is, and other files where TMPDIR says
     try:
         forkserver.ensure_running()
     finally:
@@ -139,7 +139,7 @@ def tell(text: str) -> None:
 class _StopSignals:
     """Passes the first stop signal on to the ranks, and kills them at the second, or when the grace is over.
 
-    All of it happens in signal handlers, on the main thread, which alone looks after the child processes.
+    All of it happens in signal handlers, on the main thread, which alone handles the child processes.
     """
 
     def __init__(self, grace_s: float, ended: type[Exception]) -> None:

@@ -25,8 +25,8 @@ from evenload.cli.plan_found import (
 )
 from evenload.data.lengths import profile_lengths
 from evenload.errors import InfeasiblePlanError
-from evenload.explore.detailed_timeline import detailed_timeline
 from evenload.explore.evaluate import Evaluation, headline
+from evenload.explore.timelines import detailed_timeline
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.run_report import RunReport, RunSection, StepView

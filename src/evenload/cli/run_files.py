@@ -27,8 +27,7 @@ from evenload.cost.coefficients import CostCoefficients, read_coefficients, writ
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.validity import completed_between_layouts
 from evenload.errors import DataError
-from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.time_split import split_planned_step
+from evenload.explore.timelines import detailed_timeline, split_planned_step
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.run_files import (

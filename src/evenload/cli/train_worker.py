@@ -63,7 +63,7 @@ class RunTask:
     Args:
         cache: where calibrated cost files are kept between runs.
         command: goes on with this run.
-        callbacks: told of the run on rank 0.
+        callbacks: called on rank 0.
     """
 
     config: TrainConfig
@@ -153,8 +153,8 @@ def train_as_rank(
     files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed)
     steps_before, calls = trainer.steps_done, CallbackCalls(task.callbacks, trainer)
     with stop.listening(), calls.running():
-        told, waits = (files, calls), CoreWaits(setup.demand)
-        last = _run_steps(trainer, costs, memory_cap_bytes, told, console, stop, waits)
+        waits = CoreWaits(setup.demand)
+        last = _run_steps(trainer, costs, memory_cap_bytes, (files, calls), console, stop, waits)
         has_trained = trainer.steps_done > steps_before
         if has_trained:
             saved = trainer.save()
@@ -175,7 +175,7 @@ def _run_steps(
     trainer: Trainer,
     costs: CostCoefficients,
     memory_cap_bytes: int,
-    told: tuple[RunWriter, CallbackCalls],
+    receivers: tuple[RunWriter, CallbackCalls],
     console: Console,
     stop: StopRequest,
     waits: CoreWaits,
@@ -183,9 +183,9 @@ def _run_steps(
     """The last step's report, on rank 0 and if any step ran.
 
     Args:
-        told: of every step: files, and callbacks.
+        receivers: of every step's report: files, and callbacks.
     """
-    files, calls = told
+    files, calls = receivers
     last: StepReport | None = None
     has_validated = False
     ratios: list[float] = []
@@ -197,7 +197,7 @@ def _run_steps(
             costs,
             memory_cap_bytes,
             stop_requested=lambda: stop.signal,
-            on_late_pass=partial(_show_late_pass, told, console),
+            on_late_pass=partial(_show_late_pass, receivers, console),
         )
         for report in steps:
             profiled = profile.after_step(trainer.steps_done)
@@ -220,9 +220,9 @@ def _run_steps(
     return last
 
 
-def _show_late_pass(told: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
+def _show_late_pass(receivers: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
     """A pass that an earlier start left out."""
-    files, calls = told
+    files, calls = receivers
     files.add_validation(validation)
     for line in validation_lines(validation, shows_left_out=True):
         console.print(line, soft_wrap=True, markup=False)

@@ -533,7 +533,7 @@ class PackCosts:
     def reduction_seconds(self) -> float:
         """Price the reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank,
         in full: for searches, which count latency once and hide nothing. What a plan pays follows from its order and
-        its units (`simulate.step_end`)."""
+        its units (`schedule.step_ends`)."""
         element = self.model.bytes_per_element
         return max(
             sum(

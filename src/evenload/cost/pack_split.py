@@ -8,7 +8,7 @@ So uneven rules of sharding (WLB §5: per-sequence) and short pieces that waste 
 pack, as they are in the run. Layers are not told apart: where layers with and without a window had different slowest
 ranks, a pack would take longer than this says.
 
-Who computes which rows says `stepplan.ranked_packs`. O(ranges + packs · ranks · stages) numpy.
+Who computes which rows says `stepplan.rank_rows`. O(ranges + packs · ranks · stages) numpy.
 
 Causes add up to `PackCosts.pack_seconds`. One thing after the other is taken away, and each difference is that cause's
 share:

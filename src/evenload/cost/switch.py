@@ -14,7 +14,7 @@ optimizer state; a device that was at one end and comes to the other lacks nothi
 
 Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once, both
 ways at once, and what moves takes as long as on the busiest device. Weights move before the step, which waits for them;
-optimizer state moves behind it (`runtime.stages.state_arrival`), and the optimizer waits for what is still on its way:
+optimizer state moves behind it (`runtime.stages.arrivals`), and the optimizer waits for what is still on its way:
 T(switch) is the sum of both waits. Price: O(devices · units) numpy.
 
 Where processes of a node read each other's memory (`CopySpec`), a switch is priced from its moves

@@ -21,7 +21,7 @@ from evenload.types.model_catalog import MODELS
 from evenload.types.nearest_name import did_you_mean
 
 Wanted = Literal["settings", "tokenizer", "weights"]
-_log = logging.getLogger("evenload.hub")
+_log = logging.getLogger("evenload.data")
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _FILE_ENDINGS = (".json", ".toml", ".jinja", ".txt", ".gz")

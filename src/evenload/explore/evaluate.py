@@ -31,7 +31,7 @@ from evenload.cost.units import layout_bound_seconds, physical_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
 from evenload.explore.prediction_interval import prediction_interval
-from evenload.explore.time_split import split_proposal
+from evenload.explore.timelines import split_proposal
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.reconfiguration.flex_planner import FlexPlanner, FlexProposal
 from evenload.plan.strategies.best_fit import BEST_FIT, BestFitOptions

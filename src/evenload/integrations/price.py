@@ -25,9 +25,8 @@ from evenload.integrations.engine_profile import EngineProfile
 from evenload.integrations.projection import EngineMicroBatch, StepShape, project
 from evenload.plan.problem.options import CHOOSE
 from evenload.schedule.registry import SCHEDULES
-from evenload.simulate.simulate import simulate
-from evenload.simulate.step_end import step_end
-from evenload.simulate.step_start import SimulatedReplica
+from evenload.schedule.simulate import simulate
+from evenload.schedule.step_ends import SimulatedReplica, step_end
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import Direction

@@ -30,8 +30,8 @@ from evenload.plan.search.host_limit import offloaded_node_bytes, plan_within_ho
 from evenload.plan.search.policy_order import policies_in_order
 from evenload.plan.sharing.as_run import choices_as_run
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
-from evenload.simulate.critical_path import CriticalPath, critical_path
-from evenload.simulate.step_end import step_end
+from evenload.schedule.critical_path import CriticalPath, critical_path
+from evenload.schedule.step_ends import step_end
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout

@@ -59,7 +59,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until everything queued is done. Where devices compute in the call, that is now."""
+    """Wait until everything queued is done. Where devices compute in the call, that is now."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -125,7 +125,7 @@ class HostClock:
         self.mark: Callable[[], Any] = now
 
     def start(self) -> None:
-        """Before a step's first mark."""
+        """Start before a step's first mark."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Marks of this step as seconds of the host's clock. Waits for the last one."""

@@ -6,7 +6,7 @@
     W   add them; nothing is received or sent
 
 An action names its virtual stage: a rank with several runs the layers of one of them. What lies in host memory for a
-backward starts to come back before its gradient is waited for. Who sums gradients is told of every unit as soon as no
+backward starts to come back before its gradient is waited for. The reduction is called for every unit as soon as no
 action will add to it. Updated weights may still be on their way when a step begins: a forward waits for those of every
 unit where it reads them, and the first backward for all.
 
@@ -44,7 +44,7 @@ from evenload.types.transfers import Channel
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """What one rank did in a step; times in seconds on its own monotonic clock.
+    """Records what one rank did in a step; times in seconds on its own monotonic clock.
 
     Args:
         kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
@@ -62,7 +62,7 @@ class RankTrace:
 
 
 class HeadOutput(NamedTuple):
-    """What the head of a last stage gave for one backward pack; to find what is not finite.
+    """Holds what the head of a last stage gave for one backward pack; to find what is not finite.
 
     Args:
         ranges: (doc_id, start, stop) of the rows of this rank.
@@ -110,13 +110,13 @@ class RankRun:
 
 
 class Weights(Protocol):
-    """Updated weights on their way to this rank (`optim.weight_gathers`)."""
+    """Updated weights on their way to this rank (`optim.data_parallel`)."""
 
     def await_unit(self, unit: int) -> None:
-        """Until a unit's weights are there."""
+        """Wait until a unit's weights are there."""
 
     def finish(self) -> None:
-        """Until all are."""
+        """Wait until all are."""
 
 
 class _WholeWeights:
@@ -162,7 +162,7 @@ class Executor:
 
         Args:
             before_action: called before every action; takes no time.
-            on_final: told every unit whose gradients are complete, inside of actions or after them.
+            on_final: called with every unit whose gradients are complete, inside of actions or after them.
             weights: knows which are there yet; all are on return.
         """
         plan, mine = step.plan, step.packs
@@ -201,8 +201,8 @@ class Executor:
                 grad = channels.receive_grad(action.stage, action.pack)
                 start = self._clock.mark()
                 products = store.defer_weights(action.pack) if action.kind == "I" else None
-                tell = on_final if completing.get(at) == (action.stage,) else lambda unit: None
-                grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products, tell)
+                release = on_final if completing.get(at) == (action.stage,) else lambda unit: None
+                grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products, release)
                 loss += share
                 if stage.head_row_sums is not None:
                     heads.append(HeadOutput(action.pack, batch.ranges, share, stage.head_row_sums))
@@ -348,6 +348,6 @@ def forward_losses(
 
 
 def _documents_of_rows(ranges: tuple[Range, ...], place: Mapping[int, int], device: torch.device) -> Tensor:
-    """Of every row of a pack the place of its document in the plan; int64[T]."""
+    """Return for every row of a pack the place of its document in the plan; int64[T]."""
     documents = np.array([place[r.doc_id] for r in ranges], np.int64)
     return to_device(torch.from_numpy(np.repeat(documents, [r.stop - r.start for r in ranges])), device)

@@ -1,5 +1,4 @@
-"""What is told of a step: a `StepReport` with its measured `Timeline` and its row of `metrics.jsonl`
-(docs/architecture.md).
+"""`StepReport`: what happened in a step, with its measured `Timeline` and its row of `metrics.jsonl`.
 
 Ranks agree on time zero by a barrier at the step's start; each rank's times count from its own exit of
 that barrier, so clocks need not be synchronised (the error is the barrier's skew, microseconds on one
@@ -41,7 +40,7 @@ from evenload.types.validation import Validation
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepReport:
-    """What happened in a step; made on rank 0.
+    """Holds what happened in a step; made on rank 0.
 
     Args:
         row: the fixed keys of metrics.jsonl.
@@ -69,34 +68,20 @@ class StepReport:
     samples: tuple[Sample, ...] = ()
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Most bytes at once in a step.
-
-    Args:
-        peak_bytes: of tensors, on the fullest rank.
-        process_bytes: of the fullest process, all that it holds; None = not known.
-        fixed_bytes: of the fullest process beside tensors; 0 = not known.
-        predicted_process_bytes: `process_bytes` as `cost.host_memory` predicts it; None = not known.
-    """
-
-    peak_bytes: int
-    process_bytes: int | None
-    fixed_bytes: int
-    predicted_process_bytes: int | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """What one rank says at the end of a step; whether to stop and to save travels with what all ranks tell
-    each other anyway, so they decide alike.
+    """Holds what one rank reports at the end of a step.
+
+    Whether to stop and to save travels with what ranks exchange anyway, so all decide alike.
 
     Args:
-        step_time_s: what the step took on its clock; data_wait_s: that it waited for the step before.
+        step_time_s: what the step took on its clock.
+        peak_bytes: of tensors.
+        data_wait_s: that it waited for the step before.
         barrier_s: in the barrier at the step's start.
-        peak_bytes: of tensors; process_bytes: of the process; fixed_bytes: of it beside tensors; 0 = not known.
         stop_signal: why it is to end after the step; 0 = it is not.
         is_time_to_save: by its clock.
+        process_bytes: the most that the process held; fixed_bytes: of it without tensors; 0 = not known.
     """
 
     step_time_s: float
@@ -109,49 +94,29 @@ class RankEnd:
     fixed_bytes: int
 
     def joined(self, mesh: Mesh) -> "RankEnd":
-        """The largest that any rank says of each, and the shortest barrier: that of the rank which came last, and
-        waited for nobody. Collective over the control group."""
-        told = torch.tensor([float(getattr(self, field.name)) for field in fields(self)], dtype=torch.float64)
+        """Return the largest value of any rank of each field, but the shortest barrier: that of the rank which came
+        last, and waited for nobody. Collective over the control group."""
+        values = torch.tensor([float(getattr(self, field.name)) for field in fields(self)], dtype=torch.float64)
         signs = torch.tensor([-1.0 if field.name == "barrier_s" else 1.0 for field in fields(self)]).double()
-        told *= signs
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.control)
-        told *= signs
+        values *= signs
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.control)
+        values *= signs
         kinds = (type(getattr(self, field.name)) for field in fields(self))
-        named = zip(fields(self), kinds, told.tolist(), strict=True)
+        named = zip(fields(self), kinds, values.tolist(), strict=True)
         return RankEnd(**{field.name: kind(value) for field, kind, value in named})
-
-    def memory(self, predicted_process_bytes: int | None) -> StepMemory:
-        """Of the step."""
-        return StepMemory(self.peak_bytes, self.process_bytes or None, self.fixed_bytes, predicted_process_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SecondsAround:
-    """Seconds of a step that are not on its timeline.
-
-    Args:
-        plan_s: of its planning, which runs ahead.
-        data_wait_s: that it waited for its batch and plan.
-        exchange_s: in which ranks meet before it and tell each other behind it what they measured. They are part of the
-            row's step time, and in no prediction.
-    """
-
-    plan_s: float
-    data_wait_s: float
-    exchange_s: float
 
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """What matrix products reach on devices, and what their data sheet says; None = there is none for this device or
-    precision."""
+    """Holds what matrix products reach on devices, and what their data sheet promises; None = there is none for this
+    device or precision."""
 
     measured_flops_per_s: float
     data_sheet_flops_per_s: float | None
 
     @staticmethod
     def of(coefficients: CostCoefficients, model: ModelSpec, num_devices: int) -> "DevicePeaks":
-        """Of so many devices as coefficients are of, in the model's precision."""
+        """Return the peaks of so many devices as coefficients are of, in the model's precision."""
         sheet = data_sheet_flops_per_s(coefficients.device) if model.bytes_per_element == 2 else None
         return DevicePeaks(coefficients.peak_flops_per_s * num_devices, sheet and sheet * num_devices)
 
@@ -179,27 +144,27 @@ def gather_timeline(
         end_s=trace.end_s - zero_s,
         memory_bytes=trace.memory_bytes + static_bytes,
     )
-    told = (mesh.dp_rank, mesh.pp_rank, mine, _beside(sums, gathers, zero_s))
-    everyone = [told] * mesh.num_ranks
-    dist.gather_object(told, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
+    own = (mesh.dp_rank, mesh.pp_rank, mine, _overlapped(sums, gathers, zero_s))
+    everyone = [own] * mesh.num_ranks
+    dist.gather_object(own, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
     if mesh.rank != 0:
         return None
     places: dict[tuple[int, int], list[RankTrace]] = defaultdict(list)
-    besides: dict[tuple[int, int], list[_Beside]] = defaultdict(list)
-    holders: dict[int, list[_Beside]] = defaultdict(list)
+    overlapped: dict[tuple[int, int], list[_Overlapped]] = defaultdict(list)
+    holders: dict[int, list[_Overlapped]] = defaultdict(list)
     for dp_rank, pp_rank, one, of_rank in everyone:
         if pp_rank >= 0:  # not idle
             places[dp_rank, pp_rank].append(one)
-            besides[dp_rank, pp_rank].append(of_rank)
+            overlapped[dp_rank, pp_rank].append(of_rank)
             holders[mesh.layout.leading_ranks[pp_rank]].append(of_rank)
     parts = [_columns(*place, traces) for place, traces in places.items()]
     joined: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     sides = []
-    for place, own in besides.items():
+    for place, of_place in overlapped.items():
         stage, same = mesh.layout.stages_of_rank(place[1])[0], holders[mesh.layout.leading_ranks[place[1]]]
         sides.append(_together("reduction", *place, stage, [one.sums for one in same]))
         sides.append(_together("gather", *place, stage, [one.gathers for one in same]))
-        waits = max((one.waits for one in own), key=lambda one: float((one.end_s - one.start_s).sum()))
+        waits = max((one.waits for one in of_place), key=lambda one: float((one.end_s - one.start_s).sum()))
         sides.append(side_tasks("weight_wait", place[0], np.full(len(waits.end_s), place[1]), stage, -1, *waits))
     names = [field.name for field in fields(SideTasks)]
     side = SideTasks(**{name: np.concatenate([getattr(one, name) for one in sides]) for name in names})
@@ -217,22 +182,22 @@ class _Spans(NamedTuple):
     end_s: NDArray[np.float64]
 
 
-class _Beside(NamedTuple):
-    """What ran beside one rank's packs, and when these waited for weights."""
+class _Overlapped(NamedTuple):
+    """What was overlapped with one rank's packs, and when these waited for weights."""
 
     sums: _Spans
     gathers: _Spans
     waits: _Spans
 
 
-def _beside(sums: ReductionTrace, gathers: Sequence[GatherTrace], zero_s: float) -> _Beside:
+def _overlapped(sums: ReductionTrace, gathers: Sequence[GatherTrace], zero_s: float) -> _Overlapped:
     columns = (
         [getattr(trace, name) - zero_s for trace in gathers]
         for name in ("start_s", "end_s", "wait_start_s", "wait_end_s")
     )
     start_s, end_s, wait_start_s, wait_end_s = (np.concatenate([np.zeros(0), *column]) for column in columns)
     of_sums = _Spans(sums.start_s - zero_s, sums.end_s - zero_s)
-    return _Beside(of_sums, _Spans(start_s, end_s), _Spans(wait_start_s, wait_end_s))
+    return _Overlapped(of_sums, _Spans(start_s, end_s), _Spans(wait_start_s, wait_end_s))
 
 
 def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[_Spans]) -> SideTasks:
@@ -259,7 +224,7 @@ def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, n
 
 
 def no_label_warning(plan: StepPlan) -> str:
-    """What to say about a step of which no token has a loss."""
+    """Return the warning about a step of which no token has a loss."""
     return (
         f"step {plan.step}: none of its {len(plan.documents):,} documents has a token with a loss, so loss and "
         "gradient are 0, and only momentum and weight decay moved the weights; see data.record and data.loss_on"
@@ -275,13 +240,20 @@ def step_row(
     grad_norm: float,
     learning_rate: float,
     peaks: DevicePeaks,
-    around: SecondsAround,
-    memory: StepMemory,
+    end: RankEnd,
+    exchange_s: float,
+    plan_s: float,
+    predicted_process_bytes: int | None,
 ) -> dict[str, int | float | str | None]:
-    """One row.
+    """Make a step's row of `metrics.jsonl`.
 
     Args:
         peaks: of all devices of the run together, idle ones included.
+        end: of all ranks.
+        exchange_s: in which ranks meet before the step and exchange behind it what they measured: part of the row's
+            step time, and in no prediction.
+        plan_s: of its planning, which runs ahead.
+        predicted_process_bytes: of the fullest process; None = not known.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
     tokens = int(lengths.sum())
@@ -289,7 +261,7 @@ def step_row(
     flops = float(training_flops(model, lengths).sum())
     reduction_s, reduction_hidden_s = timeline.reduction_seconds()
     gather_s, gather_hidden_s = timeline.gather_seconds()
-    step_time_s = timeline.step_time_s + around.exchange_s
+    step_time_s = timeline.step_time_s + exchange_s
     deferred = [left for left in plan.left_out if left.reason == DEFERRED]
     return {
         "step": plan.step,
@@ -301,7 +273,7 @@ def step_row(
         "padding_tokens": padding,
         "documents": len(plan.documents),
         "step_time_s": step_time_s,
-        "exchange_s": around.exchange_s,
+        "exchange_s": exchange_s,
         "predicted_step_time_s": plan.predicted.step_time_s,
         "reduction_s": reduction_s,
         "reduction_hidden_s": reduction_hidden_s,
@@ -311,7 +283,7 @@ def step_row(
         "gather_hidden_s": gather_hidden_s,
         "predicted_gather_s": plan.predicted.gather_s,
         "predicted_gather_hidden_s": plan.predicted.gather_hidden_s,
-        "tokens_per_s": tokens / (step_time_s + around.data_wait_s),
+        "tokens_per_s": tokens / (step_time_s + end.data_wait_s),
         "mfu": flops / step_time_s / peaks.measured_flops_per_s,
         "mfu_of_data_sheet": peaks.data_sheet_flops_per_s and flops / step_time_s / peaks.data_sheet_flops_per_s,
         "bubble_fraction": timeline.bubble_fraction(),
@@ -319,12 +291,12 @@ def step_row(
         "imbalance_backward": pack_times(timeline, "backward").imbalance(),
         "imbalance_dp": replica_imbalance(timeline),
         "pack_efficiency": tokens / (tokens + padding),
-        "plan_time_s": around.plan_s,
-        "data_wait_s": around.data_wait_s,
-        "peak_memory_bytes": memory.peak_bytes,
+        "plan_time_s": plan_s,
+        "data_wait_s": end.data_wait_s,
+        "peak_memory_bytes": end.peak_bytes,
         "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,
-        "peak_process_bytes": memory.process_bytes,
-        "predicted_process_bytes": memory.predicted_process_bytes,
+        "peak_process_bytes": end.process_bytes or None,
+        "predicted_process_bytes": predicted_process_bytes,
         "deferred_documents": len(deferred),
         "mean_token_delay_steps": plan.mean_token_delay_steps,
         "layout": plan.layout.describe(),

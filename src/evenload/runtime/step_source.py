@@ -76,7 +76,7 @@ class StepsLeft:
 
     Args:
         to_make: at most.
-        of_run: of the whole run, also those that are not made because it will be stopped: decisions look at their
+        of_run: of the whole run, also those that are not made because it will be stopped: decisions use their
             lengths, so that a stopped and resumed run takes those of one that was not.
     """
 
@@ -85,7 +85,7 @@ class StepsLeft:
 
     @classmethod
     def after(cls, steps_done: int, last_step: int | None, run_steps: int | None) -> "StepsLeft":
-        """Of a run of `run_steps` in all, of which those up to `last_step` are made."""
+        """Count the steps of a run of `run_steps` in all, of which those up to `last_step` are made."""
         to_make, of_run = (None if end is None else max(0, end - steps_done) for end in (last_step, run_steps))
         return cls(to_make=to_make, of_run=of_run)
 
@@ -149,7 +149,7 @@ class StepSource:
         self._loader.close()
 
     def coming_layout(self) -> ParallelLayout | None:
-        """Of the step that `next` would give, if it is made by now. Never waits."""
+        """Return the layout of the step that `next` would give, if it is made by now. Never waits."""
         coming = self._ahead.peek()
         return None if coming is None else coming.planned.plan.layout
 

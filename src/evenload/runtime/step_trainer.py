@@ -1,7 +1,6 @@
-"""`StepTrainer`: one step on one rank, from the barrier at its start to what all ranks tell each other at its end.
+"""`StepTrainer`: one step on one rank, from the barrier at its start to what all ranks exchange at its end.
 
-A prepared step comes in; out come an update of the weights, or none where it is not finite, and a report. Whether ranks
-stop, pause or save after it travels with what they tell each other anyway, so all decide alike.
+A prepared step comes in; out come an update of the weights, or none where it is not finite, and a report.
 
 **Steps that are not finite** (`NonFiniteSteps`): a loss or gradient that is NaN or infinite stops the run, or the step
 is left out and counted. Whether a step is finite is decided from sums over all ranks, so all decide alike, and before
@@ -43,7 +42,6 @@ from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
     DevicePeaks,
     RankEnd,
-    SecondsAround,
     StepReport,
     gather_timeline,
     no_label_warning,
@@ -64,13 +62,13 @@ _MAX_NAMED = 4
 
 
 class NonFiniteSteps:
-    """What became of such steps of one run."""
+    """Stops a run at a step whose loss or gradient is not finite, or leaves the step out and counts it."""
 
     def __init__(self, on_nonfinite: Literal["stop", "skip"], mesh: Mesh) -> None:
         self.num_skipped = 0
         """Steps without an update since the run began."""
         self.mesh = mesh
-        """Of the layout that runs."""
+        """Mesh of the layout that runs."""
         self._may_skip = on_nonfinite == "skip"
         self._in_a_row = 0
         self._skipped, self._masked, self._untaught = Tally(), 0, 0  # since the loader's account was loaded
@@ -78,7 +76,7 @@ class NonFiniteSteps:
     def record_finite(self) -> None:
         self._in_a_row = 0
 
-    def leave_out(
+    def skip_or_stop(
         self,
         planned: PlannedStep,
         run: RankRun,
@@ -86,7 +84,7 @@ class NonFiniteSteps:
         grad_norm: float,
         before_giving_up: Callable[[], Path | None],
     ) -> str:
-        """A step that is not finite: stop, or count its documents as dropped; what to say then. Collective.
+        """Stop at a step that is not finite, or count its documents as dropped and return a warning. Collective.
 
         Args:
             loss, grad_norm: of the whole step, the same on every rank.
@@ -143,7 +141,7 @@ class _Suspect(NamedTuple):
 def _account(
     plan: StepPlan, run: RankRun, loss: float, grad_norm: float, origin: Callable[[int], str], mesh: Mesh
 ) -> str:
-    """What is not finite and where it comes from; the same on every rank. Collective over the control group."""
+    """Describe what is not finite and where it is from; the same on every rank. Collective over the control group."""
     mine = ([_Suspect(mesh.dp_rank, *found) for output in run.heads if (found := _suspect(output))], len(run.heads))
     everyone: list[tuple[list[_Suspect], int]] = [([], 0)] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -154,7 +152,7 @@ def _account(
         return f"{text}; the loss of every pack is finite, so a number became too large on the way back"
     if num_packs > 1 and sum(len(found) for found, _ in everyone) == num_packs:
         text += ", in every pack, so the weights are more likely the cause than a document"
-    named = [_words(suspect, plan, origin) for suspect in suspects[:_MAX_NAMED]]
+    named = [_described(suspect, plan, origin) for suspect in suspects[:_MAX_NAMED]]
     more = f", and {len(suspects) - _MAX_NAMED} packs more" if len(suspects) > _MAX_NAMED else ""
     return f"{text}. It comes from {'; '.join(named)}{more}"
 
@@ -177,7 +175,7 @@ def _suspect(output: HeadOutput) -> tuple[int, tuple[int, ...]] | None:
     return output.pack, tuple(sorted(bad)) or everything
 
 
-def _words(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) -> str:
+def _described(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) -> str:
     lengths = {document.doc_id: document.num_tokens for document in plan.documents}
     documents = [
         f"document {doc_id} ({lengths[doc_id]:,} tokens, {origin(doc_id)})" for doc_id in suspect.doc_ids[:_MAX_NAMED]
@@ -187,13 +185,13 @@ def _words(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) -> s
 
 
 class ProcessMemory:
-    """Of one rank."""
+    """Main memory of a rank's process without its tensors, and what the fullest process is predicted to hold."""
 
     def __init__(self, model: ModelSpec, device: torch.device) -> None:
         self._model, self._device = model, device
         self.fixed_bytes: int | None = None
-        """Before the first step, beside weights, gradients and optimizer state: interpreter, libraries, process groups,
-        loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
+        """Before the first step, without weights, gradients and optimizer state: interpreter, libraries, process
+        groups, loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
         self._predicted_bytes = 0
 
     def begin_step(self, static_bytes: int) -> None:
@@ -208,7 +206,7 @@ class ProcessMemory:
         forget_peak_process_bytes(self._device)
 
     def predicted_bytes(self, plan: StepPlan, fixed_bytes: int | None) -> int | None:
-        """What the fullest process holds by now, after this plan; None where that is not known.
+        """Return what the fullest process holds by now, after this plan; None where that is not known.
 
         Args:
             fixed_bytes: of the rank that has most.
@@ -220,11 +218,11 @@ class ProcessMemory:
 
 
 class TrainedStep(NamedTuple):
-    """What became of a step.
+    """Holds what became of a step.
 
     Args:
         report: on rank 0; None elsewhere.
-        agreed: what ranks say of it together; the same on all of them.
+        agreed: what ranks report of it together; the same on all of them.
         is_skipped: it was not finite, and the weights are as before.
     """
 
@@ -233,22 +231,8 @@ class TrainedStep(NamedTuple):
     is_skipped: bool
 
 
-class StepStart(NamedTuple):
-    """A rank's clock at the start of a step: when it came to the barrier, and behind it, which is the step's zero."""
-
-    came_s: float
-    zero_s: float
-
-
-class RankNews(NamedTuple):
-    """What a rank brings to a step for all to hear; fields as of `RankEnd`."""
-
-    data_wait_s: float
-    stop_signal: int
-
-
 class StepTrainer:
-    """Of one rank of a run.
+    """Trains steps on one rank of a run.
 
     Args:
         saves: which follow the state into another layout; a run that gives up names the newest.
@@ -257,14 +241,14 @@ class StepTrainer:
     def __init__(self, config: TrainConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.config = config
         self.memory_cap_bytes = 0
-        """Of this process; a switch is prepared in what a step leaves of it."""
+        """Limit of this process; a switch is prepared in what a step leaves of it."""
         self.non_finite = NonFiniteSteps(config.train.on_nonfinite, state.mesh)
         self._model, self._state, self._saves = model, state, saves
         self._process = ProcessMemory(model, state.mesh.device)
 
     @property
     def _mesh(self) -> Mesh:
-        """Of the layout that runs now."""
+        """Mesh of the layout that runs now."""
         return self._state.mesh
 
     def run(
@@ -286,7 +270,7 @@ class StepTrainer:
             stop_signal: of this rank; all ranks learn of it.
             goes_on: another step follows, so updated weights may still be on their way on return; who reads them
                 otherwise takes them from `state`, which waits.
-            coming_layout: of the next step, once it is known; asked often.
+            coming_layout: of the next step, once it is known; called often.
 
         Raises:
             NonFiniteStepError, RankLostError: as `Trainer.train`.
@@ -304,23 +288,22 @@ class StepTrainer:
             self._state.change_layout(plan.layout, coefficients)
             self.non_finite.mesh = self._mesh
         mesh, state = self._mesh, self._state
-        look_ahead = state.looking_ahead(coming_layout, self._room_bytes(plan))
+        look_ahead = state.looking_ahead(coming_layout, self._headroom_bytes(plan))
         look_ahead()
-        beside = overlaps_of(self.config, coefficients, shares_packs=prepared.shares_packs, goes_on=goes_on)
-        found = state.gradients(prepared.step, look_ahead, is_overlapped=beside.sums)
+        overlaps = overlaps_of(self.config.train, coefficients, shares_packs=prepared.shares_packs, goes_on=goes_on)
+        found = state.gradients(prepared.step, look_ahead, is_overlapped=overlaps.sums)
         switch, warning = self.settle(), ""
         if found.is_finite:
             self.non_finite.record_finite()
-            ended = state.update(found, learning_rate, is_overlapped=beside.gathers)
+            ended = state.update(found, learning_rate, is_overlapped=overlaps.gathers)
             found = replace(found, gathers=[*found.gathers, *ended])
         else:
-            warning = self.non_finite.leave_out(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
+            warning = self.non_finite.skip_or_stop(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
         if not plan.num_label_tokens:
             warning = no_label_warning(plan)
         elif plan.step == 0 and not warning:
             warning = untaught_warning(plan.documents, planned.origin)
-        own = self._rank_end(found, StepStart(came_s, zero_s), RankNews(data_wait_s, stop_signal))
-        end, measured = self._tell(own, found, zero_s)
+        end, measured = self._exchange(found, came_s, zero_s, data_wait_s, stop_signal)
         if measured is None:
             return TrainedStep(None, end, not found.is_finite)
         row = step_row(
@@ -331,35 +314,17 @@ class StepTrainer:
             grad_norm=found.grad_norm,
             learning_rate=learning_rate,
             peaks=DevicePeaks.of(coefficients, self._model, mesh.num_ranks),
-            around=SecondsAround(
-                plan_s=planned.plan_time_s,
-                data_wait_s=end.data_wait_s,
-                exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
-            ),
-            memory=end.memory(self._process.predicted_bytes(plan, end.fixed_bytes)),
+            end=end,
+            exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
+            plan_s=planned.plan_time_s,
+            predicted_process_bytes=self._process.predicted_bytes(plan, end.fixed_bytes),
         )
         lines = self.non_finite.ledger_lines(planned)
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
         return TrainedStep(report, end, not found.is_finite)
 
-    def _rank_end(self, found: StepGradients, start: StepStart, news: RankNews) -> RankEnd:
-        """What this rank says at the end of a step."""
-        device = self._mesh.device
-        return RankEnd(
-            step_time_s=seconds_now(device) - start.zero_s,
-            barrier_s=start.zero_s - start.came_s,
-            # On a CPU the store's own count, without temporary buffers.
-            peak_bytes=measured_peak_bytes(device) or self._state.static_bytes() + found.run.peak_bytes,
-            data_wait_s=news.data_wait_s,
-            stop_signal=news.stop_signal,
-            # Rank 0 looks at its clock; the others do as it says.
-            is_time_to_save=self._mesh.rank == 0 and self._saves.is_time(),
-            process_bytes=peak_process_bytes(device) or 0,
-            fixed_bytes=self._process.fixed_bytes or 0,
-        )
-
-    def _room_bytes(self, plan: StepPlan) -> int:
-        """What a step leaves for a switch that is prepared beside it."""
+    def _headroom_bytes(self, plan: StepPlan) -> int:
+        """Return what a step leaves for a switch that is prepared while it runs."""
         return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
 
     def settle(self) -> Switch | None:
@@ -368,21 +333,38 @@ class StepTrainer:
             self._saves.move_to(self._state.buffers, self._state.optimizer, self._mesh)
         return switch
 
-    def _tell(self, own: RankEnd, found: StepGradients, zero_s: float) -> tuple[RankEnd, Timeline | None]:
-        """What all ranks say of a step together, and its timeline on rank 0, None elsewhere. Collective.
+    def _exchange(
+        self, found: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
+    ) -> tuple[RankEnd, Timeline | None]:
+        """Return what all ranks report of a step together, and its timeline on rank 0, None elsewhere. Collective.
 
         Args:
-            zero_s: this rank's clock at the step's start.
+            came_s: this rank's clock when it came to the barrier at the step's start.
+            zero_s: behind it, which is the step's zero.
+            data_wait_s, stop_signal: as of `run`.
         """
-        with self._mesh.watch.waiting("the loss and the timeline"):
-            end = own.joined(self._mesh)
+        mesh, static_bytes = self._mesh, self._state.static_bytes()
+        own = RankEnd(
+            step_time_s=seconds_now(mesh.device) - zero_s,
+            barrier_s=zero_s - came_s,
+            # On a CPU the store's own count, without temporary buffers.
+            peak_bytes=measured_peak_bytes(mesh.device) or static_bytes + found.run.peak_bytes,
+            data_wait_s=data_wait_s,
+            stop_signal=stop_signal,
+            # By the clock of rank 0; the others follow it.
+            is_time_to_save=mesh.rank == 0 and self._saves.is_time(),
+            process_bytes=peak_process_bytes(mesh.device) or 0,
+            fixed_bytes=self._process.fixed_bytes or 0,
+        )
+        with mesh.watch.waiting("the loss and the timeline"):
+            end = own.joined(mesh)
             measured = gather_timeline(
                 found.run.trace,
                 found.sums,
                 found.gathers,
                 zero_s=zero_s,
                 step_time_s=end.step_time_s,
-                static_bytes=self._state.static_bytes(),
-                mesh=self._mesh,
+                static_bytes=static_bytes,
+                mesh=mesh,
             )
         return end, measured

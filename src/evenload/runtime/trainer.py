@@ -43,7 +43,7 @@ from evenload.types.validation import Validation
 
 
 class Trainer:
-    """State of one rank: its virtual stages, optimizer shard and loader."""
+    """Trains a run on one rank, with its virtual stages, optimizer shard and loader."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None) -> None:
         self.config = config
@@ -87,7 +87,7 @@ class Trainer:
 
     @property
     def mesh(self) -> Mesh:
-        """Of the layout that runs now."""
+        """Mesh of the layout that runs now."""
         return self.state.mesh
 
     @property
@@ -150,7 +150,7 @@ class Trainer:
             stop_after: stop when so many steps are done in all, although the configured run is longer.
                 Consume the iterator to its end: ranks prepare steps ahead, together.
             stop_requested: number of a signal after which this rank shall stop, or 0. Asked once a step, and before
-                every batch of validation data, the rest of which is then left out; when any rank was asked, all end
+                every batch of validation data, the rest of which is then left out; when any rank got one, all end
                 after that step, and `stop_signal` says which signal it was.
             on_late_pass: called on rank 0 with a pass over the validation data that was due after the last step of an
                 earlier start, and is made before the first one here.
@@ -211,7 +211,7 @@ class Trainer:
         source.close()
 
     def _run_late_pass(self, run: EvaluatedRun, on_late_pass: Callable[[Validation], None]) -> None:
-        """Before the first step, the pass over the validation data that an earlier start left out. Collective."""
+        """Make the pass over the validation data that an earlier start left out, before the first step. Collective."""
         evaluated = self._evaluation.run_if_due(self.steps_done, run)
         self.stop_signal = evaluated.stop_signal
         if evaluated.validation is None:
@@ -226,7 +226,7 @@ class Trainer:
     def _validated_and_saved(
         self, report: StepReport | None, run: EvaluatedRun, *, is_time_to_save: bool
     ) -> StepReport | None:
-        """After a step, what is due: losses of the validation data, samples, a checkpoint. Collective."""
+        """Evaluate and save what is due after a step: validation losses, samples, a checkpoint. Collective."""
         try:
             evaluated = self._evaluation.after_step(self.steps_done, run, is_stopping=bool(self.stop_signal))
         except (DataError, ConfigError, InfeasiblePlanError, InvalidPlanError):
@@ -248,7 +248,7 @@ class Trainer:
         return (last_step is None or self.steps_done < last_step) and not source.has_next()
 
     def _source(self, planner: StepPlanner | FlexPlanner, monitor: Monitor | None, left: StepsLeft) -> StepSource:
-        """Of the steps from here on."""
+        """Make the source of the steps from here on."""
         return StepSource(
             self._loader,
             planner,
@@ -261,7 +261,7 @@ class Trainer:
         )
 
     def _monitor(self, planner: StepPlanner | FlexPlanner) -> Monitor | None:
-        """Of the steps from here on; None where the layout cannot change."""
+        """Make the monitor of the steps from here on; None where the layout cannot change."""
         if not isinstance(planner, FlexPlanner):
             return None
         return Monitor(planner, self.layout, self.config.data.prefetch_steps, self._layouts_known)
@@ -313,7 +313,7 @@ class Trainer:
         return len(files), sum(file.size_bytes or 0 for file in files)
 
     def source_lines(self) -> list[str]:
-        """As of the loader, as `label_warnings`."""
+        """Return the loader's lines about its sources."""
         return self._loader.source_lines()
 
     def label_warnings(self) -> list[str]:
@@ -324,7 +324,7 @@ class Trainer:
         return export_run(self.config, self.hf_config, self.state.buffers, self.mesh)
 
     def export_average(self) -> Path | None:
-        """As `export`, of the moving average of the weights (`train.ema_decay`); None where there is none."""
+        """Export the moving average of the weights (`train.ema_decay`) as `export` does; None where there is none."""
         if self.config.train.ema_decay is None:
             return None
         with self.state.optimizer.average_as_weights():

@@ -4,7 +4,7 @@ The shape is fixed. Beyond it we write a few optional keys so that a file reads 
 same StepPlan: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a replica, `left_out`,
 `mean_token_delay_steps`, `digest`. Slices of a forward pack that a context-parallel group shares say how:
 `sharding` is the pack's rule ("per_sequence" or "per_document"), or `owner` is the rank that computes the slice whole,
--1 = all ranks (`stepplan.rank_ranges`). Readers must ignore keys they do not know; so do we. `cost_s` of a pack is not
+-1 = all ranks (`stepplan.rank_rows`). Readers must ignore keys they do not know; so do we. `cost_s` of a pack is not
 stored: it is the largest of its durations.
 """
 
@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from evenload.errors import ConfigError, InvalidPlanError
+from evenload.schedule.validate import check_schedule
 from evenload.types.document import Document, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.micropack import Direction, MicroPack, PackPlan, PackSharding
-from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan, plan_digest
+from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan, plan_digest, seal
 from evenload.types.schedule import Schedule, parse_action
 
 
@@ -178,3 +179,35 @@ def _sharding_from_json(pack: list[dict[str, Any]], where: str) -> PackSharding:
             "per_sequence, per_document or an owner for every slice (a file of an older evenload: plan again)"
         )
     return rule
+
+
+# `forward_only`: a step's plan without its backwards, for what needs losses and no gradients (validation).
+#
+# Packs, their order on every rank and who computes which rows stay. A forward waits for forwards alone, so any order
+# that the whole plan can be executed in is one of its forwards, too; `check_schedule` proves it of every plan all the
+# same. Documents that only backwards cut are not cut any more, so their keys and values need not be kept. O(actions).
+
+
+def forward_only(plan: StepPlan) -> StepPlan:
+    """The same forwards, sealed.
+
+    Raises:
+        InvalidPlanError: a forward is missing, twice, out of order or on another rank.
+        ScheduleDeadlockError: forwards wait for each other.
+    """
+    replace = msgspec.structs.replace
+    schedules = tuple(
+        Schedule(ranks=tuple(tuple(action for action in row if action.kind == "F") for row in one.ranks))
+        for one in plan.schedules
+    )
+    packs = tuple(replace(one, backward=()) for one in plan.pack_plans)
+    for one, schedule in zip(packs, schedules, strict=True):
+        check_schedule(
+            schedule,
+            num_forward=len(one.forward),
+            forwards_needed=(),
+            stage_to_rank=plan.layout.stage_to_rank,
+            num_ranks=plan.layout.pipeline_ranks,
+        )
+    times = tuple(replace(one, backward_s=(), p2p_backward_s=(), input_s=(), weight_s=()) for one in plan.times)
+    return seal(replace(plan, pack_plans=packs, schedules=schedules, times=times))

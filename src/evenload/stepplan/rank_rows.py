@@ -1,39 +1,347 @@
-"""Which rows of every pack each rank of a context-parallel group computes, in both directions.
+"""Which rows of every pack each rank of a context-parallel group computes: the sharding rules, their rows in columns
+for prices (`ranked_packs`) and as objects for the runtime (`replica_rows`).
 
-`rank_ranges` shares one pack. A document's tokens must stay on one rank from forward to backward, because that
-rank holds what their forward recorded, but backward packs are cut elsewhere. So the forward packs decide, and a slice
-is first cut into *cells* at its document's backward cuts; every cell goes to the ranks by its own 2·cp chunks:
+The geometry of the rules:
 
-    forward slices   |-------------------|--------------|
-    backward slices  |-----------|----------------------|
-    cells            |-----------|-------|--------------|    each: rank 0 1 .. cp-1 cp-1 .. 1 0
+    per_sequence   the pack as one sequence in 2·cp chunks; rank r computes chunks r and 2·cp - 1 - r. Equal tokens,
+                   but documents cut anywhere: attention is uneven.
+    per_document   every slice in 2·cp chunks, rank r computes a symmetric pair. Equal tokens (± 1) and equal
+                   attention; many short pieces waste kernel tiles. Padding-free: the tokens beyond a multiple of
+                   2·cp make chunks one longer, round robin over ranks through all slices of a pack. (WLB §5.1 assigns
+                   them as separate one-token pieces, each of which would cost a whole tile.)
+    owners         a slice whole on its owner; those of owner -1 per document
 
-Slices of both directions are unions of cells, so both are even, in tokens (± 1 over all cells of a pack) and in
-attention. Where both directions have the same cuts, cells are slices. `per_sequence` keeps its chunks as they are; a
-backward pack with other cuts is then as uneven as it falls.
-
-A document that lies whole on one rank is *local*: it needs no transfer. WLB and Skrull never cut documents; SlimPack
-cuts those that its DP-Merge shares, but does not say who computes which rows.
-
-Pure data, the same on every member of a group. O(slices · cp) a replica.
+No prices: which rule a pack gets is the planner's choice (`plan.cp_sharding`). O(slices · cp) numpy, for any
+number of packs at once.
 """
 
 import bisect
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pack_split import RankedPacks
 from evenload.errors import InvalidPlanError
-from evenload.stepplan.rank_ranges import ranges_by_owner, ranges_per_sequence
-from evenload.stepplan.validate_groups import block_of
-from evenload.types.micropack import MicroPack
-from evenload.types.plan import StepPlan
+from evenload.stepplan.plan_tasks import replica_columns
+from evenload.types.columns import SliceColumns
+from evenload.types.micropack import MicroPack, PackSharding
+from evenload.types.plan import StepPlan, block_of
 from evenload.types.replica_block import ReplicaBlock
 from evenload.types.token_range import Range
+
+
+@dataclass(frozen=True, eq=False)
+class RankRanges:
+    """Who computes what: rank `rank[i]` of the group computes tokens `[start[i], stop[i])` of slice `piece[i]`.
+
+    Args:
+        rank, piece: int64[n].
+        start, stop: int64[n], positions in the document; not empty.
+    """
+
+    rank: NDArray[np.int64]
+    piece: NDArray[np.int64]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+
+
+def joined(ranges: RankRanges) -> RankRanges:
+    """By slice, rank and position; neighbours of one slice and rank are one range, as they are one kernel call."""
+    order = np.lexsort((ranges.start, ranges.rank, ranges.piece))
+    rank, piece, start, stop = (column[order] for column in (ranges.rank, ranges.piece, ranges.start, ranges.stop))
+    is_new = np.ones(len(piece), bool)
+    is_new[1:] = (piece[1:] != piece[:-1]) | (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
+    first = np.flatnonzero(is_new)
+    last = np.append(first[1:], len(piece))[: len(first)] - 1
+    return RankRanges(rank[first], piece[first], start[first], stop[last])
+
+
+def ranges_per_sequence(
+    start: NDArray[np.int64], stop: NDArray[np.int64], pack_offset: NDArray[np.int64], cp: int
+) -> RankRanges:
+    """Every pack as one sequence.
+
+    Args:
+        start, stop: int64[k], the packs' slices; not empty.
+        pack_offset: int64[p + 1]; pack i holds slices `[pack_offset[i], pack_offset[i + 1])`.
+        cp: ranks.
+    """
+    # All packs are laid end to end, so that a pack's first token is a border of a chunk.
+    ends = np.cumsum(stop - start)
+    pack_ends = np.concatenate([[0], ends])[pack_offset]
+    chunks = _chunk_tokens(np.diff(pack_ends), np.arange(len(pack_ends)), cp)
+    edges = np.concatenate([[0], np.cumsum(chunks.ravel())])
+    # Every border of a chunk and of a slice starts a new range.
+    borders = np.unique(np.concatenate([edges, ends]))
+    low, high = borders[:-1], borders[1:]
+    piece = np.searchsorted(ends, low, side="right")
+    chunk = (np.searchsorted(edges, low, side="right") - 1) % (2 * cp)
+    shift = start[piece] - (ends - (stop - start))[piece]
+    return RankRanges(_rank_of_chunk(chunk, cp), piece, low + shift, high + shift)
+
+
+def ranges_by_owner(
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    owner: NDArray[np.int64],
+    pack_offset: NDArray[np.int64],
+    cp: int,
+) -> RankRanges:
+    """Slices whole on their owner; those of owner -1 per document.
+
+    Args:
+        start, stop, pack_offset, cp: see `ranges_per_sequence`.
+        owner: int64[k], a rank or -1.
+    """
+    shared, whole = np.flatnonzero(owner < 0), np.flatnonzero(owner >= 0)
+    chunks = _chunk_tokens((stop - start)[shared], np.searchsorted(shared, pack_offset), cp)
+    high = start[shared][:, None] + np.cumsum(chunks, axis=1)
+    used = (chunks > 0).ravel()
+    return RankRanges(
+        np.concatenate([np.tile(_rank_of_chunk(np.arange(2 * cp), cp), len(shared))[used], owner[whole]]),
+        np.concatenate([np.repeat(shared, 2 * cp)[used], whole]),
+        np.concatenate([(high - chunks).ravel()[used], start[whole]]),
+        np.concatenate([high.ravel()[used], stop[whole]]),
+    )
+
+
+def _rank_of_chunk(chunk: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
+    return np.minimum(chunk, 2 * cp - 1 - chunk)
+
+
+def _chunk_tokens(tokens: NDArray[np.int64], offset: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
+    """Tokens of the 2·cp chunks of every sequence; int64[k, 2·cp]. Over a pack ranks differ by at most one.
+
+    Args:
+        offset: int64[p + 1], the sequences of every pack.
+    """
+    base, extra = np.divmod(tokens, 2 * cp)
+    before = np.concatenate([[0], np.cumsum(extra)])
+    first = before[:-1] - np.repeat(before[offset[:-1]], np.diff(offset))  # the next rank in turn
+    turn = (np.arange(cp)[None, :] - first[:, None]) % cp
+    once, twice = (turn < extra[:, None]).astype(np.int64), (turn + cp < extra[:, None]).astype(np.int64)
+    # In the early chunk in one round of ranks, in the late one in the next: a token that opens a tile costs by what
+    # it sees, and always early would be cheap for rank 0 and expensive for the last.
+    is_late = (first // cp % 2 == 1)[:, None]
+    head = base[:, None] + np.where(is_late, twice, once)
+    tail = base[:, None] + np.where(is_late, once, twice)
+    return np.concatenate([head, tail[:, ::-1]], axis=1)
+
+
+# Rows in columns: of a candidate before it is a plan, for all packs of a replica in some numpy calls. O(n log n) in the
+# ranges.
+
+
+class _Rows(NamedTuple):
+    """Token ranges: the slice that each lies in, the rank of the group that has it, its document; int64[n] each."""
+
+    piece: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    doc: NDArray[np.int64]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+
+
+class _Side(NamedTuple):
+    """One direction: its packs, who runs them together, and where slices end with padding."""
+
+    columns: SliceColumns
+    ranks: NDArray[np.int64]
+    pack: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    in_group: NDArray[np.bool_]
+
+
+class _SharedRows(NamedTuple):
+    """Rows of the forward packs that groups run, cut wherever a slice of either direction begins.
+
+    Args:
+        is_cut: bool[documents], into slices of several packs.
+        scale: more than the tokens of any document: `doc * scale + position` is one sorted key.
+    """
+
+    sides: tuple[_Side, _Side]
+    rows: _Rows
+    is_cut: NDArray[np.bool_]
+    scale: int
+
+
+def ranked_packs(
+    forward: SliceColumns,
+    backward: SliceColumns,
+    shardings: Sequence[PackSharding],
+    layout_cp: int,
+    *,
+    prefix_travels: bool = False,
+) -> tuple[RankedPacks, RankedPacks]:
+    """Both directions of one replica's packs, rank by rank.
+
+    Args:
+        shardings: of every forward pack (`MicroPack.sharding`); of packs that nobody shares it does not count.
+        layout_cp: context ranks of the layout.
+        prefix_travels: with a slice's keys and values go those of its prefix (a ring).
+    """
+    shared = _shared_rows(forward, backward, shardings, layout_cp)
+    num_documents = len(shared.is_cut)
+    lowest, highest = np.full(num_documents, np.iinfo(np.int64).max), np.full(num_documents, -1)
+    np.minimum.at(lowest, shared.rows.doc, shared.rows.rank)
+    np.maximum.at(highest, shared.rows.doc, shared.rows.rank)
+    both = (shared.rows, _within(shared.sides[1], shared.rows, shared.scale))
+    found = [
+        _ranked(side, _joined(of_side, side.columns.doc), lowest == highest, shared.is_cut, prefix_travels)
+        for side, of_side in zip(shared.sides, both, strict=True)
+    ]
+    return found[0], found[1]
+
+
+def ranked_where_shared(
+    costs: PackCosts, forward: SliceColumns, backward: SliceColumns, shardings: Sequence[PackSharding]
+) -> tuple[RankedPacks, RankedPacks] | tuple[None, None]:
+    """As `ranked_packs`, as these costs run them; None twice where no packs are shared."""
+    cp = costs.layout.cp
+    if cp == 1 and not (forward.cp > 1).any():
+        return None, None
+    ring = costs.coefficients.context_exchange == "ring"
+    return ranked_packs(forward, backward, shardings, cp, prefix_travels=ring)
+
+
+def _shared_rows(
+    forward: SliceColumns, backward: SliceColumns, shardings: Sequence[PackSharding], layout_cp: int
+) -> _SharedRows:
+    sides = (_side(forward, layout_cp), _side(backward, layout_cp))
+    scale = 1 + max(int(side.stop.max(initial=0)) for side in sides)
+    # Where slices of either direction begin, document after document.
+    edges = np.unique(
+        np.concatenate([(side.columns.doc * np.int64(scale) + side.columns.start)[side.in_group] for side in sides])
+    )
+    num_documents = 1 + max(int(columns.doc.max(initial=-1)) for columns in (forward, backward))
+    is_cut = np.bincount(edges // scale, minlength=num_documents) > 1
+    return _SharedRows(sides, _forward_rows(sides[0], shardings, edges, scale), is_cut, scale)
+
+
+def _side(columns: SliceColumns, layout_cp: int) -> _Side:
+    pack, ranks = columns.pack_of_slice(), np.maximum(layout_cp, columns.pack_ranks())  # more under DP-Merge
+    return _Side(columns, ranks, pack, columns.start + columns.slice_tokens(), (ranks > 1)[pack])
+
+
+def _forward_rows(side: _Side, shardings: Sequence[PackSharding], edges: NDArray[np.int64], scale: int) -> _Rows:
+    """Rows of all packs that groups run, cut wherever a slice of either direction begins but where a rank has all."""
+    columns, parts = side.columns, []
+    is_sequence = np.array([sharding == "per_sequence" for sharding in shardings], bool)
+    owner = np.full(columns.num_slices, -1)
+    for pack, sharding in enumerate(shardings):
+        if isinstance(sharding, tuple):
+            owner[columns.pack_offset[pack] : columns.pack_offset[pack + 1]] = sharding
+    for size in np.unique(side.ranks[side.ranks > 1]).tolist():
+        for by_sequence in (True, False):
+            packs = np.flatnonzero((side.ranks == size) & (is_sequence == by_sequence))
+            pieces = np.flatnonzero(np.isin(side.pack, packs))
+            if not len(pieces):
+                continue
+            start, stop = columns.start[pieces], side.stop[pieces]
+            if by_sequence:
+                of_piece, ranges = pieces, ranges_per_sequence(start, stop, _offset(side.pack[pieces], packs), size)
+            else:
+                base = columns.doc[pieces] * np.int64(scale)
+                first = np.searchsorted(edges, base + start, side="right")
+                inside = np.searchsorted(edges, base + stop) - first
+                inside[owner[pieces] >= 0] = 0
+                cell = np.repeat(np.arange(len(pieces)), inside + 1)
+                place = np.arange(len(cell)) - np.repeat(np.cumsum(inside + 1) - (inside + 1), inside + 1)
+                low = np.where(
+                    place == 0, start[cell], edges[np.minimum(first[cell] + place - 1, len(edges) - 1)] - base[cell]
+                )
+                high = np.where(place == inside[cell], stop[cell], np.roll(low, -1))
+                of_piece = pieces[cell]
+                offset = _offset(side.pack[of_piece], packs)
+                ranges = ranges_by_owner(low, high, owner[of_piece], offset, size)
+            parts.append(_rows_of(ranges, of_piece, columns.doc))
+    if not parts:
+        return _Rows(*(np.zeros(0, np.int64) for _ in _Rows._fields))
+    return _Rows(*(np.concatenate(of_parts) for of_parts in zip(*parts, strict=True)))
+
+
+def _rows_of(ranges: RankRanges, of_piece: NDArray[np.int64], doc: NDArray[np.int32]) -> _Rows:
+    piece = of_piece[ranges.piece]
+    return _Rows(piece, ranges.rank, doc[piece].astype(np.int64), ranges.start, ranges.stop)
+
+
+def _joined(rows: _Rows, doc: NDArray[np.int32]) -> _Rows:
+    return _rows_of(joined(RankRanges(rows.rank, rows.piece, rows.start, rows.stop)), np.arange(len(doc)), doc)
+
+
+def _offset(pack: NDArray[np.int64], packs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each of some packs begins among slices that lie in them, in the order of packs."""
+    return np.concatenate([np.searchsorted(pack, packs), [len(pack)]])
+
+
+def _within(side: _Side, rows: _Rows, scale: int) -> _Rows:
+    """The same rows by the slices of the other direction, cut where those begin."""
+    columns, pieces = side.columns, np.flatnonzero(side.in_group)
+    pieces = pieces[np.argsort(columns.doc[pieces] * np.int64(scale) + columns.start[pieces])]
+    keys = columns.doc[pieces] * np.int64(scale) + columns.start[pieces]
+    first = np.searchsorted(keys, rows.doc * scale + rows.start, side="right") - 1
+    count = np.searchsorted(keys, rows.doc * scale + rows.stop) - first
+    of_row = np.repeat(np.arange(len(first)), count)
+    place = np.arange(len(of_row)) - np.repeat(np.cumsum(count) - count, count)
+    piece = pieces[first[of_row] + place]
+    return _Rows(
+        piece,
+        rows.rank[of_row],
+        rows.doc[of_row],
+        np.maximum(rows.start[of_row], columns.start[piece]),
+        np.minimum(rows.stop[of_row], side.stop[piece]),
+    )
+
+
+def _ranked(
+    side: _Side, rows: _Rows, is_local: NDArray[np.bool_], is_cut: NDArray[np.bool_], prefix_travels: bool
+) -> RankedPacks:
+    columns = side.columns
+    first_rank = np.concatenate([[0], np.cumsum(side.ranks)])
+    alone = np.flatnonzero(~side.in_group)
+    pack = np.concatenate([first_rank[side.pack[rows.piece]] + rows.rank, first_rank[side.pack[alone]]])
+    order = np.argsort(pack, kind="stable")
+    num_packs = int(first_rank[-1])
+    pad_to = np.zeros(num_packs, np.int64)
+    pad_to[first_rank[:-1]] = np.where(side.ranks > 1, 0, columns.pad_to)
+    ranged = SliceColumns(
+        doc=np.concatenate([rows.doc.astype(np.int32), columns.doc[alone]])[order],
+        start=np.concatenate([rows.start, columns.start[alone]])[order],
+        stop=np.concatenate([rows.stop, columns.stop[alone]])[order],
+        pack_offset=np.concatenate([[0], np.cumsum(np.bincount(pack, minlength=num_packs))]),
+        pad_to=pad_to,
+        cp=np.ones(len(order), np.int64),
+    )
+    sent = side.stop if prefix_travels else side.stop - columns.start
+    sent = np.where(side.in_group & ~is_local[columns.doc], sent, 0)
+    whole, cut = (columns.pack_sums(np.where(is_cut[columns.doc] == of_cut, sent, 0)) for of_cut in (False, True))
+    return RankedPacks(ranged, first_rank, is_local[ranged.doc], is_cut[ranged.doc], whole, cut)
+
+
+# Which rows of every pack each rank of a context-parallel group computes, in both directions.
+#
+# The rules above share one pack. A document's tokens must stay on one rank from forward to backward, because that rank
+# holds what their forward recorded, but backward packs are cut elsewhere. So the forward packs decide, and a slice is
+# first cut into *cells* at its document's backward cuts; every cell goes to the ranks by its own 2·cp chunks:
+#
+#     forward slices   |-------------------|--------------|
+#     backward slices  |-----------|----------------------|
+#     cells            |-----------|-------|--------------|    each: rank 0 1 .. cp-1 cp-1 .. 1 0
+#
+# Slices of both directions are unions of cells, so both are even, in tokens (± 1 over all cells of a pack) and in
+# attention. Where both directions have the same cuts, cells are slices. `per_sequence` keeps its chunks as they are;
+# a backward pack with other cuts is then as uneven as it falls.
+#
+# A document that lies whole on one rank is *local*: it needs no transfer. WLB and Skrull never cut documents;
+# SlimPack cuts those that its DP-Merge shares, but does not say who computes which rows.
+#
+# Pure data, the same on every member of a group. O(slices · cp) a replica.
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,61 +436,36 @@ class ReplicaRows:
 
 
 def replica_rows(plan: StepPlan, dp_rank: int) -> ReplicaRows:
-    """Rows of every pack of a replica."""
+    """Find the rows of every pack of a replica.
+
+    Raises:
+        InvalidPlanError: the sharding of a pack that ranks share does not say who computes what.
+    """
     packs, cp = plan.pack_plans[dp_rank], plan.layout.cp
-    blocks = [
-        [
-            (block, block.size * cp) if block.size * cp > 1 else None
-            for block in (block_of(plan, dp_rank, p) for p in listed)
-        ]
-        for listed in (packs.forward, packs.backward)
-    ]
-    starts: dict[int, set[int]] = defaultdict(set)
-    sizes: dict[int, int] = {}
-    for listed, groups in zip((packs.forward, packs.backward), blocks, strict=True):
-        for pack, group in zip(listed, groups, strict=True):
-            if group is None:
-                continue
-            for doc_id, start, _ in _whole_slices(pack):
-                starts[doc_id].add(start)
-                sizes[doc_id] = group[1]
+    for pack in packs.forward:
+        _require_owners(plan, pack, block_of(plan, dp_rank, pack).size * cp)
+    columns = replica_columns(plan, dp_rank)
+    shared = _shared_rows(columns.forward, columns.backward, columns.shardings, cp)
+    rows, ranks = shared.rows, shared.sides[0].ranks[shared.sides[0].pack[shared.rows.piece]]
     owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for pack, group in zip(packs.forward, blocks[0], strict=True):
-        if group is None:
-            continue
-        owner, slices = _owners(plan, pack, group[1]), _whole_slices(pack)
-        for rank, piece, start, stop in _pieces(pack, slices, owner, group[1], starts):
-            owners[slices[piece].doc_id].append((start, stop, rank))
-    documents = {
-        doc_id: _document_rows(doc_id, sorted(owned), sizes[doc_id], is_cut=len(starts[doc_id]) > 1)
-        for doc_id, owned in owners.items()
-    }
+    sizes: dict[int, int] = {}
+    table = np.stack([rows.doc, rows.start, rows.stop, rows.rank, ranks], axis=1)
+    for doc, start, stop, rank, size in table.tolist():
+        owners[doc].append((start, stop, rank))
+        sizes[doc] = size
+    documents: dict[int, DocumentRows] = {}
+    for doc, owned in owners.items():
+        doc_id = plan.documents[doc].doc_id
+        documents[doc_id] = _document_rows(doc_id, sorted(owned), sizes[doc], is_cut=bool(shared.is_cut[doc]))
     forward, backward = (
         tuple(
-            None if group is None else _pack_rows(_whole_slices(pack), documents, *group)
-            for pack, group in zip(listed, groups, strict=True)
+            _pack_rows(pack, documents, block, block.size * cp) if block.size * cp > 1 else None
+            for pack in listed
+            for block in (block_of(plan, dp_rank, pack),)
         )
-        for listed, groups in zip((packs.forward, packs.backward), blocks, strict=True)
+        for listed in (packs.forward, packs.backward)
     )
     return ReplicaRows(forward, backward, documents)
-
-
-def shared_documents(lengths: Sequence[int], ranks: int) -> PackRows:
-    """A pack of whole documents, each of which all ranks share per document, of no plan: for whoever times one.
-
-    Args:
-        lengths: tokens of every document, numbered from 0.
-    """
-    stop = np.array(lengths, np.int64)
-    found = ranges_by_owner(np.zeros_like(stop), stop, np.full(len(stop), -1), np.array([0, len(stop)]), ranks)
-    owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for doc_id, *owned in zip(
-        found.piece.tolist(), found.start.tolist(), found.stop.tolist(), found.rank.tolist(), strict=True
-    ):
-        owners[doc_id].append((owned[0], owned[1], owned[2]))
-    documents = {doc_id: _document_rows(doc_id, sorted(owned), ranks, is_cut=False) for doc_id, owned in owners.items()}
-    slices = [Range(doc_id, 0, tokens) for doc_id, tokens in enumerate(lengths)]
-    return _pack_rows(slices, documents, ReplicaBlock(0, 1), ranks)
 
 
 def _document_rows(doc_id: int, owners: list[tuple[int, int, int]], ranks: int, *, is_cut: bool) -> DocumentRows:
@@ -192,16 +475,11 @@ def _document_rows(doc_id: int, owners: list[tuple[int, int, int]], ranks: int, 
     return DocumentRows(doc_id, owners[-1][1], is_cut, tuple(owners), tuple(map(tuple, ranges)))
 
 
-def _whole_slices(pack: MicroPack) -> list[Range]:
-    return [Range(piece.doc_id, piece.start, pack.pad_to or piece.stop) for piece in pack.slices]
-
-
-def _pack_rows(
-    slices: Sequence[Range], documents: dict[int, DocumentRows], block: ReplicaBlock, ranks: int
-) -> PackRows:
+def _pack_rows(pack: MicroPack, documents: dict[int, DocumentRows], block: ReplicaBlock, ranks: int) -> PackRows:
     shared: list[SharedSlice] = []
     local: list[list[Range]] = [[] for _ in range(ranks)]
-    for doc_id, start, stop in slices:
+    for piece in pack.slices:
+        doc_id, start, stop = piece.doc_id, piece.start, pack.pad_to or piece.stop
         document = documents[doc_id]
         home = document.home
         if home is None:
@@ -212,29 +490,10 @@ def _pack_rows(
     return PackRows(block, tuple(shared), tuple(map(tuple, local)))
 
 
-def _pieces(
-    pack: MicroPack, slices: Sequence[Range], owner: NDArray[np.int64], ranks: int, starts: dict[int, set[int]]
-) -> Iterable[tuple[int, int, int, int]]:
-    """(rank, slice, start, stop) of a forward pack that has these slices."""
-    if pack.sharding == "per_sequence":
-        start, stop = (np.array([piece[side] for piece in slices], np.int64) for side in (1, 2))
-        found = ranges_per_sequence(start, stop, np.array([0, len(slices)]), ranks)
-        return zip(found.rank.tolist(), found.piece.tolist(), found.start.tolist(), found.stop.tolist(), strict=True)
-    cells = [
-        (index, low, high)
-        for index, (doc_id, start, stop) in enumerate(slices)
-        for low, high in itertools.pairwise(
-            [start, *(sorted(edge for edge in starts[doc_id] if start < edge < stop) if owner[index] < 0 else ()), stop]
-        )
-    ]
-    of_slice, low, high = (np.array(column, np.int64) for column in zip(*cells, strict=True))
-    found = ranges_by_owner(low, high, owner[of_slice], np.array([0, len(cells)]), ranks)
-    piece = of_slice[found.piece]
-    return zip(found.rank.tolist(), piece.tolist(), found.start.tolist(), found.stop.tolist(), strict=True)
-
-
-def _owners(plan: StepPlan, pack: MicroPack, ranks: int) -> NDArray[np.int64]:
-    """Owner of every slice, -1 = all ranks; int64[slices]. An `InvalidPlanError` where the sharding does not say."""
+def _require_owners(plan: StepPlan, pack: MicroPack, ranks: int) -> None:
+    """Refuse a pack that ranks share and whose sharding does not say who computes what."""
+    if ranks == 1:
+        return
     where = f"step {plan.step}: {pack.direction} pack {pack.index}"
     if isinstance(pack.sharding, tuple):
         owner = np.array(pack.sharding, np.int64)
@@ -243,7 +502,7 @@ def _owners(plan: StepPlan, pack: MicroPack, ranks: int) -> NDArray[np.int64]:
                 f"{where}: owners {pack.sharding} do not give each of {len(pack.slices)} slices one of {ranks} ranks "
                 "or -1"
             )
-        return owner
+        return
     alone = next((piece for piece in pack.slices if piece.cp == 1), None)
     if alone is not None:
         raise InvalidPlanError(
@@ -255,4 +514,3 @@ def _owners(plan: StepPlan, pack: MicroPack, ranks: int) -> NDArray[np.int64]:
             f"{where} is shared by {ranks} ranks and has sharding '{pack.sharding}'; choose per_sequence, per_document "
             "or the owner of every slice"
         )
-    return np.full(len(pack.slices), -1)

@@ -1,50 +1,144 @@
-"""`transfer_order`: when a rank posts its receives, so that all its transfers can share one first-in-first-out queue.
+"""When a rank posts its receives (`transfer_order`), and when it may wait for its own sends and free them.
 
-Where transfers of a rank do not run side by side, two ranks must post what they exchange in the same order. Each rank's
-own order of work does not give one: a stage receives hidden states while it sends gradients. So both follow one order
-of all actions of the plan, in which every action comes after what it needs:
+Freeing sends means that a rank need not keep them to the end of the step. A send is over when its receiver has posted
+the receive, which it does in its own order. Transports do not tell (with gloo `Work.is_completed()` stays False until
+`wait`), and waiting at a bad moment is a deadlock: two ranks that wait for each other's receives. So both ends need one
+order of all actions that no wait goes against. The plan has one, its predicted start times:
 
-    a transfer stands where the action stands that sends it
-    before an action a rank posts all receives that stand before it, in their order
-    when a channel has sent LAG more, a rank waits for a send and lets its tensor go (`freed_sends.py`)
+    before an action that starts at t, wait for the sends of a channel whose pack number i is followed by a pack
+    i + LAG that its receiver starts strictly before t
 
-Sends are posted by their actions, and a rank's actions stand in its own order, so a rank posts everything in order.
+Every edge of the schedule goes to an equal or later start and every such wait to a strictly later one, so they form
+no circle, whatever the real durations. By then the receiver has long posted the receive, unless it is LAG packs
+behind its prediction; then the sender waits for it, once it would run LAG packs further ahead than planned.
 
-Nothing deadlocks, even if every rank's device ran one transfer at a time in the order of posting, with whatever peer.
-Let A be the first action of the order that has not run, on any rank. All that it waits for, its input and the receipt
-of its rank's earlier sends, stands before it, so it was sent. Of all transfers that were sent and have not arrived,
-take the first; it stands before A. Its sender posted it and all before it. Its receiver's next action stands at A or
-later, so the receiver posted it and all before it, too; and those have arrived. So it arrives, and then the next one,
-until A runs. Any order that follows the plan will do; durations decide only how long transfers wait for each other.
+Replicas that share packs (DP-Merge) meet in their transfers, so the argument needs one order of all their actions.
+Plans run shared packs first and alike on all members, whose predictions then agree on them to the bit. Where they do
+not (plans made by hand), no send is waited for before the end of the step.
 
-The order is by predicted ends. A transfer then stands behind those alone that are sent earlier in the prediction, so
-while ranks run as predicted none waits for one that is not there yet; an order that counts actions would put hidden
-states that are ready behind the gradient of a long pack. Taking the earliest end of all actions whose needs are placed
-(Kahn's algorithm with a heap) follows the plan whatever the predictions are. Replicas that share packs meet in them,
-so their actions are placed together, a shared one as one action of all members.
-
-Price: a rank keeps LAG sent tensors a channel, and receives that are under way in the prediction (directed channels
-leave these with the sender). O(actions log actions), of all replicas that share packs with this one.
+A rank keeps what is under way in the prediction plus LAG packs a channel. O(actions log actions).
 """
 
 import heapq
 import itertools
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import InvalidPlanError
-from evenload.simulate.simulate import simulate
-from evenload.stepplan.freed_sends import freed_before, freed_sends, runs_of
+from evenload.schedule.simulate import simulate
 from evenload.stepplan.plan_tasks import timed_tasks
-from evenload.stepplan.validate_groups import block_of
-from evenload.types.pipeline import action_columns
-from evenload.types.plan import StepPlan
+from evenload.types.layout import ParallelLayout
+from evenload.types.pipeline import ActionColumns, action_columns
+from evenload.types.plan import StepPlan, block_of
 from evenload.types.replica_block import ReplicaBlock
 from evenload.types.schedule import Action
-from evenload.types.transfers import Channel, ChannelMode, Receive, TransferOrder, sending_channels
+from evenload.types.timeline import KINDS
+from evenload.types.transfers import Channel, ChannelMode, FreedSends, Receive, TransferOrder, sending_channels
+
+LAG = 4
+_FORWARD, _WEIGHT = KINDS.index("F"), KINDS.index("W")
+
+
+def freed_sends(plan: StepPlan, dp_rank: int, pp_rank: int) -> FreedSends:
+    """What a pipeline rank waits for and frees."""
+    channels = sending_channels(plan.layout, pp_rank)
+    actions = action_columns(plan.schedules[dp_rank])
+    own = actions.of_rank(pp_rank)
+    if not channels or not _members_agree(plan):
+        return ((),) * (own.stop - own.start)
+    start_s = simulate(timed_tasks(plan, dp_rank), actions).start_s
+    # Packs of a stage run in index order, so their starts do not fall.
+    over = {channel: start_s[received_runs(plan.layout, actions, channel, pp_rank)] for channel in channels}
+    return freed_before(over, start_s[own])
+
+
+def freed_before(over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.number]) -> FreedSends:
+    """For every own action the channels whose first so many sends are over: LAG packs further ones are over before it.
+
+    Args:
+        over: by channel, when each send is over; not falling.
+        own: when each action of the rank comes, on the same scale; not falling.
+    """
+    waits: list[list[tuple[Channel, int]]] = [[] for _ in own]
+    for channel, times in over.items():
+        before = 0
+        for at, count in enumerate((np.searchsorted(times, own, side="left") - LAG).tolist()):
+            if count > before:
+                waits[at].append((channel, count))
+                before = count
+    return tuple(map(tuple, waits))
+
+
+def received_runs(layout: ParallelLayout, actions: ActionColumns, channel: Channel, pp_rank: int) -> NDArray[np.bool_]:
+    """Which actions are those that a pipeline rank sends to on a channel; bool[n]."""
+    kind, stage = channel[:2]
+    found = runs_of(actions, kind, stage)
+    if layout.has_wide_stages:
+        (sending,) = layout.stages_of_rank(pp_rank)
+        width, first = layout.devices[sending], layout.stage_to_rank[sending]
+        found = found & (actions.rank == channel[-1]) & (actions.pack % width == pp_rank - first)
+    return found
+
+
+def runs_of(actions: ActionColumns, kind: str, stage: int) -> NDArray[np.bool_]:
+    """Which actions are the forwards ("F") or the backwards ("B": B or I) of a stage; bool[n]."""
+    is_backward = (actions.kind != _FORWARD) & (actions.kind != _WEIGHT)
+    return (actions.stage == stage) & (actions.kind == _FORWARD if kind == "F" else is_backward)
+
+
+def _members_agree(plan: StepPlan) -> bool:
+    """Whether all replicas predict the same starts of the packs that they share."""
+    sizes = [
+        {(pack.direction, pack.index): block_of(plan, dp_rank, pack) for pack in (*packs.forward, *packs.backward)}
+        for dp_rank, packs in enumerate(plan.pack_plans)
+    ]
+    if all(block.size == 1 for of_replica in sizes for block in of_replica.values()):
+        return True
+    starts: dict[ReplicaBlock, list[list[tuple]]] = defaultdict(list)
+    for dp_rank, blocks in enumerate(sizes):
+        start_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).start_s.tolist()
+        actions = [action for row in plan.schedules[dp_rank].ranks for action in row]
+        met: dict[ReplicaBlock, list[tuple]] = defaultdict(list)
+        for action, start in zip(actions, start_s, strict=True):
+            block = blocks["forward" if action.kind == "F" else "backward", action.pack]
+            if block.size > 1:
+                met[block].append((action.kind, action.stage, start))
+        for block, rows in met.items():
+            starts[block].append(rows)
+    return all(rows == of_members[0] for of_members in starts.values() for rows in of_members)
+
+
+# `transfer_order`: when a rank posts its receives, so that all its transfers can share one first-in-first-out queue.
+#
+# Where transfers of a rank do not run side by side, two ranks must post what they exchange in the same order. Each
+# rank's own order of work does not give one: a stage receives hidden states while it sends gradients. So both follow
+# one order of all actions of the plan, in which every action comes after what it needs:
+#
+#     a transfer stands where the action stands that sends it
+#     before an action a rank posts all receives that stand before it, in their order
+#     when a channel has sent LAG more, a rank waits for a send and lets its tensor go (`freed_sends`)
+#
+# Sends are posted by their actions, and a rank's actions stand in its own order, so a rank posts everything in order.
+#
+# Nothing deadlocks, even if every rank's device ran one transfer at a time in the order of posting, with whatever
+# peer. Let A be the first action of the order that has not run, on any rank. All that it waits for, its input and the
+# receipt of its rank's earlier sends, stands before it, so it was sent. Of all transfers that were sent and have not
+# arrived, take the first; it stands before A. Its sender posted it and all before it. Its receiver's next action
+# stands at A or later, so the receiver posted it and all before it, too; and those have arrived. So it arrives, and
+# then the next one, until A runs. Any order that follows the plan will do; durations decide only how long transfers
+# wait for each other.
+#
+# The order is by predicted ends. A transfer then stands behind those alone that are sent earlier in the prediction,
+# so while ranks run as predicted none waits for one that is not there yet; an order that counts actions would put
+# hidden states that are ready behind the gradient of a long pack. Taking the earliest end of all actions whose needs
+# are placed (Kahn's algorithm with a heap) follows the plan whatever the predictions are. Replicas that share packs
+# meet in them, so their actions are placed together, a shared one as one action of all members.
+#
+# Price: a rank keeps LAG sent tensors a channel, and receives that are under way in the prediction (directed channels
+# leave these with the sender). O(actions log actions), of all replicas that share packs with this one.
 
 
 def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: ChannelMode) -> TransferOrder:

@@ -14,7 +14,7 @@ from evenload.types.document import Slice
 Direction = Literal["forward", "backward"]
 ActivationPolicy = Literal["replay", "recompute", "offload"]
 PackSharding = Literal["", "per_sequence", "per_document"] | tuple[int, ...]
-"""Which ranks of a context-parallel group compute a pack: a rule of `stepplan.rank_ranges`, or for every slice the rank
+"""Which ranks of a context-parallel group compute a pack: a rule of `stepplan.rank_rows`, or for every slice the rank
 that computes it whole, -1 = all of them; "" = no group shares the pack."""
 
 

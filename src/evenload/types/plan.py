@@ -8,7 +8,8 @@ from evenload.errors import InvalidPlanError
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import PackPlan
+from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.replica_block import ReplicaBlock
 from evenload.types.schedule import Schedule
 
 DEFERRED = "deferred"
@@ -121,3 +122,9 @@ def decode_plan(data: bytes) -> StepPlan:
     if plan.digest != plan_digest(plan):
         raise InvalidPlanError(f"plan of step {plan.step} says digest {plan.digest}, content gives {plan_digest(plan)}")
     return plan
+
+
+def block_of(plan: StepPlan, dp_rank: int, pack: MicroPack) -> ReplicaBlock:
+    """The replicas that share a pack of this replica."""
+    size = max((max(1, piece.cp // plan.layout.cp) for piece in pack.slices), default=1)
+    return ReplicaBlock(dp_rank // size * size, size)

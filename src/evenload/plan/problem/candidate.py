@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.schedule.schedule_rule import ScheduleRule
-from evenload.simulate.simulate import Simulation, simulate
-from evenload.simulate.step_start import SimulatedReplica
+from evenload.schedule.simulate import Simulation, simulate
+from evenload.schedule.step_ends import SimulatedReplica
 from evenload.types.columns import SliceColumns
 from evenload.types.micropack import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks

@@ -23,8 +23,8 @@ from evenload.plan.problem.candidate import Candidate, in_order
 from evenload.plan.problem.step_problem import ReplicaChoice, StepProblem
 from evenload.plan.sharing.cp_sharding import Shardings, possible_shardings
 from evenload.plan.sharing.phase_overlap import run_ahead
-from evenload.simulate.simulate import simulate
-from evenload.stepplan.ranked_packs import ranked_where_shared
+from evenload.schedule.simulate import simulate
+from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 

@@ -38,7 +38,7 @@ from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.static_schedules import ONE_F_ONE_B
-from evenload.simulate.step_end import step_end
+from evenload.schedule.step_ends import step_end
 
 CLOSE_POLICIES = 1.06
 """Refining gains so much, so policies within it of the best are refined too."""

@@ -28,7 +28,7 @@ from evenload.plan.sharing.dacp import SHARED, MicroBatch, assign_owners
 from evenload.plan.sharing.gds import Groups, StepDocuments, assign_micro_batches
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.static_schedules import ONE_F_ONE_B
-from evenload.stepplan.ranked_packs import ranked_where_shared
+from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import whole_document_columns
 from evenload.types.counted import counted
 from evenload.types.micropack import Direction

@@ -3,7 +3,7 @@
 A checkpoint is a directory `step-<n>` with
 
     .metadata, *.distcp    tensors: parameters by Hugging Face name; AdamW state by parameter; both in boxes of the
-                           whole tensor (`checkpoint_pieces`), so any layout can load them; random states by rank
+                           whole tensor (`pieces`), so any layout can load them; random states by rank
     loader.json            where the loader stands, ledger included; global and small (positions, no text)
     cost.json              the cost coefficients that planned the run, so that coming plans stay the same
     progress.json          steps done, layout, state of the planner, digest of loader.json; written last: without it
@@ -15,7 +15,7 @@ was changed or mixed, and the checkpoint is refused.
 Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write
 so far; AdamW state by the replica that owns the elements; what a tensor-parallel group holds whole by its first rank.
 Resuming at the same layout is exact to the bit; at another, up to summation order, and random states start anew
-(nothing in a step draws random numbers). Saving is in `checkpoint_writer.py`.
+(nothing in a step draws random numbers). Saving is in `writer.py`.
 
 Price: reading takes what the disk gives; a rank reads only its own stage.
 """
@@ -77,7 +77,7 @@ class Progress(Frozen):
         planner: documents that wait for a later step, and what the planner learnt about lengths.
         flex: the layout after the steps done and what the planner remembers of it, where it may change.
         totals: of tokens and seconds until then.
-        layouts_known: what trained steps said of layouts, after each of the last steps.
+        layouts_known: what trained steps showed of layouts, after each of the last steps.
         best: passes over the validation data with the smallest losses, best first; those count whose checkpoints are
             there.
         validated_steps: steps done when the validation data was last gone through; 0 = never.

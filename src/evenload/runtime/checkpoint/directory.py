@@ -216,12 +216,12 @@ def note_best(directory: Path, saved: Sequence[BestPass]) -> None:
     if not saved:
         (directory / BEST_FILE).unlink(missing_ok=True)
         return
-    told = BestCheckpoint(
+    best = BestCheckpoint(
         checkpoint=checkpoint_path(directory, saved[0].steps_done).name,
         steps_done=saved[0].steps_done,
         validation_loss=saved[0].loss,
     )
     new = directory / f".{BEST_FILE}"
-    new.write_bytes(msgspec.json.encode(told) + b"\n")
+    new.write_bytes(msgspec.json.encode(best) + b"\n")
     sync(new)
     os.replace(new, directory / BEST_FILE)

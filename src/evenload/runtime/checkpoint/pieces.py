@@ -11,7 +11,7 @@ pieces, through the methods that it documents for that. Price: reading compares 
 of a tensor; a save has as many items as a rank has boxes.
 
 The index of a checkpoint is read without running what a stranger may have put into it (`read_metadata`): torch writes
-`.metadata` as a pickle and reads it with plain `pickle.load`, which runs whatever the file asks for. Here an unpickler
+`.metadata` as a pickle and reads it with plain `pickle.load`, which runs whatever the file names. Here an unpickler
 makes the few classes that such an index consists of and refuses everything else by name, and the places that it gives
 must lie inside the checkpoint's directory. Tensors themselves torch reads with `weights_only=True`.
 """

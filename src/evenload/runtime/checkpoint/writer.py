@@ -224,18 +224,18 @@ class CheckpointWriter:
 
     def _give_up(self, cause: str, partial: Path | None, num_bytes: int) -> None:
         """On every rank raise rank 0's account of the failure, after it has removed what was written."""
-        told = [""]
+        message = [""]
         refused: list[str] = [""] * self._mesh.num_ranks
         if partial is not None:
             mine = _refusal(partial, self._mesh.rank)
             dist.all_gather_object(refused, mine, group=self._mesh.saving)
         if self._mesh.rank == 0:
-            told = [self._account("; ".join([cause, *filter(None, refused)]), partial, num_bytes)]
+            message = [self._account("; ".join([cause, *filter(None, refused)]), partial, num_bytes)]
             if partial is not None:
                 # What cannot be removed now is removed before the next save.
                 shutil.rmtree(partial, ignore_errors=True)
-        dist.broadcast_object_list(told, src=0, group=self._mesh.saving)
-        raise CheckpointError(told[0])
+        dist.broadcast_object_list(message, src=0, group=self._mesh.saving)
+        raise CheckpointError(message[0])
 
     def _account(self, cause: str, partial: Path | None, num_bytes: int) -> str:
         last = latest_checkpoint(self._directory)
@@ -266,7 +266,7 @@ def _refusal(directory: Path, rank: int) -> str:
 
 
 class Saves:
-    """Saves of one run, on one rank; `position` is asked when a save starts."""
+    """Saves a run on one rank; `position` is called when a save starts."""
 
     def __init__(self, settings: RunConfig, writer: CheckpointWriter, position: Callable[[], RunPosition]) -> None:
         self._settings, self._writer, self._position = settings, writer, position
@@ -308,7 +308,7 @@ class Saves:
         return outcome if self._settings.background_checkpoints else self._end()
 
     def settle(self) -> None:
-        """Wait for the save under way, so that the directory stays as it is; the next `after_step` tells what became
+        """Wait for the save under way, so that the directory stays as it is; the next `after_step` returns what became
         of it. Collective. Raises as `after_step`."""
         self._settled = self._end()
 
@@ -326,7 +326,7 @@ class Saves:
 
     def newest(self) -> Path | None:
         """The newest checkpoint, once the one under way has ended; for a run that gives up for another reason."""
-        with contextlib.suppress(CheckpointError):  # what is told is why the run ends
+        with contextlib.suppress(CheckpointError):  # the error that counts is why the run ends
             self._end()
         return latest_checkpoint(self._directory)
 

@@ -9,7 +9,7 @@ How channels share the way between two ranks is `mesh.channels`, and what to fre
 (`types.transfers.TransferOrder`).
 
 Receives are posted a little ahead on every channel, or all in one order. Directed channels do not wait for each other,
-so each has up to `_POSTED_AHEAD` receives open, in the order in which the schedule asks for them, and a transfer runs
+so each has up to `_POSTED_AHEAD` receives open, in the order in which the schedule needs them, and a transfer runs
 while the stage computes. Where all transfers share a queue a receive blocks what is posted behind it, so they are
 posted when `stepplan.transfer_order` says.
 
@@ -36,7 +36,7 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import RankWatch
 from evenload.types.transfers import Channel, Receive, TransferOrder
 
-_WORDS = {"F": "the hidden states of forward", "B": "the gradient of backward"}
+_NAMES = {"F": "the hidden states of forward", "B": "the gradient of backward"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,7 +61,7 @@ class Line:
     carried: Carried
 
     def waiting(self, pack: int, before: str = "") -> AbstractContextManager[None]:
-        what = f"{before}{_WORDS[self.channel[0]]} pack {pack}"
+        what = f"{before}{_NAMES[self.channel[0]]} pack {pack}"
         return self.carried.watch.waiting(what, f"rank {self.peer}")
 
     def post_receive(self, pack: int, rows: int) -> "PostedReceive":
@@ -127,7 +127,7 @@ _POSTED_AHEAD = 2
 
 
 class Channels:
-    """What the executor calls, action by action; `RankLostError` from any transfer if a neighbour died or is stuck."""
+    """Sends and receives for the executor, action by action; `RankLostError` where a neighbour died or is stuck."""
 
     def __init__(self, order: TransferOrder, mesh: Mesh, rows: Rows, carried: Carried) -> None:
         self._num_stages = mesh.layout.num_stages
@@ -144,7 +144,7 @@ class Channels:
         self._handed_over: dict[tuple[Channel, int], Tensor] = {}
 
     def before_action(self, at: int) -> None:
-        """Before the rank's action number `at`: post receives that are due, free sends that have arrived."""
+        """Post receives that are due, and free sends that have arrived, before the rank's action number `at`."""
         self._receives.before_action(at)
         for channel, count in self._frees[at]:
             self._senders[channel].free(count)
@@ -192,8 +192,8 @@ class Channels:
 
 
 class _Receives:
-    """Of one rank in one step, by the ends of its incoming channels; `before` are the receives to post before each of
-    its actions, None = channels are directed."""
+    """One rank's receives in a step, by the ends of its incoming channels; `before` are the receives to post before
+    each of its actions, None = channels are directed."""
 
     def __init__(self, lines: Mapping[Channel, Line], rows: Rows, before: Sequence[Sequence[Receive]] | None) -> None:
         self.channels = lines.keys()

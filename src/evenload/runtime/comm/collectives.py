@@ -43,14 +43,14 @@ class CollectiveQueue(Protocol):
         ...
 
     def await_call(self, number: int) -> None:
-        """Until a call is done, on a GPU for whatever is computed next; raises what it, or one before it, raised."""
+        """Wait until a call is done, on a GPU for what is computed next; raise what it, or one before it, raised."""
         ...
 
     def seal(self) -> None:
         """No more calls come."""
 
     def wait(self) -> list[Span]:
-        """Until all calls are done, on a GPU for whatever is computed next; raises what one of them raised."""
+        """Wait until all calls are done, on a GPU for whatever is computed next; raise what one of them raised."""
         ...
 
     def close(self) -> None:

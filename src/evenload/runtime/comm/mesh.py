@@ -68,7 +68,7 @@ class GroupPool:
         """Made so far, on all ranks together."""
 
     def begin_layout(self) -> None:
-        """What earlier layouts took may be taken again."""
+        """Allow the next layout to take what earlier ones took."""
         self._taken.clear()
 
     def take(self, ranks: list[int], *, is_channel: bool = False) -> dist.ProcessGroup:
@@ -85,7 +85,7 @@ class GroupPool:
     def make(
         self, ranks: list[int], backend: str | None = None, timeout: timedelta | None = None, options: Any = None
     ) -> dist.ProcessGroup:
-        """A group beside those that layouts take; `options` are of its backend."""
+        """Make a group that no layout takes; `options` are those of its backend."""
         self.num_groups += 1
         made = dist.new_group(
             ranks, timeout=timeout or self._timeout, backend=backend or self._backend, pg_options=options
@@ -94,7 +94,7 @@ class GroupPool:
 
 
 def channel_options(timeout: timedelta) -> Any:
-    """Of an NCCL group that carries channels: few processors, at once. Torch without NCCL has none."""
+    """Return options of an NCCL group that carries channels: few processors, a stream of high priority."""
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options(is_high_priority_stream=True)
     options._timeout = timeout  # else torch warns that this and `new_group`'s are not the same
@@ -153,7 +153,7 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """Of the run; a layout may have fewer."""
+        """Number of ranks of the run; a layout may have fewer."""
         return dist.get_world_size(self.control)
 
     @property
@@ -232,7 +232,7 @@ class Meshes:
 
     @property
     def sum_gradients(self) -> bool:
-        """In some layout several ranks hold the same weights."""
+        """Whether several ranks hold the same weights in some layout."""
         return any(max(layout.data_sizes) > 1 for layout in self._by_layout)
 
     def of(self, layout: ParallelLayout) -> Mesh:
@@ -448,6 +448,6 @@ def least_of_ranks(value: float, mesh: Mesh) -> float:
 
 
 def _reduced(value: float, op: dist.ReduceOp.RedOpType, mesh: Mesh) -> float:
-    told = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(told, op=op, group=mesh.control)
-    return float(told)
+    reduced = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(reduced, op=op, group=mesh.control)
+    return float(reduced)

@@ -24,7 +24,7 @@ _WAIT = "a wait for "
 _MAX_NAMED = 4
 _PATIENCE = 4.0  # Signs that a live rank cannot miss, also on a machine with more processes than cores.
 _ANSWER_S = 5.0  # For two rounds of questions to a store that is there.
-_WORDS = {"F": "forward", "B": "backward", "I": "input gradients of backward", "W": "weight gradients of backward"}
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradients of backward", "W": "weight gradients of backward"}
 
 
 class _Sign(msgspec.Struct, array_like=True):
@@ -37,7 +37,7 @@ class _Sign(msgspec.Struct, array_like=True):
 
 
 class RankWatch:
-    """What this rank is doing, for itself and for the others.
+    """Knows what this rank is doing, for its own errors and for those of the others.
 
     Args:
         rank: global.
@@ -72,7 +72,7 @@ class RankWatch:
             self._thread.start()
 
     def record(self, what: str | Action) -> None:
-        """The main thread starts something; put into words only when it is shown."""
+        """Record what the main thread starts; it becomes text only when it is shown."""
         self._doing = (what, time.monotonic())
 
     @contextmanager
@@ -124,8 +124,8 @@ class RankWatch:
         with self._lock:
             self._count += 1
             what, from_s = self._doing
-            words = what if isinstance(what, str) else f"{_WORDS[what.kind]} pack {what.pack}"
-            doing = f"{words} of step {self.step}" if self.step >= 0 else words
+            name = what if isinstance(what, str) else f"{_NAMES[what.kind]} pack {what.pack}"
+            doing = f"{name} of step {self.step}" if self.step >= 0 else name
             if wait := self._waiting.get(self._main):
                 doing, from_s = f"{_WAIT}{wait[0]}", wait[1]
             sign = _Sign(self._count, doing, time.monotonic() - from_s, self._gave_up)
@@ -144,19 +144,21 @@ class RankWatch:
         return signs
 
     def _diagnosis(self) -> str:
-        """A sentence about the other ranks, or nothing where they cannot be asked.
+        """Return a sentence about the other ranks, or nothing where the store does not answer.
 
         In a thread: a store whose machine is cut off answers when TCP gives up, in a quarter of an hour or never."""
         if self._store is None:
             return ""
         self._gave_up = True
-        said: list[str] = []
-        thread = threading.Thread(target=lambda: said.append(self._ask_others()), name="evenload-asks", daemon=True)
+        answers: list[str] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(self._read_twice()), name="evenload-diagnosis", daemon=True
+        )
         thread.start()
         thread.join(_PATIENCE * self._interval_s + _ANSWER_S)
-        return said[0] if said else "The store through which ranks met does not answer either. "
+        return answers[0] if answers else "The store through which ranks met does not answer either. "
 
-    def _ask_others(self) -> str:
+    def _read_twice(self) -> str:
         try:
             self._show()
             before = self._read()

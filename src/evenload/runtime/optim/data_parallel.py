@@ -42,7 +42,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.config.train_config import TrainConfig
+from evenload.config.sections import RunConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.collectives import Span, all_gather_single, collective_queue, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
@@ -50,13 +50,13 @@ from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
 class Overlaps(NamedTuple):
-    """Of one step: sums of gradients beside its packs, and gathers of its updated weights beside those of the next."""
+    """Whether a step's reduce-scatters overlap its packs, and the all-gathers of its weights those of the next step."""
 
     sums: bool
     gathers: bool
 
 
-def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_packs: bool, goes_on: bool) -> Overlaps:
+def overlaps_of(settings: RunConfig, coefficients: CostCoefficients, *, shares_packs: bool, goes_on: bool) -> Overlaps:
     """The same on all ranks.
 
     Args:
@@ -67,8 +67,8 @@ def overlaps_of(config: TrainConfig, coefficients: CostCoefficients, *, shares_p
     """
     sums, gathers = coefficients.reduction_overlap is not None, coefficients.gather_overlap is not None
     return Overlaps(
-        sums=config.train.overlap_reduction and sums and not shares_packs,
-        gathers=config.train.overlap_gather and gathers and goes_on,
+        sums=settings.overlap_reduction and sums and not shares_packs,
+        gathers=settings.overlap_gather and gathers and goes_on,
     )
 
 
@@ -92,7 +92,7 @@ class GradientReduction:
     they are summed too. To be used as a context, which lets go of what an error leaves behind.
 
     Args:
-        is_overlapped: sum what is released beside what is computed; else all of it in `finish`.
+        is_overlapped: reduce what is released while the rest is computed; else all of it in `finish`.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, *, is_overlapped: bool = False) -> None:
@@ -144,7 +144,7 @@ class GradientReduction:
         return global_norm_and_loss(self._buffers, self._shards, loss, self._mesh, self._squares)
 
     def trace(self) -> ReductionTrace:
-        """After `finish`. Waits for a GPU."""
+        """Return when sums ran, after `finish`. Waits for a GPU."""
         return ReductionTrace(
             unit=np.array([self._buffers[at].unit for at in self._queued], np.int32),
             start_s=np.array(self._queue.clock.seconds([span.start for span in self._spans]), np.float64),
@@ -169,7 +169,7 @@ class GradientReduction:
             self._queue.put(functools.partial(self._sum, at))
 
     def _sum(self, at: int) -> None:
-        # In place, so that sums beside a backward take no memory from it.
+        # In place, so that sums during a backward take no memory from it.
         buffer, shard = self._buffers[at], self._shards[at]
         reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=self._mesh.data)
         if self._is_overlapped and not self._changes_later(buffer):
@@ -239,7 +239,7 @@ class WeightGathers:
     """The gathers of one update on one rank.
 
     Args:
-        is_overlapped: beside what is computed next; else each where it is put.
+        is_overlapped: while the next packs are computed; else each where it is put.
     """
 
     def __init__(self, mesh: Mesh, *, is_overlapped: bool = False) -> None:
@@ -265,21 +265,21 @@ class WeightGathers:
         self._queue.seal()
 
     def await_unit(self, unit: int) -> None:
-        """Until a unit's weights are whole; of a unit whose weights are, no time."""
+        """Wait until a unit's weights are whole; takes no time where they are."""
         if self._last and (number := self._last.get(unit)) is not None:
             with self._waiting(f"the updated weights of unit {unit}"):
                 self._queue.await_call(number)
             self._last.pop(unit, None)  # what was not waited for to the end is not whole
 
     def finish(self) -> None:
-        """Until all weights of this rank are whole. Raises what a gather raised."""
+        """Wait until all weights of this rank are whole; raise what a gather raised."""
         if self._last:
             with self._waiting("the updated weights"):
                 self._queue.wait()
             self._last.clear()
 
     def take_traces(self, mesh: Mesh) -> list[GatherTrace]:
-        """What has not been told yet, nothing in another layout than that of the update; finishes all. Waits for a
+        """Return traces that nobody has taken, none in another layout than that of the update; finish all. Waits for a
         GPU."""
         self.finish()
         if self._is_taken or mesh is not self._mesh:

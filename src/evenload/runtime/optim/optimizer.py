@@ -44,7 +44,7 @@ _AS_LARGE_AS_ADAMW = 0.2
 
 @torch.no_grad()
 def muon_update(buffer: FlatBuffer, gradient: Tensor, momentum: Tensor, decay: float, mesh: Mesh) -> Tensor:
-    """What the learning rate is multiplied with, of this rank's shard of a buffer, [shard] like the gradient.
+    """Return what the learning rate is multiplied with, for this rank's shard of a buffer, [shard] like the gradient.
     Collective over the data group; `momentum` changes.
 
     Args:
@@ -208,7 +208,7 @@ class ShardedOptimizer:
         return numbers, adamw
 
     def state_tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
-        """(name, buffer, this rank's shard) of everything a checkpoint must hold besides the parameters."""
+        """(name, buffer, this rank's shard) of everything a checkpoint must hold except the parameters."""
         for at, (buffer, master, state) in enumerate(zip(self._buffers, self._masters, self._states, strict=True)):
             for name in self._moments(buffer):
                 yield name, buffer, state[name]
@@ -248,7 +248,7 @@ class ShardedOptimizer:
         self._buffers, self._masters, self._states, self._averages, self._units = [], [], [], [], {}
 
     def set_num_steps(self, num_steps: int) -> None:
-        """After a resume: updates done so far (AdamW's bias correction)."""
+        """Set the updates done so far, after a resume (AdamW's bias correction)."""
         self.num_steps = num_steps
         for state in self._states:
             state["step"].fill_(num_steps)

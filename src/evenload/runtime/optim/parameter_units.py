@@ -49,12 +49,12 @@ class FlatBuffer:
 
     @property
     def is_of_layer(self) -> bool:
-        """Of a layer, and not of the embedding, positions or the head."""
+        """Whether it is of a layer, and not of the embedding, positions or the head."""
         return self.unit > 0 and not self.tied and "lm_head.weight" not in self.names
 
     @property
     def has_master(self) -> bool:
-        """The optimizer keeps weights in the precision of gradients beside these."""
+        """Whether the optimizer keeps weights in the precision of gradients, too."""
         return self.values.dtype != self.grads.dtype
 
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
@@ -112,7 +112,7 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Se
 
 
 def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
-    """Of one rank's stages, in the order of their buffers, which is that of all ranks of these stages."""
+    """Yield the groups of one rank's stages in the order of their buffers, the same on all ranks of these stages."""
     is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
     seen: set[int] = set()
     for part in stages:
@@ -125,7 +125,7 @@ def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
 
 
 def embedding_name(architecture: Architecture) -> str:
-    """Of the embedding's matrix."""
+    """Return the name of the embedding's matrix."""
     return f"{architecture.names.embedding_path}.weight"
 
 
@@ -135,7 +135,7 @@ def tied_names(config: PretrainedConfig, architecture: Architecture) -> tuple[st
 
 
 def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str], unit: int) -> Iterator[BufferGroup]:
-    """Of one unit's trained parameters; a `tied` embedding shares its buffer with nothing, whoever holds it."""
+    """Yield the groups of one unit's trained parameters; a `tied` embedding shares its buffer with nothing."""
     for is_tied, decays, is_part in itertools.product((True, False), repeat=3):
         group = [
             (name, p)

@@ -35,7 +35,7 @@ Exchange = Literal["all_gather", "ring"]
 
 @dataclass(frozen=True, eq=False)
 class RankStep:
-    """One rank's part of a step, prepared (`runtime.prepare`); good for one run."""
+    """One rank's part of a step, prepared (`runtime.step_source`); good for one run."""
 
     plan: StepPlan
     packs: "RankPacks"

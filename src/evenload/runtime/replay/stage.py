@@ -56,7 +56,7 @@ class PipelineStage:
 
     Args:
         tensor: ranks that hold the other parts of the model's matrices; None = there are none. With it, hidden states
-            between layers and stages and their gradients have this rank's rows of a pack only (`row_shard`).
+            between layers and stages and their gradients have this rank's rows of a pack only (`RowShard`).
         state: that of layers which are replayable already (`make_layers_replayable`), and may be those of another stage
             later; None = they become so here.
     """

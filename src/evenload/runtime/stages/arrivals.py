@@ -17,7 +17,7 @@ so what a rank keeps is not touched, and old and new shares take no more than th
 
 On gloo transfers run while others compute; their share of cores and memory is what hiding them costs. On a GPU all of
 it, memory included, is queued on a stream of its own: behind what made the old state, not behind the step, which in
-turn waits for it where the host asks for the state, on the device alone.
+turn waits for it where the host needs the state, on the device alone.
 
 **Memory** (`Preallocated`), while the step before the switch still trains. Plans are made steps ahead, so a rank knows
 which layout comes. The update before the switch changes weights and optimizer state, but not where they will lie: a
@@ -46,7 +46,7 @@ _WEIGHTS_WAIT = "weights of layout {}"
 
 
 def mark_held(pieces: Sequence[LivePiece], twins: TwinMemory, num_updates: int, but: Collection[int] = ()) -> None:
-    """What this rank holds may be read as of so many updates, and nothing else; nor some pieces, by index."""
+    """Mark what this rank holds as of so many updates, and nothing else; nor some pieces, by index."""
     for index, live in enumerate(pieces):
         twins.mark(index, mark_of(live, num_updates) if live.is_held and index not in but else None)
 
@@ -129,7 +129,7 @@ _STATE_WAIT = "optimizer state of the new layout"
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """What a switch left behind on this rank.
+    """Holds what a switch left behind on this rank.
 
     Args:
         pieces: indices of those that it holds no more.
@@ -309,7 +309,7 @@ def without(share: tuple[int, int], other: tuple[int, int]) -> list[tuple[int, i
 
 
 def _parts(shards: Shards, share: tuple[int, int], move: Move) -> dict[str, Tensor]:
-    """Of every tensor the elements of a move, in the order of their names."""
+    """Return the elements of a move of every tensor, in the order of their names."""
     return {name: shard[move.start - share[0] : move.stop - share[0]] for name, shard in shards.items()}
 
 
@@ -318,7 +318,7 @@ Ranges = Mapping[int, Sequence[tuple[int, int]]]
 
 
 class Preallocated:
-    """For one switch, on one rank.
+    """Takes memory for one switch, on one rank.
 
     Args:
         mesh: of the layout that comes.
@@ -347,7 +347,7 @@ class Preallocated:
         self._thread.start()
 
     def finish(self, *, wanted: bool) -> None:
-        """Until all is taken, or, where another layout comes, given back. Raises what went wrong."""
+        """Wait until all is taken, or, where another layout comes, given back. Raises what went wrong."""
         self._is_unwanted = not wanted
         self._thread.join()
         if self._error is not None:

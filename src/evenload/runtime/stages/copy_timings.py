@@ -42,7 +42,7 @@ def measured_copies(
     """Collective over all ranks; every rank returns the same. Before the first update, where some piece is shared.
 
     Args:
-        rehearsals: what a switch does beside moving, by the layers that a rank comes to hold; it leaves things as they
+        rehearsals: what a switch does except moving, by the layers that a rank comes to hold; it leaves things as they
             are.
         stand_ins: pieces as the model's layers are, which nobody holds; at least one.
     """
@@ -88,7 +88,7 @@ def measured_copies(
 
 
 class _Reading:
-    """What one rank reads: the shared pieces that the next rank with any holds, round and round; nothing where no rank
+    """Reads on one rank the shared pieces that the next rank with any holds, round and round; nothing where no rank
     of its machine holds one (`plan.twin_bytes` may leave out all that a machine has)."""
 
     def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:

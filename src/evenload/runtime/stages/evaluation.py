@@ -50,7 +50,7 @@ from evenload.runtime.replay.pack_tokens import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
-from evenload.stepplan.forward_only import forward_only
+from evenload.stepplan.plan_file import forward_only
 from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -78,7 +78,7 @@ def require_whole_model(config: TrainConfig, layouts: Sequence[ParallelLayout]) 
 
 
 class Sampler:
-    """Of a run with `[samples]`, on one rank.
+    """Writes the samples of a run with `[samples]`.
 
     Args:
         opening: ids that the run's texts begin with, and so the prompts.
@@ -106,11 +106,11 @@ class Sampler:
                 )
 
     def is_due(self, steps_done: int) -> bool:
-        """After so many steps."""
+        """Return whether samples are due after so many steps."""
         return steps_done % self._settings.every_steps == 0
 
     def run(self, step: int, stage: PipelineStage) -> tuple[Sample, ...]:
-        """What the model writes on after a step."""
+        """Write on from every prompt after a step."""
         found = []
         for prompt, tokens in zip(self._settings.prompts, self._prompts, strict=True):
             written = greedy_tokens(stage, tokens, self._settings.max_new_tokens, self._tokenizer.eos_id)
@@ -150,7 +150,7 @@ class EndedPass(NamedTuple):
 
 
 class Validator:
-    """Of a run with `[validation]`, on one rank; `tokenizer` is the run's. Collective; `DataError` where the data has
+    """Computes validation losses on one rank; `tokenizer` is the run's. Collective; `DataError` where the data has
     no document, or its first ones cannot be read."""
 
     def __init__(
@@ -180,11 +180,11 @@ class Validator:
             )
 
     def is_due(self, steps_done: int) -> bool:
-        """After so many steps, whether or not they are the last."""
+        """Return whether a pass is due after so many steps, whether or not they are the last."""
         return self._settings.is_due(steps_done)
 
     def is_due_or_last(self, steps_done: int, is_last: Callable[[], bool]) -> bool:
-        """After so many steps; `is_last` is asked where that decides."""
+        """Return whether a pass is due after so many steps; `is_last` is called where that decides."""
         return self.is_due(steps_done) or (self._settings.at_end and is_last())
 
     def run(
@@ -198,7 +198,7 @@ class Validator:
 
         Args:
             planner: that plans the run's steps.
-            stop_requested: signal that this rank got, or 0; asked before every batch, when all abandon the pass if any
+            stop_requested: signal that this rank got, or 0; called before every batch, when all abandon the pass if any
                 got one, and at the end.
 
         Raises:
@@ -321,7 +321,7 @@ def _sources_of(data: DataConfig) -> tuple[str, ...]:
 
 
 class EvaluationResult(NamedTuple):
-    """What was found after a step.
+    """Holds the results of an evaluation after a step.
 
     Args:
         validation: None = no pass was due, or it was abandoned.
@@ -338,12 +338,12 @@ class EvaluationResult(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedRun:
-    """What passes between steps take from the run, the same from its first step to its last.
+    """Holds what evaluations take from the run, the same from its first step to its last.
 
     Args:
         state: whose weights are read.
         planner: that plans the run's steps.
-        is_last: no step of the run comes after those done; asked where that decides.
+        is_last: no step of the run comes after those done; called where that decides.
         stop_requested: the signal that this rank got, or 0; all abandon a pass where any got one.
         settle_saves: waits until no checkpoint is being written; collective.
     """
@@ -357,7 +357,7 @@ class EvaluatedRun:
 
 
 class Evaluation:
-    """Of one run, on one rank. `ConfigError` where the run asks for samples that no process can write.
+    """Evaluates the weights of one run, on one rank. `ConfigError` where no process can write the samples.
 
     Args:
         tokenizer: the run's; None where its documents are numbers already.
@@ -371,7 +371,7 @@ class Evaluation:
         self._validator: Validator | None = None
         self._sampler: Sampler | None = None
         self.digest = ""
-        """Of the settings that decide losses of the validation data; "" = there are none."""
+        """Digest of the settings that decide losses of the validation data; "" = there are none."""
         if config.validation is not None:
             self.digest = validation_digest(config.data, config.validation)
             self._validator = Validator(config, tokenizer, model.vocab_size, meshes)
@@ -387,7 +387,7 @@ class Evaluation:
         """Steps done when the validation data was last gone through; 0 = never."""
 
     def resume(self, progress: Progress) -> str:
-        """Of a checkpoint that is resumed; what people should know of it, or ""."""
+        """Go on from a resumed checkpoint; return what people should know of it, or ""."""
         self.validated_steps = progress.validated_steps
         if not progress.best or not self._keep_best:
             return ""
@@ -407,7 +407,7 @@ class Evaluation:
         return self._validator is not None and self._validator.is_due(steps_done)
 
     def after_step(self, steps_done: int, run: EvaluatedRun, *, is_stopping: bool) -> EvaluationResult:
-        """After a step. Collective.
+        """Evaluate what is due after a step. Collective.
 
         Args:
             is_stopping: all ranks have agreed to end; the start that goes on makes the pass.
@@ -446,7 +446,7 @@ class Evaluation:
         return is_best
 
     def _write_samples(self, steps_done: int, state: RankState) -> tuple[Sample, ...]:
-        """What the model writes, where that is due; rank 0 writes, the others wait."""
+        """Write samples where they are due, on rank 0; the others wait."""
         if self._sampler is None or not self._sampler.is_due(steps_done):
             return ()
         mesh, stages = state.mesh, state.stages  # which waits for weights on every rank

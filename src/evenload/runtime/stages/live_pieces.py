@@ -92,13 +92,13 @@ class LivePiece:
 
     @property
     def held_bytes(self) -> int:
-        """Of its weights and gradients, where it is held."""
+        """Bytes of its weights and gradients, where it is held."""
         grads = 0 if self._group is None else self._work.itemsize
         return self.capacity * (self.piece.weight_bytes + grads)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of its weights, and of its optimizer's tensors."""
+        """Types of its weights, and of its optimizer's tensors."""
         return {WEIGHTS: self.parameters[0].dtype} | dict.fromkeys(self.state_names, self._work)
 
     def hold(self, buffer: FlatBuffer) -> None:
@@ -145,14 +145,14 @@ class LivePiece:
         self._taken = values, grads
 
     def give_back(self) -> None:
-        """What `take` took is not needed."""
+        """Give back what `take` took."""
         self._taken = None
         if self.shared is not None:
             self.shared.release(WEIGHTS)
 
     @property
     def coming(self) -> Tensor:
-        """Of a piece whose memory is taken: its weights, flat."""
+        """Weights, flat, of a piece whose memory is taken."""
         assert self._taken is not None
         return self._taken[0][: self.piece.num_elements]
 
@@ -197,7 +197,7 @@ class LivePiece:
             parameter.data = part.view(shape)
 
     def cut(self, group: BufferGroup, data_size: int) -> FlatBuffer:
-        """The buffer in a layout, in which the piece may have another name and other holders beside this rank."""
+        """The buffer in a layout, in which the piece may have another name and other holders."""
         assert self._memory is not None
         padded = padded_size(self.piece.num_elements, data_size)
         values, grads = (flat[:padded] for flat in self._memory)
@@ -216,7 +216,7 @@ class LivePiece:
         return self.buffer
 
     def weights(self) -> tuple[Tensor, ...]:
-        """What travels as the piece's weights, in place: all of it in one tensor where it is trained."""
+        """Return what travels as the piece's weights, in place: all of it in one tensor where it is trained."""
         if self._memory is not None:
             return (self._memory[0][: self.piece.num_elements],)
         if self.shared is not None:

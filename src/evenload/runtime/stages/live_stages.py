@@ -68,12 +68,12 @@ from evenload.types.timeline import Timeline
 
 @dataclass(frozen=True)
 class Twins:
-    """What a user is told of it.
+    """Summarises for a user what lies in shared memory.
 
     Args:
         num_shared, num_pieces: pieces of the model.
         num_bytes: the most of one machine, in any layout.
-        reason: why nothing is shared, where that was not asked for; "" else.
+        reason: why nothing is shared, where no budget was set; "" else.
     """
 
     num_shared: int
@@ -85,8 +85,9 @@ class Twins:
 def open_shared_memory(
     budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes
 ) -> tuple[TwinMemory | None, Collection[int], Twins | None]:
-    """Shared memory for as many pieces as the budget holds, their indices, and what to tell; all that this rank holds
-    of them lies there afterwards. None where ranks have nothing to share. Collective.
+    """Open shared memory for as many pieces as the budget holds; return it, their indices and a summary.
+
+    All that this rank holds of them lies there afterwards. None where ranks have nothing to share. Collective.
 
     Args:
         budget_bytes: of a machine; None = no limit.
@@ -124,7 +125,7 @@ class Switch:
     """A change of the layout before a step, on this rank; `joined_switch` joins those of all ranks.
 
     Args:
-        before, after: layouts in words.
+        before, after: descriptions of the layouts.
         stall_s: seconds until the weights were in place and the step could begin.
         wait_s: seconds for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
@@ -143,7 +144,7 @@ class Switch:
 
 
 def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
-    """What all ranks say of one switch: their longest seconds, the sum of their bytes. Collective."""
+    """Join what all ranks report of one switch: their longest seconds, the sum of their bytes. Collective."""
     seconds = torch.tensor([switch.stall_s, switch.wait_s, switch.predicted_stall_s], dtype=torch.float64)
     received = torch.tensor([switch.weight_bytes, switch.state_bytes])
     with mesh.watch.waiting("what the change of the layout took"):
@@ -228,7 +229,7 @@ class LiveStages:
         return self._twin_memory is not None and bool(self.moved.shared)
 
     def measured_copies(self) -> CopySpec:
-        """What switches cost here, where memory is shared. Before the first step. Collective."""
+        """Measure what switches cost here, where memory is shared. Before the first step. Collective."""
         assert self._twin_memory is not None
         meshes = {most_layers(layout): self._meshes.of(layout) for layout in self._meshes.layouts}
         rehearsals = {layers: functools.partial(self._rehearse, mesh) for layers, mesh in meshes.items()}
@@ -236,7 +237,7 @@ class LiveStages:
         stand_ins = [live.stand_in() for live in self._pieces if 1 <= live.piece.unit <= len(layers)]
         return measured_copies(self._pieces, self._twin_memory, self.mesh, rehearsals, stand_ins)
 
-    def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], room_bytes: int) -> None:
+    def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], headroom_bytes: int) -> None:
         """Where the next step is known to run in another layout, do ahead what can be done, if it takes no more than
         there is room for. Not collective: it changes how long a switch takes, and nothing else. Takes no time.
 
@@ -253,7 +254,7 @@ class LiveStages:
             if not live.is_held and mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
         ]
         state = {index: ranges for index in range(len(self._pieces)) if (ranges := self._coming_state(index, mesh))}
-        if self._taken_bytes(gained, state) <= room_bytes:
+        if self._taken_bytes(gained, state) <= headroom_bytes:
             after = None if self._arrival is None else self._arrival.thread
             moves = self._moves_to(mesh)
             self._ahead = Preallocated(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
@@ -304,7 +305,7 @@ class LiveStages:
         )
 
     def settle(self, config: OptimizerConfig) -> tuple[ShardedOptimizer, Switch] | None:
-        """After `move_to`, before anything reads the optimizer: wait for its state; None where it is settled."""
+        """Wait for the optimizer's state, after `move_to` and before anything reads it; None where it is settled."""
         if self._arrival is None or self._switch is None:
             return None
         after, wait_s = self._arrival.wait()
@@ -315,7 +316,7 @@ class LiveStages:
         return optimizer, switch
 
     def _rehearse(self, mesh: Mesh) -> None:
-        """What a switch to a layout does beside moving, and leaves everything as it is. Collective."""
+        """Do what a switch to a layout does except moving, and leave everything as it is. Collective."""
         self._moves_to(mesh)
         bring_weights(self._pieces, Moves(weights=(), state=()), self.mesh, self._twin_memory, 0)
         models = tuple(self._modules.stage_models(mesh.layout, mesh.pp_rank).values())
@@ -336,7 +337,7 @@ class LiveStages:
         return without(share_of_rank(mesh, live.piece), had)
 
     def _taken_bytes(self, gained: Sequence[int], state: Mapping[int, Sequence[tuple[int, int]]]) -> int:
-        """Of weights with their gradients, and of optimizer state."""
+        """Return the bytes of weights with their gradients, and of optimizer state."""
         total = sum(self._pieces[index].held_bytes for index in gained)
         for index, ranges in state.items():
             total += self._pieces[index].piece.state_bytes * sum(stop - start for start, stop in ranges)
@@ -377,7 +378,7 @@ class LiveStages:
 
 
 class Monitor:
-    """Of one run.
+    """Follows the layouts of one run.
 
     Args:
         planner: that decides.
@@ -406,16 +407,16 @@ class Monitor:
             peak_bytes: measured, of the fullest rank; None where what is counted is not what is predicted (on a CPU,
                 without temporary buffers). That of a step with a switch is not used: it has both layouts' state.
         """
-        plan, decision, told = planned.plan, planned.decision, None
+        plan, decision, measured_switch = planned.plan, planned.decision, None
         if switch is not None:
             moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s
             predicted_s = self._planner.switch_seconds(self._layout, plan)
             if predicted_s > 0:
-                told = switch_kind(self._layout, plan.layout), taken_s / predicted_s
+                measured_switch = switch_kind(self._layout, plan.layout), taken_s / predicted_s
             # Processes that resume go from the layout in which they start to that of the checkpoint, undecided.
             if decision is not None and decision.before == switch.before:
                 decision = msgspec.structs.replace(decision, measured_switch_s=taken_s, moved_bytes=moved_bytes)
         self._layout = plan.layout
         if self.track is not None:
-            self.track.note(plan, measured.step_time_s, told, peak_bytes if switch is None else None)
+            self.track.note(plan, measured.step_time_s, measured_switch, peak_bytes if switch is None else None)
         return decision

@@ -54,10 +54,10 @@ def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
     by_revision = {
         one: [rank for rank, other in enumerate(everyone) if other == one] for one in dict.fromkeys(everyone)
     }
-    told = "; ".join(f"{one or 'a folder of that name'} on ranks {ranks}" for one, ranks in by_revision.items())
+    found = "; ".join(f"{one or 'a folder of that name'} on ranks {ranks}" for one, ranks in by_revision.items())
     first = next(one for one in everyone if one is not None)
     raise ConfigError(
-        f"model.path '{path}' is not the same on all ranks: {told}; name one revision, such as model.path = "
+        f"model.path '{path}' is not the same on all ranks: {found}; name one revision, such as model.path = "
         f'"{path.partition("@")[0]}@{first}", or give a folder that all machines reach'
     )
 
@@ -80,12 +80,12 @@ class UnitModules:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Of all units."""
+        """Modules of all units."""
         found = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
         return [module for module in found if module is not None]
 
     def named_units(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Of every unit (embedding, layers, norm with head) its (Hugging Face parameter name, parameter) pairs; a tied
+        """Return every unit's (embedding, layers, norm with head) pairs of Hugging Face name and parameter; a tied
         matrix is the embedding's."""
         names = self.architecture.names
         positions = [] if self.positions is None else _named(names.positions_path, self.positions)

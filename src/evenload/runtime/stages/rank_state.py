@@ -33,13 +33,13 @@ from evenload.types.layout import ParallelLayout
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepGradients:
-    """What one rank has of a step before its update.
+    """Holds what one rank has of a step before its update.
 
     Args:
         shards: of every buffer's summed gradient.
         grad_norm, loss: of the whole step, the same on every rank.
         sums: when gradients were summed.
-        gathers: of updates whose weights became whole in this step; nothing that was told before.
+        gathers: of updates whose weights became whole in this step; none that was taken before.
     """
 
     run: RankRun
@@ -55,7 +55,7 @@ class StepGradients:
 
 
 class RankState:
-    """Of one rank, in the layout in which the run starts.
+    """Holds one rank's part, first in the layout in which the run starts.
 
     Raises:
         ConfigError, UnsupportedModelError: model, weights or options cannot be trained like this.
@@ -98,7 +98,7 @@ class RankState:
 
         Args:
             before_action: called before every action; takes no time.
-            is_overlapped: sum beside packs.
+            is_overlapped: reduce during packs.
         """
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
@@ -133,7 +133,7 @@ class RankState:
         return sums
 
     def update(self, found: StepGradients, learning_rate: float, *, is_overlapped: bool = False) -> list[GatherTrace]:
-        """Of all weights. Collective; the gathers that are done on return: `is_overlapped`, none has to be."""
+        """Update all weights; return the gathers that are done, none where `is_overlapped`. Collective."""
         with self.mesh.watch.waiting("the updated weights", self._replicas):
             self.optimizer.step(found.shards, found.grad_norm, learning_rate, is_overlapped=is_overlapped)
         return [] if is_overlapped else self.optimizer.gathers.take_traces(self.mesh)
@@ -142,10 +142,10 @@ class RankState:
     def _replicas(self) -> str:
         return f"the ranks that hold stage {self.mesh.pipeline_stage}"
 
-    def looking_ahead(self, coming: Callable[[], ParallelLayout | None], room_bytes: int) -> Callable[[], None]:
-        """What to call often in a step: where the next one runs in another layout, it begins what can be done before it
-        in so many bytes."""
-        return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, room_bytes)
+    def looking_ahead(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
+        """Return what to call often in a step: where the next one runs in another layout, it begins what can be done
+        before it in so many bytes."""
+        return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, headroom_bytes)
 
     def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout, or in another generation of this one. Collective.
@@ -168,8 +168,10 @@ class RankState:
         self.layout = layout
 
     def settle(self) -> Switch | None:
-        """After a step's gradients, before its update: the optimizer of the layout that runs; what a switch before the
-        step took, on all ranks, None where there was none. Collective where there was one."""
+        """Take the optimizer of the layout that runs, after a step's gradients and before its update.
+
+        Returns what a switch before the step took, on all ranks, None where there was none. Collective where there was
+        one."""
         found = None if self.live is None else self.live.settle(self._config.optimizer)
         if found is None:
             return None

@@ -39,7 +39,7 @@ _RELEASED_AT_ONCE = 2**22
 
 
 class SparseMemory:
-    """Of this process.
+    """Maps memory of this process that others may read.
 
     Args:
         num_bytes: of places, not of memory.
@@ -79,7 +79,7 @@ class OthersMemory:
     """The `SparseMemory` of another process of this machine, to read.
 
     Args:
-        address: as the other process tells it.
+        address: as the other process gives it.
 
     Raises:
         OSError: this process may not see it, or it is another process's (of another container, say).
@@ -89,7 +89,7 @@ class OthersMemory:
         process, descriptor, number = address
         self._descriptor = os.open(Path("/proc", str(process), "fd", str(descriptor)), os.O_RDONLY)
         if os.fstat(self._descriptor).st_ino != number:
-            raise OSError(f"process {process} here is not the one that told its number")
+            raise OSError(f"process {process} here is not the one that gave its number")
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
@@ -120,19 +120,19 @@ _ABSENT = -1
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Of one piece: where each of its parts begins, how many elements it has room for, and of which type."""
+    """Says where each part of a piece begins, how many elements it has room for, and of which type."""
 
     capacity: int
     offsets: Mapping[str, int]
     dtypes: Mapping[str, torch.dtype]
 
     def offset(self, part: str, start: int) -> int:
-        """Of an element of a part."""
+        """Return the offset of an element of a part."""
         return self.offsets[part] + start * self.dtypes[part].itemsize
 
 
 class TwinMemory:
-    """Of one rank, and of those that it reads.
+    """Holds the memory of one rank, and reads that of others.
 
     Args:
         own: of this rank.
@@ -157,7 +157,7 @@ class TwinMemory:
         return None if place is None else PieceMemory(self._own, place)
 
     def mark(self, piece: int, num_updates: int | None) -> None:
-        """What this rank holds of a piece is of so many updates; None = it holds nothing that is to be read."""
+        """Mark what this rank holds of a piece as of so many updates; None = nothing is to be read."""
         self._marks[piece] = _ABSENT if num_updates is None else num_updates
 
     def read(self, piece: int, part: str, source: int, start: int, into: Tensor, num_updates: int) -> None:
@@ -222,7 +222,7 @@ def placed(
 
 def open_twins(places: Mapping[int, Place], num_bytes: int, num_pieces: int, mesh: Mesh) -> TwinMemory | str:
     """Make this rank's memory and open those of its machine; why no rank can, where one cannot. Collective."""
-    own, told = None, ""
+    own, reason = None, ""
     try:
         own = SparseMemory(num_bytes)
         mine: tuple[tuple[int, int, int] | None, str] = own.address, ""
@@ -236,8 +236,8 @@ def open_twins(places: Mapping[int, Place], num_bytes: int, num_pieces: int, mes
             if address is not None:
                 others[rank] = OthersMemory(address)
     except OSError as error:
-        told = f"rank {mesh.rank}: {error}"
-    reasons = [reason for _, reason in addresses if reason] or [one for one in gather_from_all(told, mesh) if one]
+        reason = f"rank {mesh.rank}: {error}"
+    reasons = [one for _, one in addresses if one] or [one for one in gather_from_all(reason, mesh) if one]
     if reasons or own is None:
         return reasons[0]
     return TwinMemory(own, others, places, num_pieces)
@@ -251,11 +251,11 @@ def _neighbourhood(mesh: Mesh) -> list[int]:
 
 
 def gather_from_all(mine: object, mesh: Mesh) -> list:
-    """In the order of ranks. Collective."""
-    told: list = [None] * mesh.num_ranks
+    """Return every rank's object, in the order of ranks. Collective."""
+    objects: list = [None] * mesh.num_ranks
     with mesh.watch.waiting("the shared memory of the machine"):
-        dist.all_gather_object(told, mine, group=mesh.control)
-    return told
+        dist.all_gather_object(objects, mine, group=mesh.control)
+    return objects
 
 
 def _pages(num_bytes: int) -> int:

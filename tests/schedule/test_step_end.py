@@ -11,13 +11,11 @@ from evenload.cost.coefficients import OverlapCost
 from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import pack_features, shares_left, stage_units
-from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.time_split import split_proposal
+from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.simulate.simulate import simulate
-from evenload.simulate.step_end import RankSums, _completing_places, run_sums
-from evenload.simulate.step_start import SimulatedReplica
+from evenload.schedule.simulate import simulate
+from evenload.schedule.step_ends import RankSums, SimulatedReplica, _completing_places, run_sums
 from evenload.stepplan.plan_tasks import timed_tasks
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document

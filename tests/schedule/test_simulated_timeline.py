@@ -1,8 +1,7 @@
 import numpy as np
 
 from evenload.schedule.packflow import packflow_static
-from evenload.simulate.simulate import simulate
-from evenload.simulate.timeline import to_timeline
+from evenload.schedule.simulate import simulate, to_timeline
 from pipeline_cases import columns_of, random_tasks, uniform_tasks
 
 

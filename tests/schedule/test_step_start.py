@@ -9,11 +9,10 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import forward_units, pack_features, shares_before, unit_transfers
-from evenload.explore.detailed_timeline import detailed_timeline
-from evenload.explore.time_split import split_proposal
+from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem.options import PlanOptions
-from evenload.simulate.step_start import delayed, first_gathers, run_gathers
+from evenload.schedule.step_ends import delayed, first_gathers, run_gathers
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

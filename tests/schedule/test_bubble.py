@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from evenload.schedule.critical_path import split_bubble
 from evenload.schedule.packflow import packflow_list, packflow_static
+from evenload.schedule.simulate import Simulation, simulate
 from evenload.schedule.static_schedules import one_f_one_b
-from evenload.simulate.bubble import split_bubble
-from evenload.simulate.simulate import Simulation, simulate
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from evenload.errors import ConfigError, ScheduleDeadlockError
 from evenload.schedule.packflow import packflow_list, packflow_static
+from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import gpipe, one_f_one_b
-from evenload.simulate.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks, with_split
 from reference.simulation import reference_simulation

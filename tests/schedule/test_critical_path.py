@@ -3,9 +3,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from evenload.schedule.critical_path import CriticalPath, action_seconds, critical_path, p2p_transfers
 from evenload.schedule.packflow import packflow_list, packflow_static
-from evenload.simulate.critical_path import CriticalPath, action_seconds, critical_path, p2p_transfers
-from evenload.simulate.simulate import simulate
+from evenload.schedule.simulate import simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks, with_split
 from reference.simulation import reference_simulation

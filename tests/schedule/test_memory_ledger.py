@@ -4,8 +4,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
-from evenload.simulate.simulate import simulate
-from evenload.simulate.timeline import memory_ledger, to_timeline
+from evenload.schedule.simulate import memory_ledger, simulate, to_timeline
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
 from evenload.types.timeline import MEMORY_KINDS

@@ -1,0 +1,159 @@
+"""When every action of a schedule runs and what every rank holds (SlimPack §4.3). O(actions).
+
+A backward runs whole (B) or as I, for which the neighbours wait, and later W (`PipelineTasks.split`).
+
+An action starts when the previous action of its rank has ended and its inputs are there:
+
+    start = max(end of the previous action on the rank, end of the neighbour stage's action + p2p)
+
+A backward also needs `forwards_needed` forwards on its own stage; those stand before it in the rank's
+order, so they cost no time, only their absence is a deadlock. A p2p transfer is an edge delay (asynchronous copies);
+transfers of one link do not queue behind each other. Memory of a rank is sequential: a forward adds what it
+keeps when it starts, a backward gives back when it ends, temporary bytes are held while an action runs.
+Both follow SlimPack's simulator, whose per-slice edges D replaces by one count.
+
+The core runs it, some 20 ns an action; `tests/reference/simulation.py` is the same as an explicit graph of nodes and
+edges, equal to the last bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload import _native
+from evenload.errors import ConfigError, ScheduleDeadlockError
+from evenload.schedule.tasks import split_arrays, stuck_grid, task_arrays
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.timeline import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Predicted execution of one replica's schedule.
+
+    Args:
+        start_s, end_s: float64[n], aligned with the action columns.
+        makespan_s: end of the last action, 0 without actions.
+        peak_bytes: int64[R], the most each rank holds at any time, static bytes included.
+    """
+
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    makespan_s: float
+    peak_bytes: NDArray[np.int64]
+
+
+def simulate(tasks: PipelineTasks, actions: ActionColumns) -> Simulation:
+    """Run the schedule in simulated time.
+
+    A schedule may lack actions at the end (a prefix is simulated); `check_schedule` checks completeness.
+
+    Raises:
+        ConfigError, ValueError: columns or values out of range, or packs of a stage not in index order.
+        ScheduleDeadlockError: actions that wait for each other in a circle, or for one that never runs.
+    """
+    arrays, split = task_arrays(tasks), split_arrays(tasks)
+    _check_actions(tasks, actions)
+    start_s, end_s, peak_bytes, done = _native.simulate(
+        arrays, actions.kind, actions.stage, actions.pack, actions.rank_offset, split
+    )
+    if int(done.sum()) < len(actions.kind):
+        raise ScheduleDeadlockError(stuck_grid(tasks, actions, done))
+    return Simulation(start_s, end_s, float(end_s.max(initial=0.0)), peak_bytes)
+
+
+def _check_actions(tasks: PipelineTasks, actions: ActionColumns) -> None:
+    expected = (("kind", np.uint8), ("stage", np.int32), ("pack", np.int32), ("rank_offset", np.int64))
+    for name, dtype in expected:
+        column = getattr(actions, name)
+        if column.dtype != dtype or column.ndim != 1 or not column.flags.c_contiguous:
+            raise ConfigError(
+                f"actions.{name} is {column.dtype}{list(column.shape)}, expected a contiguous column of "
+                f"{np.dtype(dtype)}"
+            )
+    if actions.num_ranks != tasks.num_ranks:
+        raise ConfigError(f"actions of {actions.num_ranks} ranks for tasks on {tasks.num_ranks} ranks")
+
+
+# A simulation as the `Timeline` that reports draw and measured runs are compared with. O(actions).
+#
+# `memory_ledger` is what every rank holds, event by event, in all or by kind (O(actions · kinds)). The rules are the
+# simulator's. A rank holds its static bytes from the start. When a forward starts, what it keeps and its buffers come
+# on top; when it ends, the buffers go. When a backward starts, its buffers come (with them what it leaves behind:
+# gradients of keys and values, inputs for W); when it ends, they go, and with them what it gives back. Nothing else
+# moves bytes, so a rank's samples, two an action, are all there is; kinds add up to the simulator's total at every
+# sample, and the largest total is its peak.
+
+
+def to_timeline(
+    tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation, dp_rank: int, step_time_s: float
+) -> Timeline:
+    """Tasks in schedule order; memory samples as of `memory_ledger`. The step time is that of all replicas."""
+    rank = actions.rank.astype(np.int32)
+    held = memory_ledger(tasks, actions)
+    times_s = np.stack([simulation.start_s, simulation.end_s], axis=1).ravel()
+    return Timeline(
+        dp_rank=np.full(len(rank), dp_rank, dtype=np.int32),
+        rank=rank,
+        stage=actions.stage,
+        kind=actions.kind,
+        pack=actions.pack,
+        start_s=simulation.start_s,
+        end_s=simulation.end_s,
+        step_time_s=step_time_s,
+        memory_dp_rank=np.full(len(held), dp_rank, dtype=np.int32),
+        memory_rank=np.repeat(np.arange(actions.num_ranks, dtype=np.int32), 1 + 2 * np.diff(actions.rank_offset)),
+        memory_time_s=np.insert(times_s, 2 * actions.rank_offset[:-1], 0.0),
+        memory_bytes=held,
+    )
+
+
+def join_timelines(parts: Sequence[Timeline], **more: Any) -> Timeline:
+    """Timelines of a step's replicas as one, tasks and samples in the order of the parts.
+
+    Args:
+        parts: at least one.
+        more: fields that are not joined: `step_time_s`, and what only the whole step knows.
+    """
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in (
+            *("dp_rank", "rank", "stage", "kind", "pack", "start_s", "end_s"),
+            *("memory_dp_rank", "memory_rank", "memory_time_s", "memory_bytes"),
+        )
+    }
+    return Timeline(**columns, **more)
+
+
+def memory_ledger(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
+    """Bytes that ranks hold; int64[num_samples], or int64[num_samples, K] of the tasks of `cost.memory`.
+
+    Samples of a rank: one at the start of the step, then one at the start and one at the end of each of its actions.
+    """
+    held, split = tasks.held, tasks.split
+    kept, freed, temporary = np.zeros((3, len(actions.kind), *held.static_bytes.shape[1:]), np.int64)
+    moved = [
+        (0, kept, held.forward_kept_bytes),
+        (0, temporary, held.forward_temp_bytes),
+        (1, freed, held.backward_freed_bytes),
+        (1, temporary, held.backward_temp_bytes),
+    ]
+    if split is not None:
+        moved += [
+            (2, freed, split.input_freed_bytes),
+            (2, temporary, split.input_temp_bytes),
+            (3, freed, split.weight_freed_bytes),
+        ]
+    for kind, into, column in moved:
+        at = np.flatnonzero(actions.kind == kind)
+        into[at] = column[actions.pack[at], actions.stage[at]]
+    samples = []
+    for rank, static in enumerate(held.static_bytes):
+        own = actions.of_rank(rank)
+        after = static + np.cumsum(kept[own] - freed[own], axis=0)
+        running = after + freed[own] + temporary[own]
+        samples += [static[None], np.stack([running, after], axis=1).reshape(-1, *static.shape)]
+    return np.concatenate(samples)
