@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from evenload.report.metrics_file import latest_per_step, read_metrics
+from evenload.report.run_files import latest_per_step, read_metrics
 
 from dist_training import train_steps
 from evenload.cli.train import train_command
