@@ -1,16 +1,28 @@
 """The fit of coefficients: what it recovers, and how far off it says it is."""
 
+import dataclasses
+import multiprocessing
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.calibrate.calibrate import DIRECTIONS, pass_timings
-from evenload.calibrate.fit import fit_relative, left_out, num_outliers
+from cost_samples import BACKWARD, FORWARD, sample_model
+from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, pass_timings
+from evenload.calibrate.fit import CoreWaits, fit_relative, left_out, num_outliers, spread_of_repeats
+from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.profile import _best_tile
-from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features
+from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features, rounds_up_to
+from evenload.cost.coefficients import Noise
+from evenload.cost.groups import WEIGHT_RINGS
+from evenload.types.cluster import LinkSpec
+from evenload.types.layout import even_layout
 
 COEFFICIENTS = st.tuples(
     *(st.floats(low, high) for low, high in ((1e-7, 1e-4), (1e-7, 1e-3), (1e-5, 1e-2), (1e-10, 1e-7), (1e-9, 1e-6)))
@@ -106,3 +118,121 @@ def test_repeats_far_from_the_median_are_counted():
     assert num_outliers([1.0, 1.01, 0.99, 1.02, 1.0, 3.0]) == 1
     assert num_outliers([1.0, 1.0, 1.0, 1.0, 1.04]) == 0, "a clock's jitter is not an outlier"
     assert num_outliers([1.0, 1.0, 1.0, 1.0, 0.5]) == 1
+
+
+def _keep_busy(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+def _waited_share(core: int, demand: float) -> float:
+    """Of 0.5 s of computing on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        waits, from_s = CoreWaits(demand), time.perf_counter()
+        while time.perf_counter() - from_s < 0.5:
+            sum(range(1000))
+        return waits.share()
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not count how long threads wait")
+def test_a_neighbour_on_the_same_core_is_seen_and_the_runs_own_ranks_are_not() -> None:
+    """Two processes share a core evenly: half of the time is waited, unless the run itself wants two threads a core."""
+    core = min(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("fork")
+    neighbours = [context.Process(target=_keep_busy, args=(core,), daemon=True) for _ in range(3)]
+    for neighbour in neighbours:
+        neighbour.start()
+    try:
+        share = _waited_share(core, demand=1.0)
+        own = _waited_share(core, demand=100.0)
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.join()
+    assert share > 0.3
+    assert Noise(waited_share=share, spread=0.0).is_noisy
+    assert own < 0.1
+
+
+def test_repeats_that_differ_are_noisy() -> None:
+    even = spread_of_repeats([[1.0, 1.1, 1.05], [4.0, 4.2, 4.1]])
+    uneven = spread_of_repeats([[1.0, 3.0, 2.0], [4.0, 9.0, 8.0]])
+    assert not Noise(waited_share=0.0, spread=even).is_noisy
+    assert Noise(waited_share=0.0, spread=uneven).is_noisy
+    assert Noise(waited_share=0.0, spread=uneven).size > Noise(waited_share=0.05, spread=even).size
+    assert "3% of the time" in Noise(waited_share=0.03, spread=0.0).describe()
+
+
+DEVICE = {
+    "forward": msgspec.structs.replace(FORWARD, prefix_s_per_token=0.003, host_slice_s=0.5, host_pack_s=2000.0),
+    "backward": msgspec.structs.replace(BACKWARD, prefix_s_per_token=0.006, host_slice_s=0.75, host_pack_s=6000.0),
+}
+
+
+def device_seconds(truth, ranges, windows=(0,)):
+    rates = (
+        truth.linear_s_per_token,
+        truth.slice_s,
+        truth.pack_s,
+        truth.attention_s_per_pair,
+        truth.prefix_s_per_token,
+    )
+    return float(np.dot(pack_features(ranges, windows), rates))
+
+
+def sample(direction, ranges, windows, *, is_apart):
+    truth = DEVICE[direction]
+    host_s = truth.host_slice_s * len(ranges) + truth.host_pack_s if is_apart else 0.0
+    return Sample(direction, ranges, device_seconds(truth, ranges, windows), host_s, windows)
+
+
+def measured(*, is_apart):
+    """Small packs on three layers of which one has a window, large ones on one without."""
+    rounds = [(packs, (0, 0, 512)) for packs in QUICK_ROUNDS] + [(packs, (0,)) for packs in rounds_up_to(16384, 16384)]
+    samples = tuple(
+        sample(direction, ranges, windows, is_apart=is_apart)
+        for direction in ("forward", "backward")
+        for packs, windows in rounds
+        for ranges in packs
+    )
+    return RankMeasurement(
+        noise=Noise(waited_share=0.0, spread=0.0),
+        packs=samples,
+        head=((1, 1.0), (2, 2.0)),
+        peak_flops_per_s=1e9,
+        optimizer_s=1e-9,
+        copy_s_per_byte=1e-9,
+        weight_s=700.0,
+    )
+
+
+def test_weight_gradients_have_their_share_of_the_linears_seconds():
+    """Of 1,024 tokens' and a pack's; under tp but for the transfers that come on top, and on a part of every matrix."""
+    truth, ranks = DEVICE["backward"], [measured(is_apart=True)] * 2
+    linear_s = TOKENS * truth.linear_s_per_token + truth.pack_s
+    alone = coefficients_of(ranks, sample_model(), "some GPU", even_layout(3, dp=2))
+    assert alone.weight_share == pytest.approx(700.0 / linear_s, rel=1e-5)
+    link = LinkSpec(bandwidth_bytes_per_s=1e3, latency_s=2.0)
+    linked = [dataclasses.replace(rank, links={"tensor": link}) for rank in ranks]
+    split = coefficients_of(linked, sample_model(num_kv_heads=2), "some GPU", even_layout(3, tp=2))
+    rings_s = WEIGHT_RINGS * (TOKENS * 8 * 2 / 2 / 1e3 + 2.0)
+    assert split.weight_share == pytest.approx((700.0 - rings_s) / linear_s, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_both_come_back_and_neither_bends_the_other(is_apart):
+    """Small packs would take their host's seconds, and a fit of what they take would be off for all."""
+    ranks = [measured(is_apart=is_apart)] * 2
+    found = coefficients_of(ranks, sample_model(), "some GPU", even_layout(3, dp=2))
+    for direction, truth in DEVICE.items():
+        expected = truth if is_apart else msgspec.structs.replace(truth, host_slice_s=0.0, host_pack_s=0.0)
+        fields = msgspec.structs.asdict(getattr(found, direction))
+        assert fields == {
+            name: value if value is None else pytest.approx(value, rel=1e-5)
+            for name, value in msgspec.structs.asdict(expected).items()
+        }

@@ -240,8 +240,8 @@ def measured_overlap(meshes: Meshes) -> OverlapCost | None:
     return OverlapCost(communication_slowdown=communication, compute_slowdown=compute)
 
 
-def _trial(mesh: Mesh, group: dist.ProcessGroup, transfer) -> tuple[float, float]:
-    """How many times as long transfers took beside compute, and the share of that time that compute lost."""
+def _trial(mesh: Mesh, group: dist.ProcessGroup, transfer: Callable[[], None]) -> tuple[float, float]:
+    """Return how many times as long transfers took beside compute, and the share of that time that compute lost."""
     square = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
     dist.barrier(group=group)
     start_s = time.perf_counter()

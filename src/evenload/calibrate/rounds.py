@@ -19,7 +19,7 @@ the pack has more kernels than the device's queue (1,024), which is why few laye
 Whether the device had come to the pack when the host was done is checked every time. Where it had (a first time, a host
 that was held up), and in layers whose host asks the device (experts: how many tokens each has), the device's seconds
 hold its waits: still what the pack takes. Price: one matrix product at the start, then about twice the host's seconds a
-pack. Run on stand-ins of the clock only (tests/calibrate/test_pack_clock.py): no GPU was at hand.
+pack. Run on stand-ins of the clock only (tests/calibrate/test_rounds.py): no GPU was at hand.
 """
 
 import functools

@@ -1,3 +1,5 @@
+"""What a token counts on one layer."""
+
 import msgspec
 import pytest
 
