@@ -30,8 +30,8 @@ from evenload.plan.problem import PlanOptions
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.step_source import prepare_step
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from harness import Row, median_ratio, run
 from paper_skrull import drawn_lengths

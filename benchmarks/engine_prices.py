@@ -28,7 +28,7 @@ from evenload.integrations.planner import EnginePlanner
 from evenload.integrations.projection import StepShape
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
 from harness import Row, run
 

@@ -21,8 +21,8 @@ from evenload.plan.packing import assign_in_turn
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.registry import register
 from evenload.plan.strategies.strategy import Strategy
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from loader_training import CONTEXT, PER_DOCUMENT
 
 

@@ -40,9 +40,9 @@ from evenload.plan.packing import LEFT_OVER, assign_replicas, longest_first, mem
 from evenload.plan.problem import PlanOptions, StepProblem
 from evenload.plan.strategies.fixed import exact_groups
 from evenload.plan.strategies.skrull import step_documents
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
+from evenload.types.columns import causal_pairs
 from evenload.types.layout import even_layout
-from evenload.types.work import causal_pairs
 from harness import Row, run
 from setups import TABLES, table_lengths  # puts tests/ on the path
 

@@ -40,8 +40,7 @@ from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.flexpipe import FlexOptions
-from evenload.types.cluster import ClusterSpec, LinkSpec
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import ClusterSpec, LinkSpec, cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec

@@ -28,8 +28,8 @@ from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, searc
 from evenload.explore.timelines import split_step_time
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
-from evenload.types.cluster_catalog import cluster_from
-from evenload.types.time_split import CAUSE_LABELS
+from evenload.types.cluster import cluster_from
+from evenload.types.timeline import CAUSE_LABELS
 from harness import Row, run
 from setups import planner_for, table_lengths, tokens_of
 

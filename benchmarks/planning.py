@@ -28,7 +28,7 @@ from evenload.explore.strategy_layouts import search_strategies
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from harness import Row, alternate, median_ratio, run
 from setups import TABLES, batch_of, documents_of, lognormal_lengths, planner_for, table_lengths
 

@@ -43,8 +43,8 @@ from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_source import prepared_step
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
-from evenload.types.layout_decision import switch_kind
 from evenload.types.plan import seal
+from evenload.types.run import switch_kind
 from harness import Row, median_ratio, run
 
 WORLD = 4

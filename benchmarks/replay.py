@@ -33,9 +33,8 @@ from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.rank_packs import PackTokens, pack_ranges
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.micropack import ActivationPolicy, MicroPack, PackPlan
-from evenload.types.work import WorkCurve
+from evenload.types.columns import SliceColumns, WorkCurve, whole_document_columns
+from evenload.types.document import ActivationPolicy, MicroPack, PackPlan
 from harness import Row, alternate, median_ratio, run
 
 from reference.partition import partition_by_work  # isort: skip

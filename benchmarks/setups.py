@@ -15,8 +15,7 @@ from evenload.explore.batches import BatchRule
 from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.types.cluster import ClusterSpec
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import ClusterSpec, cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout
 

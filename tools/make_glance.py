@@ -21,7 +21,7 @@ from evenload.explore.stage_layers import usable_bytes
 from evenload.explore.timelines import detailed_timeline
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.timeline import KINDS
 

@@ -27,7 +27,7 @@ from rich.text import Text
 from evenload.bench.runs import BenchResult
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.tokenize import train_byte_pair_tokenizer
-from evenload.types.counted import counted
+from evenload.types.text import counted
 
 HERE = Path(__file__).parent
 OUTPUT = Path("runs/demo")

@@ -11,7 +11,7 @@ distribution's, looked up when it is asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from evenload.types.train_extra import needs_train_extra
+from evenload.errors import needs_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.plan_call import Comparison, plan

@@ -4,6 +4,10 @@ A message says what is wrong, the values, the limit and the fix, so that it can 
 user as one line without a traceback. `exit_code` is what the command line returns for it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
 
 class EvenloadError(Exception):
     """Base of all deliberate errors."""
@@ -62,3 +66,37 @@ class InvalidPlanError(EvenloadError):
 
 class ScheduleDeadlockError(InvalidPlanError):
     """A schedule whose actions wait for each other in a circle."""
+
+
+@contextmanager
+def needs_train_extra(what: str) -> Iterator[None]:
+    """Around imports of what trains.
+
+    Args:
+        what: is imported, as the user calls it: "evenload train".
+
+    Raises:
+        MissingPackageError: one of the packages is not installed or cannot be loaded, with the command that installs
+            all of them.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "evenload":
+            raise  # a fault of ours, which installing something does not mend
+        raise MissingPackageError(
+            f"{what} needs PyTorch and transformers, which cannot be imported here ({error}); install them with: "
+            "pip install 'evenload[train]'"
+        ) from error
+
+
+def require_train_extra(what: str) -> None:
+    """The same at once and without importing them, which takes seconds.
+
+    Raises:
+        MissingPackageError: as `needs_train_extra`.
+    """
+    with needs_train_extra(what):
+        for name in ("torch", "transformers"):
+            if find_spec(name) is None:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)

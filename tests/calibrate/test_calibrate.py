@@ -20,9 +20,9 @@ from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.document import Range
 from evenload.types.layout import even_layout
-from evenload.types.token_range import Range
+from evenload.types.model import model_from_hf_config
 from gloo_pool import TIMEOUT_S
 from quick_calibration import quick_calibration
 from reference_training import tiny_config

@@ -17,7 +17,7 @@ from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.model import model_from_hf_config
 from reference_training import tiny_config
 
 

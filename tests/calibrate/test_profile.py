@@ -22,8 +22,8 @@ from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from gloo_pool import TIMEOUT_S
 from reference_training import tiny_config
 from sweeps import sweep

@@ -25,7 +25,7 @@ from evenload.check.runner import Verdict, checked_scope, exact_casts, exit_code
 from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.weight_files import stored_weights
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 from other_rounding import rounded_up
 from reference_training import KINDS, make_tokens, plain_loss_and_gradients, plain_model, relative_error, tiny_config
 from small_run import write_small_run

@@ -8,7 +8,7 @@ import pytest
 from dist_training import COSTS
 from evenload.cli.main import main
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 from sweeps import thorough
 

@@ -12,7 +12,7 @@ import pytest
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.stepplan.validate import validate_plan
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 from plan_calls import run_plan, write_lengths
 
 SHOWN = [one.name for one in STRATEGIES.values() if not (one.needs_solver or one.needs_one_stage)]

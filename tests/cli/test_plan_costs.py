@@ -11,10 +11,9 @@ from evenload.cli.main import main
 from evenload.cli.plan_inputs import PlanCosts
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CopySpec, CostCoefficients, MeasuredOn, Noise, write_coefficients
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS, ModelSpec
 
 SMALL = MODELS["qwen2.5-0.5b"]
 

@@ -15,7 +15,7 @@ from evenload.errors import ConfigError
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.layout import even_layout
-from evenload.types.length_unit import in_unit
+from evenload.types.text import in_unit
 
 MODEL = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,

@@ -11,8 +11,8 @@ from evenload.report.run_files import append_rows
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.layout_decision import LayoutDecision
-from evenload.types.timeline_file import write_timeline
+from evenload.types.run import LayoutDecision
+from evenload.types.timeline import write_timeline
 from predicted_timeline import predicted_timeline
 
 

@@ -14,7 +14,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from plan_calls import run_plan
 

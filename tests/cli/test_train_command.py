@@ -13,7 +13,7 @@ import pytest
 
 from evenload.cli.main import main
 from evenload.report.run_files import METRIC_KEYS, read_metrics
-from evenload.types.counted import counted
+from evenload.types.text import counted
 from process_tree import ranks_of
 from rank_server import rank_context
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run

@@ -22,10 +22,9 @@ from evenload.cost.coefficients import (
     write_coefficients,
 )
 from evenload.data.hub import model_from
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS, ModelSpec
 from small_run import write_small_run
 
 SETTINGS = """

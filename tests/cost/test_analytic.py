@@ -3,7 +3,7 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 
 

@@ -22,9 +22,8 @@ from evenload.cost.memory import pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, causal_pairs
 from evenload.types.layout import even_layout
-from evenload.types.work import causal_pairs
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 40))

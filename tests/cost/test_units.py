@@ -13,7 +13,7 @@ from evenload.explore.layout_search import layouts_of
 from evenload.explore.stage_layers import balanced_layout
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 
 MODEL, CLUSTER = model_from("qwen2.5-0.5b"), cluster_from("h100x8")

@@ -13,8 +13,7 @@ from evenload.cost.validity import (
     require_covered,
 )
 from evenload.errors import ConfigError
-from evenload.types.cluster import LinkSpec
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import LinkSpec, cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
 
 LINK = LinkSpec(bandwidth_bytes_per_s=7e9, latency_s=1e-6)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from evenload.data.lengths import profile_lengths
 from evenload.errors import ConfigError
-from evenload.types.length_profile import HeaviestHalf, WindowCut
+from evenload.types.run import HeaviestHalf, WindowCut
 
 LENGTHS = np.array([1, 2, 3, 3, 4, 7, 8, 20], np.int64)
 

@@ -5,7 +5,7 @@ import pytest
 
 from context_plans import RULES, context_plan, merged_plan
 from dist_equality import assert_plans_equal_plain
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.model import model_from_hf_config
 from matrix import BALANCED
 from reference_training import KINDS, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model

@@ -8,7 +8,7 @@ import pytest
 from context_plans import RULES, with_context
 from dist_equality import assert_plans_equal_plain
 from evenload.stepplan.validate import validate_plan
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.model import model_from_hf_config
 from reference_training import tiny_config
 from sweeps import sweep
 from varied_plans import SCHEDULES, predicted_kind_bytes, varied_plan

@@ -9,8 +9,8 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from reference_training import tiny_config
 from steep_costs import STEEP_COSTS
 from sweeps import sweep

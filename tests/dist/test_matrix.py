@@ -12,7 +12,7 @@ from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError, EvenloadError
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.types.architectures.registry import TRAINED
+from evenload.types.architectures import TRAINED
 from evenload.types.plan import encode_plan
 from matrix import (
     AXES,

@@ -15,8 +15,8 @@ from evenload.plan.problem import PlanOptions
 from evenload.stepplan.transfer_order import LAG
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from plan_building import word_schedule
 from reference_training import tiny_config

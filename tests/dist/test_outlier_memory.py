@@ -12,8 +12,8 @@ from evenload.plan.problem import PlanOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan
 from reference_training import tiny_config
 from varied_plans import predicted_kind_bytes

@@ -14,8 +14,8 @@ from evenload.plan.strategies.skrull import bucket_tokens, step_documents
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from reference.dacp import algorithm_1, chosen
 from reference_training import tiny_config
 

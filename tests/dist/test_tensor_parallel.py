@@ -12,7 +12,7 @@ from evenload.cost.groups import TENSOR_RINGS, WEIGHT_RINGS
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.tensor_group import RowShard, row_owners
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.model import model_from_hf_config
 from evenload.types.plan import encode_plan
 from reference_training import make_tokens, plain_loss_and_gradients, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evenload.config.train_config import load_train_config
-from evenload.types.validation import LossOf, Validation
+from evenload.types.run import LossOf, Validation
 from flex_training import write_phases
 from sweeps import sweep
 from training_cases import plain_losses, write_training_config

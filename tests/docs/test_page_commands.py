@@ -10,7 +10,7 @@ import yaml
 
 from evenload.cli.main import app
 from evenload.config.train_config import load_train_config
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from page_blocks import FOLLOWED, PAGES, ROOT, SHELL, blocks_of, commands_in, name_of, reader_in, save_files
 from page_sizes import SMALLER, smaller
 

@@ -9,7 +9,7 @@ from evenload.explore.evaluate import StrategyResult, evaluate_strategies
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.layout import even_layout
-from evenload.types.time_split import TimeSplit
+from evenload.types.timeline import TimeSplit
 
 FIXED_KEYS = [
     *("name", "feasible", "why", "step_time_s", "mean_step_time_s", "step_time_interval_s"),

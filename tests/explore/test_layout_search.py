@@ -19,9 +19,9 @@ from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 
 MODEL, CLUSTER = model_from("llama-7b"), cluster_from("h100x4")
 OPTIONS = PlanOptions(max_pack_tokens=8192, candidates=3, strategies=(AutoOptions(max_candidates=16),))

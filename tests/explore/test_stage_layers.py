@@ -17,7 +17,7 @@ from evenload.explore.batches import BatchRule
 from evenload.explore.stage_layers import STATIC_SHARE, balanced_layout, usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
 

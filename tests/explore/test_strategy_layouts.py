@@ -23,7 +23,7 @@ from evenload.explore.stage_layers import balanced_layout, usable_bytes
 from evenload.explore.strategy_layouts import fair_planners, planners_in, search_strategies
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 
 MODEL, CLUSTER = model_from("llama-7b"), cluster_from("h100x4")

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from evenload.data.blocks import TokenTable
 from evenload.errors import InvalidPlanError
 from evenload.feed.collate import IGNORE_INDEX, collate_pack, collate_packs, collate_ranges
-from evenload.types.document import Slice
-from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.document import MicroPack, PackPlan, Slice
 
 
 def pack_of(*slices, index=0, direction="forward", pad_to=0):

@@ -7,9 +7,8 @@ from corpus_files import all_batches, data_config, write_corpus
 from evenload.data.batches import Alone
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
-from evenload.types.document import Document, Slice
+from evenload.types.document import Document, MicroPack, PackPlan, Slice
 from evenload.types.layout import even_layout
-from evenload.types.micropack import MicroPack, PackPlan
 from evenload.types.plan import Prediction, StepPlan
 from rank_threads import run_ranks
 

@@ -20,8 +20,7 @@ from evenload.integrations.batch_formats import (
 )
 from evenload.integrations.engine_loop import model_inputs
 from evenload.integrations.packed_loader import pad_pack, zero_weight_pack
-from evenload.types.document import Slice
-from evenload.types.micropack import MicroPack
+from evenload.types.document import MicroPack, Slice
 from packed_cases import documents_of, gradient_of, packed_loss, reference_gradient, tiny_model
 
 DOCUMENTS = {7: [5, 6, 7], 8: [9], 9: [1, 2, 3, 4]}

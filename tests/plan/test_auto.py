@@ -21,7 +21,7 @@ from evenload.plan.strategies.auto import AutoOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, WorkCurve
 from evenload.types.layout import even_layout
-from evenload.types.work import WorkCurve
 from reference.chain_free import chain_free_columns, work_below
 
 CURVES = (WorkCurve(1.0, ((0.01, 0),)), WorkCurve(2.0, ((0.025, 0), (0.5, 7)), 0.1))

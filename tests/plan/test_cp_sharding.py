@@ -15,10 +15,9 @@ from evenload.cost.pack_split import rank_seconds
 from evenload.plan.cp_sharding import possible_shardings
 from evenload.stepplan.rank_rows import RankRanges, joined, ranges_by_owner, ranges_per_sequence, ranked_packs
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, WorkCurve
+from evenload.types.document import PackSharding
 from evenload.types.layout import even_layout
-from evenload.types.micropack import PackSharding
-from evenload.types.work import WorkCurve
 
 LENGTH_TABLES = Path(__file__).parents[2] / "examples" / "lengths"
 WORK = WorkCurve(linear_s=1.0, attention_s=((1e-3, 0),), slice_s=0.5)

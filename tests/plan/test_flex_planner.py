@@ -18,7 +18,7 @@ from evenload.report.table import format_action, format_conditions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout, split_layout
-from evenload.types.layout_decision import LayoutDecision
+from evenload.types.run import LayoutDecision
 from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, TIGHT, documents, make
 from predicted_timeline import predicted_timeline
 

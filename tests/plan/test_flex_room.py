@@ -10,7 +10,7 @@ from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.layouts.moves import SwitchPieces, model_pieces
 from evenload.plan.layouts.switch_prices import switch_memory
 from evenload.types.layout import even_layout
-from evenload.types.layout_decision import LayoutDecision
+from evenload.types.run import LayoutDecision
 from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, documents, make
 
 SENT = SwitchPieces(pieces=model_pieces(sample_model(num_layers=4), 1), shared=frozenset(), ranks_per_machine=8)

@@ -20,12 +20,11 @@ from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem
 from evenload.plan.strategies.auto import least_beyond_memory
 from evenload.schedule.simulate import simulate
-from evenload.types.cluster import LinkSpec
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import LinkSpec, cluster_from
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS
 from evenload.types.pipeline import ActionColumns
 from evenload.types.timeline import KINDS
 

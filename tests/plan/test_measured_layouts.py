@@ -15,8 +15,8 @@ from evenload.plan.layouts.measured_layouts import (
     MeasuredLayouts,
 )
 from evenload.types.layout import even_layout
-from evenload.types.layout_decision import switch_kind
 from evenload.types.plan import Prediction, StepPlan
+from evenload.types.run import switch_kind
 
 DEEP, WIDE, FLAT = even_layout(4, dp=1, pp=4), even_layout(4, dp=2, pp=2), even_layout(4, dp=4)
 

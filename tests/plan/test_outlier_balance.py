@@ -11,8 +11,7 @@ from evenload.data.hub import model_from
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
-from evenload.types.cluster import LinkSpec
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import LinkSpec, cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
-from evenload.types.columns import SliceColumns
-from evenload.types.work import WorkCurve
+from evenload.types.columns import SliceColumns, WorkCurve
 from reference.partition import partition_by_work
 from reference.slice_work import slice_work_s
 

@@ -10,7 +10,7 @@ import pytest
 from evenload.errors import ConfigError
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.plan.strategies.strategy import Strategy
-from evenload.types.registry import Registry
+from evenload.types.base import Registry
 
 LENGTHS = Path(__file__).parents[2] / "examples" / "lengths" / "github_dirs.npy.gz"
 

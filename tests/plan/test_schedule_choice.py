@@ -10,10 +10,10 @@ from evenload.plan.activation_policy import worst_score
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS
 from sweeps import sweep
 
 CONTEXT = 32_768

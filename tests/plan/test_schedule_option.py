@@ -19,7 +19,7 @@ from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.static_schedules import ZB_H1
 from evenload.stepplan.validate import validate_plan
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from sweeps import LOOKS_FURTHER

@@ -9,7 +9,7 @@ from evenload.data.hub import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 

@@ -10,18 +10,18 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.data.hub import model_from
 from evenload.explore.stage_layers import usable_bytes
+from evenload.plan import candidates
 from evenload.plan.dp_merge import long_merges
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.plan.search import rate_merges, replica_search, search_merged
+from evenload.plan.search import rate_merges, search_merged
 from evenload.plan.strategies import slimpack
 from evenload.plan.strategies.slimpack import plan_slimpack, slimpack_rules
 from evenload.stepplan.validate import validate_plan
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.columns import whole_document_columns
-from evenload.types.document import Document
+from evenload.types.document import Document, ReplicaBlock, block_sizes, nested_sizes
 from evenload.types.layout import even_layout
-from evenload.types.replica_block import ReplicaBlock, block_sizes, nested_sizes
 
 TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))
 MODEL = model_from("llama-7b")
@@ -94,13 +94,13 @@ def test_slimpack_plans_what_balanced_fits() -> None:
 )
 def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, most) -> None:
     """Counted, because times depend on the machine; what cannot win is not searched."""
-    rated, score_in_core = [0], replica_search._score_in_core
+    rated, score_in_core = [0], candidates._score_in_core
 
     def counted(jobs) -> None:
         rated[0] += sum(len(trials) for _, trials in jobs)
         score_in_core(jobs)
 
-    monkeypatch.setattr(replica_search, "_score_in_core", counted)
+    monkeypatch.setattr(candidates, "_score_in_core", counted)
     proposal: Proposal = planner_of({"dp": 8, "pp": 4}, limited=limited).propose(
         0, documents(batch_of(table, count)), strategy
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.types.work import WorkCurve
+from evenload.types.columns import WorkCurve
 from reference.partition import partition_by_work
 from reference.slice_bound import exact_slice_bound
 from reference.slice_work import slice_work_s

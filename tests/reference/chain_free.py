@@ -18,8 +18,7 @@ each direction alone is balanced only as far as attention's 2.5x and linear's 2x
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.types.columns import SliceColumns
-from evenload.types.work import WorkCurve, causal_pairs
+from evenload.types.columns import SliceColumns, WorkCurve, causal_pairs
 from reference.bin_packing import longest_first
 
 

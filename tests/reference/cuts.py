@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
 from evenload.plan.candidates import ALIGN_FROM_TILES, CutRules, Setting
-from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.work import WorkCurve
+from evenload.types.columns import SliceColumns, WorkCurve, whole_document_columns
 from reference.bin_packing import longest_first
 from reference.chain_free import chain_free_columns, sum_in_order, work_below
 from reference.pack_halving import halve_pack

@@ -9,8 +9,7 @@ that follow each other forward and precede each other backward. O(slices).
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.types.columns import SliceColumns
-from evenload.types.work import WorkCurve
+from evenload.types.columns import SliceColumns, WorkCurve
 from reference.chain_free import work_below
 from reference.slice_work import slice_work_s
 

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
-from evenload.types.columns import SliceColumns
-from evenload.types.work import WorkCurve
+from evenload.types.columns import SliceColumns, WorkCurve
 from reference.slice_work import slice_work_s
 
 LONGEST_DOCUMENT = 2**31 - 1

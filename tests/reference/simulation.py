@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from evenload.types.schedule import Action
+from evenload.types.plan import Action
 from evenload.types.timeline import KINDS
 
 _BACKWARD, _INPUT, _WEIGHT = (KINDS.index(name) for name in "BIW")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.types.work import WorkCurve
+from evenload.types.columns import WorkCurve
 from reference.slice_work import slice_work_s
 
 

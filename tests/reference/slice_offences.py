@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from evenload.stepplan.validate import group_offences
-from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.document import MicroPack, PackPlan
 from evenload.types.plan import StepPlan, block_of
 
 

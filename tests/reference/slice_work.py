@@ -1,6 +1,6 @@
 """Seconds of one slice in plain Python, the same bits as of `WorkCurve.slice_works_s` and of the native core."""
 
-from evenload.types.work import WorkCurve
+from evenload.types.columns import WorkCurve
 
 
 def prefix_pairs(num_tokens: int, window: int) -> int:

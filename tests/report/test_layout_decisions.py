@@ -15,7 +15,7 @@ from evenload.report.html import render_report
 from evenload.report.run_files import append_rows, read_decisions
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.table import LayoutTable, format_action, format_conditions
-from evenload.types.layout_decision import LayoutDecision
+from evenload.types.run import LayoutDecision
 
 
 def decision(step, case=1, layout="dp=4", **changes):

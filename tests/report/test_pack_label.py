@@ -1,10 +1,8 @@
 import evenload.report.chrome_trace as pack_label
 from evenload.report.chrome_trace import label_packs
-from evenload.types.document import Document, Slice
+from evenload.types.document import Document, MicroPack, PackPlan, Slice
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import MicroPack, PackPlan
-from evenload.types.plan import Prediction, StepPlan
-from evenload.types.schedule import Schedule
+from evenload.types.plan import Prediction, Schedule, StepPlan
 
 
 def make_plan() -> StepPlan:

@@ -16,9 +16,8 @@ from evenload.report.figures import (
     tokens_per_s_figure,
 )
 from evenload.report.svg import round_ticks, tick_labels
-from evenload.types.pack_times import pack_times
-from evenload.types.time_split import CAUSE_LABELS
-from evenload.types.validation import LossOf, Validation
+from evenload.types.run import LossOf, Validation
+from evenload.types.timeline import CAUSE_LABELS, pack_times
 from report_samples import make_plan, make_row, make_split, make_timeline
 
 

@@ -9,7 +9,7 @@ from test_html_report import make_report
 from browser_page import choose, find_task, hover_task, pixel, steps, task_box, view
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.svg import KIND_STYLES
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 from evenload.types.timeline import MEMORY_KINDS
 from report_samples import make_plan, make_row, make_timeline, with_details
 

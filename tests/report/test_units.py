@@ -12,7 +12,7 @@ from evenload.report.units import (
     format_ratio,
     format_seconds,
 )
-from evenload.types.scaled_units import MISSING, format_bytes
+from evenload.types.text import MISSING, format_bytes
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.store import ActivationStore, BlockIndex
-from evenload.types.micropack import ActivationPolicy
+from evenload.types.document import ActivationPolicy
 from single_stage import packs_of
 
 BYTES = 8

@@ -4,8 +4,8 @@ import pytest
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.built_in import config_from, spec_of, with_few_layers
-from evenload.types.architectures.registry import TRAINED
-from evenload.types.model_catalog import MODEL_TYPES, MODELS
+from evenload.types.architectures import TRAINED
+from evenload.types.model import MODEL_TYPES, MODELS
 from reference_training import tiny_config
 
 _TRAINED_TYPES = {architecture.model_type for architecture in TRAINED.values()}

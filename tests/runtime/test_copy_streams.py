@@ -11,7 +11,7 @@ from evenload.errors import ConfigError
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
-from evenload.types.token_range import Range
+from evenload.types.document import Range
 from fake_streams import Device
 
 

@@ -20,8 +20,8 @@ from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import position_warning, require_positions
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from reference_training import make_tokens, tiny_config
 from single_stage import assert_equals_plain, packs_of
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.runtime.replay.host_copies import ALIGNMENT_BYTES, HostArena, HostRows
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS
 from offload_orders import follow, new_segment, offload_order, plans_of
 
 SEGMENT, PIECE = 8192, 1024

@@ -19,8 +19,8 @@ from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, make_tokens, relative_error, tiny_config
 from single_stage import pack_tokens, packs_of
 

@@ -11,8 +11,8 @@ from evenload.config.sections import with_adapters
 from evenload.cost.units import unit_buffers
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.types.hf_config import model_from_hf_config
 from evenload.types.layout import even_layout
+from evenload.types.model import model_from_hf_config
 from matrix import MODELS, WITH_EXPERTS
 from reference_training import tiny_config
 

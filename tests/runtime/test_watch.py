@@ -8,7 +8,7 @@ import torch.distributed as dist
 from evenload.errors import RankLostError
 from evenload.runtime.comm import watch as watch_module
 from evenload.runtime.comm.watch import RankWatch
-from evenload.types.schedule import parse_action
+from evenload.types.plan import parse_action
 
 BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 LATE = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete"

@@ -21,7 +21,7 @@ from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.pipeline import action_columns
-from evenload.types.schedule import completing_actions
+from evenload.types.plan import completing_actions
 from varied_plans import varied_plan
 
 FREE = OverlapCost(compute_slowdown=0.0)

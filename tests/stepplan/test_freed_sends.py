@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import evenload.stepplan.transfer_order as freed_sends_module
 from context_plans import merged_plan
 from evenload.stepplan.transfer_order import LAG, freed_sends
+from evenload.types.layout import sending_channels
 from evenload.types.plan import StepPlan
-from evenload.types.transfers import sending_channels
 from strict_queues import node_names
 from varied_plans import varied_plan
 

@@ -19,10 +19,9 @@ from evenload.schedule.static_schedules import gpipe, interleaved_one_f_one_b, o
 from evenload.stepplan.plan_tasks import timed_tasks
 from evenload.stepplan.transfer_order import LAG, action_places, queued_order
 from evenload.types.document import Slice
-from evenload.types.layout import even_layout
+from evenload.types.layout import TransferOrder, even_layout, sending_channels
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import PackTimes, StepPlan
-from evenload.types.transfers import TransferOrder, sending_channels
 from plan_building import pack_plan, step_plan, word_schedule
 from strict_queues import node_names, plan_events, stuck_ranks
 from varied_plans import varied_plan

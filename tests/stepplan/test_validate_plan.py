@@ -10,8 +10,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document, Slice
 from evenload.types.layout import even_layout
-from evenload.types.plan import LeftOut, StepPlan, seal
-from evenload.types.schedule import Schedule
+from evenload.types.plan import LeftOut, Schedule, StepPlan, seal
 
 replace = msgspec.structs.replace
 

@@ -4,12 +4,9 @@ import random
 
 import msgspec
 
-from evenload.types.document import Slice
+from evenload.types.document import MicroPack, PackPlan, Slice, nested_sizes
 from evenload.types.layout import even_layout
-from evenload.types.micropack import MicroPack, PackPlan
-from evenload.types.plan import StepPlan, seal
-from evenload.types.replica_block import nested_sizes
-from evenload.types.schedule import Schedule
+from evenload.types.plan import Schedule, StepPlan, seal
 from plan_building import greedy_packs, pack_plan, running_need, step_plan, word_schedule
 
 RULES = ["per_sequence", "per_document", "owners", "dacp"]

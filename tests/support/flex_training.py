@@ -8,7 +8,7 @@ import numpy as np
 
 from dist_training import trained_to
 from evenload.runtime.stages.live_stages import Switch
-from evenload.types.layout_decision import LayoutDecision
+from evenload.types.run import LayoutDecision
 from switch_cases import whole_state
 
 BATCH = 8

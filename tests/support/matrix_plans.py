@@ -24,14 +24,11 @@ from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.static_schedules import gpipe, zero_bubble_h1
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.document import Document, PackPlan
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.micropack import PackPlan
-from evenload.types.model import ModelSpec
+from evenload.types.model import ModelSpec, model_from_hf_config
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, action_columns
-from evenload.types.plan import PackTimes, StepPlan, block_of, seal
-from evenload.types.schedule import Schedule
+from evenload.types.plan import PackTimes, Schedule, StepPlan, block_of, seal
 from matrix import NONE, Row, shares_documents
 from matrix_cases import MatrixCase
 from pipeline_cases import with_split

@@ -17,7 +17,7 @@ from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.host_copies import HostArena
 from evenload.runtime.replay.rank_packs import pack_ranges
 from evenload.runtime.replay.store import BlockIndex
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, SplitBackward, action_columns
-from evenload.types.schedule import Schedule, parse_action
+from evenload.types.plan import Schedule, parse_action
 
 
 def uniform_tasks(

@@ -3,11 +3,9 @@
 import itertools
 import random
 
-from evenload.types.document import Document, Slice
+from evenload.types.document import Document, MicroPack, PackPlan, Slice
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.micropack import MicroPack, PackPlan
-from evenload.types.plan import PackTimes, Prediction, StepPlan, seal
-from evenload.types.schedule import Action, Schedule
+from evenload.types.plan import Action, PackTimes, Prediction, Schedule, StepPlan, seal
 
 
 def cut_documents(lengths: dict[int, int], cuts: list[float]) -> dict[int, list[tuple[int, int]]]:

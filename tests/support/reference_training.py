@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from evenload.types.architectures.registry import ARCHITECTURES
+from evenload.types.architectures import ARCHITECTURES
 
 _COMMON = {
     "vocab_size": 97,

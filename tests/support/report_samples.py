@@ -5,13 +5,10 @@ import dataclasses
 import numpy as np
 
 from evenload.report.run_files import METRIC_KEYS
-from evenload.types.document import Document, Slice
+from evenload.types.document import Document, MicroPack, PackPlan, Slice
 from evenload.types.layout import even_layout
-from evenload.types.micropack import MicroPack, PackPlan
-from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan
-from evenload.types.schedule import Schedule
-from evenload.types.time_split import CAUSE_LABELS, TimeSplit
-from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline
+from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPlan
+from evenload.types.timeline import CAUSE_LABELS, KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline, TimeSplit
 
 
 def make_timeline(

@@ -9,7 +9,7 @@ from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.types.token_range import Range
+from evenload.types.document import Range
 from plan_building import greedy_packs
 from reference_training import balance_factor, plain_error, plain_loss_and_gradients, relative_error, tiny_config
 

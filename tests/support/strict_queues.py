@@ -9,9 +9,8 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from evenload.stepplan.transfer_order import queued_order
-from evenload.types.plan import StepPlan, block_of
-from evenload.types.schedule import completing_actions
-from evenload.types.transfers import Channel, TransferOrder
+from evenload.types.layout import Channel, TransferOrder
+from evenload.types.plan import StepPlan, block_of, completing_actions
 
 Rank = tuple[int, int]
 """(dp_rank, pp_rank)."""

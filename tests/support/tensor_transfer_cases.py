@@ -9,9 +9,8 @@ from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
+from evenload.types.document import ActivationPolicy, Range
 from evenload.types.layout import even_layout
-from evenload.types.micropack import ActivationPolicy
-from evenload.types.token_range import Range
 from gloo_pool import TIMEOUT_S
 
 TOKENS = 24

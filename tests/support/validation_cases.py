@@ -21,8 +21,7 @@ from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpo
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
-from evenload.types.sample import Sample
-from evenload.types.validation import Validation
+from evenload.types.run import Sample, Validation
 from gloo_pool import TIMEOUT_S
 from switch_cases import whole_state
 

@@ -16,8 +16,7 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes, PipelineTasks, action_columns
-from evenload.types.plan import PackTimes, StepPlan, seal
-from evenload.types.schedule import Schedule
+from evenload.types.plan import PackTimes, Schedule, StepPlan, seal
 from evenload.types.timeline import MEMORY_KINDS
 from pipeline_cases import with_split
 from plan_building import greedy_packs, pack_plan, running_need, step_plan, word_schedule

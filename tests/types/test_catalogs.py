@@ -13,11 +13,10 @@ from evenload.errors import ConfigError
 from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.types.cluster import ClusterSpec, DeviceSpec
-from evenload.types.cluster_catalog import BUILT_IN, cluster_from
+from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 import pytest
 
-from evenload.types.layout import even_layout
-from evenload.types.layout_text import read_layout_text
-from evenload.types.transfers import channel_mode
+from evenload.types.layout import channel_mode, even_layout, read_layout_text
 
 EVEN = even_layout(4, pp=2)
 WIDE = read_layout_text("pp=3,devices=1+2+1").layout(4)

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
-from evenload.types.cluster import ClusterSpec, LinkSpec
-from evenload.types.cluster_catalog import cluster_from
+from evenload.types.cluster import ClusterSpec, LinkSpec, cluster_from
 from evenload.types.layout import even_layout
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS
 
 H100 = cluster_from("h100x32")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenload.types.counted import counted
+from evenload.types.text import counted
 
 
 @pytest.mark.parametrize(

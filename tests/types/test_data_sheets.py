@@ -2,8 +2,7 @@
 
 import pytest
 
-from evenload.types.cluster_catalog import cluster_from
-from evenload.types.data_sheets import KNOWN_GPUS, data_sheet_flops_per_s
+from evenload.types.cluster import KNOWN_GPUS, cluster_from, data_sheet_flops_per_s
 
 
 @pytest.mark.parametrize(

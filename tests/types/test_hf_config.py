@@ -8,8 +8,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from evenload.errors import ConfigError
-from evenload.types.architectures.registry import ARCHITECTURES
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.architectures import ARCHITECTURES
+from evenload.types.model import model_from_hf_config
 
 _SIZES = {
     "hidden_size": 64,

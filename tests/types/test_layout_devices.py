@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from evenload.cli.options import parse_layout
 from evenload.errors import ConfigError
-from evenload.types.layout import ParallelLayout, even_layout, split_layout
-from evenload.types.layout_text import read_layout_text
+from evenload.types.layout import ParallelLayout, even_layout, read_layout_text, split_layout
 
 
 def test_a_layout_is_written_as_it_is_described() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, tiny_config
 
 # What config.json on the Hub leaves out because it is the default, or says by an older name.

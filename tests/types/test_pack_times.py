@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from evenload.types.pack_times import pack_times, replica_ends, replica_imbalance
-from evenload.types.timeline import Timeline
+from evenload.types.timeline import Timeline, pack_times, replica_ends, replica_imbalance
 from report_samples import make_timeline
 
 

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from evenload.types.time_split import CAUSE_LABELS, TimeSplit, mean_time_split
+from evenload.types.timeline import CAUSE_LABELS, TimeSplit, mean_time_split
 
 
 def split(**seconds: float) -> TimeSplit:

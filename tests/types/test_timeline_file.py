@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from evenload.errors import DataError
-from evenload.types.timeline import MEMORY_KINDS, SideTasks
-from evenload.types.timeline_file import read_timeline, write_timeline
+from evenload.types.timeline import MEMORY_KINDS, SideTasks, read_timeline, write_timeline
 from report_samples import make_timeline
 
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.types.work import WorkCurve
+from evenload.types.columns import WorkCurve
 from reference.slice_work import prefix_pairs, slice_work_s
 
 

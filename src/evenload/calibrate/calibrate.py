@@ -63,8 +63,8 @@ from evenload.cost.groups import weight_gather_seconds
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.cluster import LinkSpec
+from evenload.types.document import Direction
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

@@ -36,8 +36,8 @@ from evenload.runtime.replay.head import add_embedding_gradient, embed
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
+from evenload.types.document import Range
 from evenload.types.model import ModelSpec
-from evenload.types.token_range import Range
 
 Work = Mapping[int, Callable[[], object]]
 """Work by its size, such as rows."""

@@ -59,9 +59,8 @@ from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.base import Frozen
-from evenload.types.micropack import Direction
+from evenload.types.document import Direction, Range
 from evenload.types.model import ModelSpec
-from evenload.types.token_range import Range
 
 Pass = dict[str, float]
 """Seconds of one rank's pass by what was timed."""

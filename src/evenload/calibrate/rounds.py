@@ -39,9 +39,8 @@ from evenload.runtime.device import seconds_now
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.types.micropack import Direction
+from evenload.types.document import Direction, Range
 from evenload.types.model import ModelSpec
-from evenload.types.token_range import Range
 
 _PRODUCT_SIZE = 8192  # few of them last long, so that they leave the device's queue to the pack
 _TIMED_PRODUCTS = 10

@@ -68,12 +68,11 @@ from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.validate import validate_plan
-from evenload.types.counted import counted
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import counted, format_bytes
 
 _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-2
 

@@ -52,10 +52,10 @@ from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.rank_stages import build_rank_stages
 from evenload.runtime.step_source import prepare_step, replicas_share_packs
-from evenload.types.architectures.architecture import ModuleNames
+from evenload.types.architectures import ModuleNames
 from evenload.types.base import Frozen
-from evenload.types.counted import counted
 from evenload.types.plan import StepPlan
+from evenload.types.text import counted
 
 Outcome = Literal["pass", "fail", "skipped"]
 

@@ -9,8 +9,8 @@ import typer
 
 from evenload.bench.runs import BenchResult
 from evenload.cli.options import calibration_cache, require_writable, write_output
-from evenload.types.counted import counted
-from evenload.types.train_extra import needs_train_extra, require_train_extra
+from evenload.errors import needs_train_extra, require_train_extra
+from evenload.types.text import counted
 
 if TYPE_CHECKING:
     from evenload.cli.bench_worker import BenchPlan

@@ -37,7 +37,7 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
-from evenload.types.time_split import mean_time_split
+from evenload.types.timeline import mean_time_split
 
 
 def bench_report(result: BenchResult, typical: Mapping[str, Sequence[StepReport]]) -> RunReport:

@@ -11,8 +11,8 @@ from evenload.errors import CallbackError, EvenloadError
 from evenload.integrations.callback import Callback, EndReason, RunEnd, RunStart, TensorBoardLog, WandbLog
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
-from evenload.types.counted import counted
-from evenload.types.validation import Validation
+from evenload.types.run import Validation
+from evenload.types.text import counted
 
 _TRACKERS: dict[Tracker, Callable[[], Callback]] = {"wandb": WandbLog, "tensorboard": TensorBoardLog}
 

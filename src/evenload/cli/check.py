@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenload.cli.options import calibration_cache
-from evenload.types.train_extra import needs_train_extra, require_train_extra
+from evenload.errors import needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
     from evenload.check.runner import Scope, Verdict

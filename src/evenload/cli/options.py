@@ -17,9 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenload.errors import ConfigError
 from evenload.explore.batches import OnProgress
-from evenload.types.counted import counted
-from evenload.types.layout import ParallelLayout
-from evenload.types.layout_text import read_layout_text
+from evenload.types.layout import ParallelLayout, read_layout_text
+from evenload.types.text import counted
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 COUNTS = "128k = 131072: 1k is 1024, 1M is 1024k."

@@ -33,8 +33,7 @@ from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.table import ComparisonTable, EngineTable, LayoutTable
 from evenload.report.units import format_layout
 from evenload.stepplan.plan_file import encode_plan_file
-from evenload.types.length_unit import LengthUnit, in_unit
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import LengthUnit, format_bytes, in_unit
 
 
 def show_plans(console: Console, found: FoundPlans) -> None:

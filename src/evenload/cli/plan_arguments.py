@@ -28,7 +28,7 @@ from evenload.integrations.catalog import ENGINES
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.plan.strategies.strategy import LeftOutStrategy, Strategy
-from evenload.types.cluster_catalog import BUILT_IN
+from evenload.types.cluster import BUILT_IN
 from evenload.types.layout import ParallelLayout
 
 SOURCE_HELP = (

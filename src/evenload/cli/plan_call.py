@@ -27,9 +27,8 @@ from evenload.integrations.evaluate import EngineEvaluation
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import strategies_table, write_report
 from evenload.report.table import is_feasible, shown_columns
-from evenload.types.counted import counted
-from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
+from evenload.types.text import LengthUnit, counted
 
 
 class PlanSettings(TypedDict, total=False):

@@ -59,10 +59,8 @@ from evenload.report.units import (
     format_power_of_two,
     format_seconds,
 )
-from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.length_unit import LengthUnit, in_unit
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -37,8 +37,7 @@ from evenload.explore.stage_layers import usable_bytes
 from evenload.integrations.catalog import engine_named
 from evenload.plan.problem import PlanOptions
 from evenload.report.units import format_percent
-from evenload.types.cluster import ClusterSpec, DeviceSpec, LinkSpec
-from evenload.types.cluster_catalog import BUILT_IN, cluster_from
+from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, LinkSpec, cluster_from
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 

@@ -29,7 +29,7 @@ from evenload.plan.strategies.baselines import BEST_FIT
 from evenload.report.units import format_percent, format_seconds
 from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 
 _NAMED = 3
 """Layouts that a message names."""

@@ -10,8 +10,7 @@ import typer
 from evenload.cli.options import COUNTS, parse_tokens, require_writable, write_output
 from evenload.cli.plan_inputs import measured_line
 from evenload.cost.coefficients import CostCoefficients, encode_coefficients, read_coefficients
-from evenload.errors import ConfigError
-from evenload.types.train_extra import needs_train_extra, require_train_extra
+from evenload.errors import ConfigError, needs_train_extra, require_train_extra
 
 if TYPE_CHECKING:
     from evenload.cli.profile_worker import ProfileOptions

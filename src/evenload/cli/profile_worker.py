@@ -32,7 +32,7 @@ from evenload.types.base import Frozen
 from evenload.types.cluster import DeviceKind
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 
 # More layers of a stage than these say nothing new; fewer fit caches that a model's do not.
 _MOST_LAYERS = 4

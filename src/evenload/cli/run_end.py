@@ -17,7 +17,7 @@ from evenload.runtime.model.export_files import tokenizer_note
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
-from evenload.types.counted import counted
+from evenload.types.text import counted
 
 FINISHED_FILE = "finished.json"
 

@@ -44,13 +44,12 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.types.base import Frozen
-from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
-from evenload.types.timeline import Timeline
-from evenload.types.timeline_file import read_timeline, write_timeline
-from evenload.types.validation import Validation
+from evenload.types.run import Validation
+from evenload.types.text import counted
+from evenload.types.timeline import Timeline, read_timeline, write_timeline
 
 MOST_TASKS, MOST_STEPS = 12_000, 200
 """Of all steps in the file together; a step alone that has more tasks is left out."""

@@ -26,13 +26,11 @@ from evenload.report.table import format_action, progress_text, step_line
 from evenload.report.units import format_count, format_plain, format_seconds
 from evenload.runtime.comm.mesh import Meshes
 from evenload.runtime.stages.live_stages import Switch, Twins
-from evenload.types.counted import counted
-from evenload.types.data_sheets import data_sheet_flops_per_s
+from evenload.types.cluster import data_sheet_flops_per_s
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan
-from evenload.types.scaled_units import format_bytes
-from evenload.types.validation import LossOf, Validation
+from evenload.types.run import LayoutDecision, LossOf, Validation
+from evenload.types.text import counted, format_bytes
 
 _NUM_STEPS = 3
 """Steps after the first, which pays for what is done once, whose predictions are looked at."""

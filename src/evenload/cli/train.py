@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from evenload.types.train_extra import require_train_extra
+from evenload.errors import require_train_extra
 
 
 def train_command(

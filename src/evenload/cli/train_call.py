@@ -21,11 +21,10 @@ from pathlib import Path
 
 from evenload.cli.train_run import train_run
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, require_train_extra
 from evenload.integrations.callback import Callback
 from evenload.report.run_files import latest_per_step, read_metrics
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
-from evenload.types.train_extra import require_train_extra
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from evenload.cli.environment import prepare_environment
 from evenload.cli.options import calibration_cache, require_writable_directory
 from evenload.config.sections import require_trackers
-from evenload.errors import ConfigError
-from evenload.types.counted import counted
-from evenload.types.train_extra import needs_train_extra
+from evenload.errors import ConfigError, needs_train_extra
+from evenload.types.text import counted
 
 if TYPE_CHECKING:
     from evenload.config.train_config import TrainConfig

@@ -51,9 +51,8 @@ from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
-from evenload.types.counted import counted
-from evenload.types.scaled_units import format_bytes
-from evenload.types.validation import Validation
+from evenload.types.run import Validation
+from evenload.types.text import counted, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,8 +50,7 @@ from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.runtime.trainer import Trainer
-from evenload.types.layout import ParallelLayout
-from evenload.types.transfers import ChannelChoice, channel_mode
+from evenload.types.layout import ChannelChoice, ParallelLayout, channel_mode
 
 
 def require_runnable(config: TrainConfig) -> ParallelLayout:

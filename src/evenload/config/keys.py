@@ -18,7 +18,7 @@ import msgspec
 from evenload.errors import ConfigError
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import option_tables
-from evenload.types.nearest_name import did_you_mean, nearest_name
+from evenload.types.base import did_you_mean, nearest_name
 
 Table = TypeVar("Table", bound=msgspec.Struct)
 _PLAN_PREFIX = "plan.options."

@@ -10,10 +10,9 @@ from evenload.errors import ConfigError
 from evenload.plan.layouts.layout_candidates import enumerated_layouts
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import require_trainable, strategy_named
-from evenload.types.counted import counted
-from evenload.types.layout import ParallelLayout
-from evenload.types.layout_text import read_layout_text
+from evenload.types.layout import ParallelLayout, read_layout_text
 from evenload.types.model import ModelSpec
+from evenload.types.text import counted
 
 
 def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ...]:

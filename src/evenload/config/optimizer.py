@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen
-from evenload.types.nearest_name import did_you_mean
+from evenload.types.base import Frozen, did_you_mean
 
 Decay = Literal["constant", "cosine", "linear", "wsd", "custom"]
 _NAMES = ("adamw", "muon")

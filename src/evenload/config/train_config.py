@@ -27,9 +27,8 @@ from evenload.data.config import DataConfig
 from evenload.errors import ConfigError, unreadable
 from evenload.plan.problem import PlanOptions
 from evenload.types.base import Frozen, PathText, write_out_home
-from evenload.types.layout import ParallelLayout, even_layout, split_layout
+from evenload.types.layout import ChannelChoice, ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
-from evenload.types.transfers import ChannelChoice
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Of `model.dtype`."""

@@ -30,9 +30,9 @@ from evenload.cost.layer_counts import (
 )
 from evenload.errors import ConfigError
 from evenload.types.cluster import ClusterSpec
-from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
+from evenload.types.text import counted
 
 FLOPS_PER_MEMORY_BYTE = 300.0
 """Peak FLOP/s over memory bandwidth (H100: 989e12 / 3.35e12), for memory-bound work of devices that do not say."""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import kv_bytes_per_token, kv_gradient_bytes_per_token
-from evenload.types.micropack import Direction
+from evenload.types.document import Direction
 from evenload.types.model import ModelSpec
 
 TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}

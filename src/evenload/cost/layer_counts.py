@@ -48,10 +48,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload.errors import ConfigError
+from evenload.types.columns import causal_pairs
+from evenload.types.document import ActivationPolicy
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import ActivationPolicy
 from evenload.types.model import ModelSpec
-from evenload.types.work import causal_pairs
 
 BACKWARD_LINEAR_RATIO = 2.0
 """Backward / forward cost of matrix products: dX and dW."""

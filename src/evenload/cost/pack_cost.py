@@ -55,11 +55,10 @@ from evenload.cost.layer_counts import (
 from evenload.cost.memory import HEAD_ROWS, byte_rates, trained_parameters_per_rank
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, WorkCurve
+from evenload.types.document import Direction
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
-from evenload.types.work import WorkCurve
 
 
 @dataclass(frozen=True, kw_only=True)

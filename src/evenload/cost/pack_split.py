@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from evenload.cost.layer_counts import OFFLOAD, REPLAY
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import Direction
+from evenload.types.document import Direction
 
 
 @dataclass(frozen=True, eq=False)

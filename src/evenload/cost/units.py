@@ -38,8 +38,8 @@ from evenload.cost.layer_counts import training_flops
 from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts, pairs_column, prefix_column
 from evenload.types.columns import SliceColumns
+from evenload.types.document import Direction
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.micropack import Direction
 from evenload.types.model import ModelSpec
 
 

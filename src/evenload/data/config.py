@@ -5,8 +5,7 @@ from typing import Literal, get_args
 import msgspec
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen, PathText, write_out_home
-from evenload.types.nearest_name import did_you_mean
+from evenload.types.base import Frozen, PathText, did_you_mean, write_out_home
 
 Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow", "memmap"]
 RecordKind = Literal["text", "messages", "prompt_completion", "tokens"]

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenload.errors import ConfigError
-from evenload.types.hf_config import model_from_hf_config
-from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import MODELS
-from evenload.types.nearest_name import did_you_mean
+from evenload.types.base import did_you_mean
+from evenload.types.model import MODELS, ModelSpec, model_from_hf_config
 
 Wanted = Literal["settings", "tokenizer", "weights"]
 _log = logging.getLogger("evenload.data")

@@ -14,9 +14,9 @@ import msgspec
 
 from evenload.errors import DataError, InvalidPlanError
 from evenload.types.base import Frozen
-from evenload.types.counted import counted
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, LeftOut, StepPlan
+from evenload.types.text import counted
 
 
 class Tally(Frozen, array_like=True):

@@ -26,8 +26,8 @@ from evenload.data.part_files import open_part
 from evenload.data.records import naming
 from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError
-from evenload.types.length_profile import HeaviestHalf, LengthClass, LengthProfile, LengthShare, WindowCut
-from evenload.types.length_unit import LengthUnit
+from evenload.types.run import HeaviestHalf, LengthClass, LengthProfile, LengthShare, WindowCut
+from evenload.types.text import LengthUnit
 
 _CHUNK_RECORDS = 64
 TOKEN_IDS = "none: the records hold token ids"

@@ -42,9 +42,9 @@ from evenload.data.streams import DrawnBatch, DrawnBatches, DrawPosition
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.workers import BlockService, ReadingJob
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
-from evenload.types.counted import counted
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, StepPlan
+from evenload.types.text import counted
 
 
 class GlobalBatchLoader:

@@ -31,7 +31,7 @@ from evenload.data.records import FilePart, FileSummary, RecordReader, TextReade
 from evenload.data.sources import SourceFile, SourceListing, list_sources
 from evenload.data.token_files import MegatronReader, NpyReader
 from evenload.errors import ConfigError
-from evenload.types.counted import counted
+from evenload.types.text import counted
 
 _OWN_COMPRESSION = ("parquet", "arrow", "memmap")
 

@@ -31,7 +31,7 @@ from fsspec.utils import infer_compression
 
 from evenload.data.config import DataConfig, Format
 from evenload.errors import ConfigError, DataError, EvenloadError
-from evenload.types.counted import counted
+from evenload.types.text import counted
 
 FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow", "memmap", "dataset"]
 """`DataConfig.format` resolved; "dataset" = no file but a Hugging Face data set handed over in Python."""

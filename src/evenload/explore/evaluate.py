@@ -38,10 +38,10 @@ from evenload.plan.strategies.baselines import BEST_FIT, BestFitOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
-from evenload.types.counted import counted
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutDecision
-from evenload.types.time_split import TimeSplit, mean_time_split
+from evenload.types.run import LayoutDecision
+from evenload.types.text import counted
+from evenload.types.timeline import TimeSplit, mean_time_split
 
 
 class StrategyResult(Frozen):
@@ -381,7 +381,7 @@ def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
 # `headline`: what a comparison comes to, as data: the fastest strategy, by how much, and what the baseline loses
 # more.
 #
-# The reasons are the causes of `types.time_split` in which the baseline spends most seconds more than the best
+# The reasons are the causes of `types.timeline` in which the baseline spends most seconds more than the best
 # strategy, at most two, and none below `LEAST_SHARE` of the baseline's step.
 
 MOST_REASONS = 2

@@ -47,7 +47,7 @@ from evenload.types.base import Frozen
 from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 
 QUICK_CANDIDATES = 24
 """Schedules of the first pass; enough to tell layouts apart by a few percent."""

@@ -24,7 +24,7 @@ from evenload.types.cluster import ClusterSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 
 STATIC_SHARE = 0.5
 """Of a device's memory; the rest is for activations."""

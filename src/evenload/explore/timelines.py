@@ -39,12 +39,11 @@ from evenload.schedule.step_ends import SimulatedReplica, StepEnd, step_end
 from evenload.stepplan.plan_tasks import ReplicaColumns, replica_columns, tasks_of_columns, timed_tasks
 from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import SliceColumns
+from evenload.types.document import Direction, PackSharding
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import Direction, PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, StepPlan
-from evenload.types.time_split import TimeSplit
-from evenload.types.timeline import KINDS, SideTasks, Timeline, side_tasks
+from evenload.types.timeline import KINDS, SideTasks, Timeline, TimeSplit, side_tasks
 
 
 def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:

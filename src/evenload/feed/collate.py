@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from evenload.data.blocks import table_of
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import InvalidPlanError
-from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.document import MicroPack, PackPlan
 
 PADDING_TOKEN = 0
 

@@ -32,8 +32,8 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutDecision
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
+from evenload.types.run import LayoutDecision
 
 State = TypeVar("State", bound=msgspec.Struct)
 

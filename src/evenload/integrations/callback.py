@@ -16,7 +16,7 @@ import msgspec
 from evenload.config.train_config import TrainConfig
 from evenload.types.base import Frozen
 from evenload.types.model import ModelSpec
-from evenload.types.validation import Validation
+from evenload.types.run import Validation
 
 if TYPE_CHECKING:  # needs torch, and naming a callback does not
     from evenload.runtime.step_metrics import StepReport

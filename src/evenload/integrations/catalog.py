@@ -8,7 +8,7 @@ from typing import Literal
 
 from evenload.errors import ConfigError
 from evenload.integrations.engine_profile import EngineProfile, Topic
-from evenload.types.nearest_name import did_you_mean
+from evenload.types.base import did_you_mean
 
 _GATHERS = (
     "gathers a unit's weights in every forward and backward, a collective of all ranks, so a rank with fewer "

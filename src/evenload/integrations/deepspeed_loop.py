@@ -40,7 +40,7 @@ from evenload.integrations.engine_loop import (
     token_loss,
 )
 from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
-from evenload.types.counted import counted
+from evenload.types.text import counted
 
 LOADER_STATE = "evenload_loader"
 """Key of the loader's state in a checkpoint's `client_state`."""

@@ -20,7 +20,7 @@ from evenload.data.config import DataConfig, trains_given_ids
 from evenload.data.hf_dataset import is_iterable_dataset
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
-from evenload.types.nearest_name import did_you_mean
+from evenload.types.base import did_you_mean
 
 DATASET_NAME = "dataset"
 """Source name of a data set object."""

@@ -36,8 +36,8 @@ from evenload.integrations.projection import StepShape
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.types.counted import counted
 from evenload.types.layout import even_layout
+from evenload.types.text import counted
 
 
 @dataclass(eq=False, kw_only=True)

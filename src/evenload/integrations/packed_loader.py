@@ -44,8 +44,8 @@ from evenload.integrations.projection import project
 from evenload.plan.deferral import DelayState
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.registry import strategy_named
-from evenload.types.counted import counted
 from evenload.types.plan import StepPlan
+from evenload.types.text import counted
 
 STATE_VERSION = 1
 

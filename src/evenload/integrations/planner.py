@@ -37,11 +37,9 @@ from evenload.plan.planner import AskedStep, Proposal, StepPlanner
 from evenload.plan.problem import CHOOSE, PlanOptions
 from evenload.plan.strategies.baselines import BALANCED
 from evenload.plan.strategies.registry import strategy_named
-from evenload.types.cluster_catalog import DEVICES_PER_NODE, cluster_from
-from evenload.types.hf_config import model_from_hf_config
+from evenload.types.cluster import DEVICES_PER_NODE, cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import MODELS
+from evenload.types.model import MODELS, ModelSpec, model_from_hf_config
 
 ENGINES_AUTO = "every global batch by the strategy that is fastest by this engine's price, of those that it can run"
 """Description of `auto` under an engine; that of Evenload's own runtime searches for something else."""

@@ -29,7 +29,7 @@ from evenload.schedule.simulate import simulate
 from evenload.schedule.step_ends import SimulatedReplica, step_end
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import Direction
+from evenload.types.document import Direction
 from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan
 

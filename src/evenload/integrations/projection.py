@@ -15,7 +15,7 @@ import msgspec
 from evenload.errors import ConfigError
 from evenload.integrations.engine_profile import EngineProfile, require_layout
 from evenload.types.base import Frozen
-from evenload.types.micropack import MicroPack, PackPlan
+from evenload.types.document import MicroPack, PackPlan
 from evenload.types.plan import StepPlan
 
 

@@ -8,7 +8,7 @@
     order             an `Order` that the core knows, or any other registered schedule, which is rated in Python
     lookahead, split  of the list schedule (`schedule.packflow`); `split` is set, too, where a schedule splits backwards
 
-Three ways to cut, each by work, forward and backward seconds of the slowest stage (`types.work`):
+Three ways to cut, each by work, forward and backward seconds of the slowest stage (`types.columns`):
 
     asymmetric  SlimPack §4.1: long documents are slimmed into slices, short ones packed whole, so that every pack
                 carries the same work; forward and backward packs by two calls with their own curves. All work lies on
@@ -45,8 +45,7 @@ from evenload.plan.problem import CHOOSE, Candidate, StepProblem, imbalance, sch
 from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC, packflow_list, packflow_static
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.schedule_rule import UNLIMITED_BYTES, ScheduleRule
-from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.work import WorkCurve
+from evenload.types.columns import SliceColumns, WorkCurve, whole_document_columns
 
 Cut = Literal["symmetric", "asymmetric", "whole"]
 CUTS: tuple[Cut, ...] = ("symmetric", "asymmetric", "whole")

@@ -51,7 +51,7 @@ from evenload.schedule.simulate import simulate
 from evenload.schedule.tasks import split_arrays, task_arrays
 from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import PackSharding
+from evenload.types.document import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward
 
 MIXED_BOUNDS = (1, 4, 16)

@@ -27,8 +27,8 @@ from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing import longest_first
 from evenload.plan.problem import Candidate, StepProblem, candidate
 from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.document import ReplicaBlock, block_sizes, nested_sizes
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from evenload.types.replica_block import ReplicaBlock, block_sizes, nested_sizes
 
 PRINTED_THRESHOLD = 1.0
 """SlimPack's: only documents longer than a whole replica's share."""

@@ -40,7 +40,7 @@ from evenload.plan.deferral import DelayedChoice
 from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem, in_order
 from evenload.schedule.packflow import LIST, LIST_SPLIT, packflow_list
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 
 HELD_SHARE = 0.98
 """Of host memory, at which added policies aim."""

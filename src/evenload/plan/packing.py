@@ -32,8 +32,8 @@ from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.problem import ReplicaChoice, StepProblem, candidate
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.counted import counted
 from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.text import counted
 
 LEFT_OVER = -1
 """Group of a document that found no room."""

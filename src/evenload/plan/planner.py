@@ -25,12 +25,11 @@ from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.schedule.critical_path import CriticalPath, critical_path
 from evenload.schedule.step_ends import step_end
 from evenload.types.columns import SliceColumns
-from evenload.types.document import Document
+from evenload.types.document import ActivationPolicy, Document, PackPlan
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import ActivationPolicy, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, Prediction, StepPlan, seal
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 
 
 @dataclass(frozen=True, eq=False)

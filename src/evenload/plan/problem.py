@@ -27,8 +27,8 @@ from evenload.schedule.simulate import Simulation, simulate
 from evenload.schedule.step_ends import SimulatedReplica
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
+from evenload.types.document import PackSharding
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.plan import PackTimes
 from evenload.types.timeline import KINDS
@@ -243,7 +243,7 @@ def scheduled_candidate(
 
 
 def imbalance(pack_s: NDArray[np.float64]) -> float:
-    """max / mean over packs of the time on their slowest stage (as `types.pack_times`); 1 without packs."""
+    """max / mean over packs of the time on their slowest stage (as `types.timeline`); 1 without packs."""
     if not len(pack_s):
         return 1.0
     slowest = pack_s.max(axis=1)

@@ -33,7 +33,7 @@ from evenload.plan.candidates import (
 )
 from evenload.plan.dp_merge import Merge, in_phases
 from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
-from evenload.types.replica_block import ReplicaBlock
+from evenload.types.document import ReplicaBlock
 
 VARIED = 4
 """Best settings of a representative replica whose packs are tried under other schedules."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.report.units import format_count
-from evenload.types.micropack import Direction, MicroPack
+from evenload.types.document import Direction, MicroPack
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline
 

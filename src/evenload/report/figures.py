@@ -43,13 +43,10 @@ from evenload.report.svg import (
 )
 from evenload.report.table import format_action, format_conditions, format_predicted
 from evenload.report.units import format_percent, format_ratio, format_seconds
-from evenload.types.layout_decision import LayoutDecision
-from evenload.types.micropack import Direction
-from evenload.types.pack_times import PackSeconds, pack_times
+from evenload.types.document import Direction
 from evenload.types.plan import StepPlan
-from evenload.types.time_split import CAUSE_LABELS, TimeSplit
-from evenload.types.timeline import Timeline
-from evenload.types.validation import Validation
+from evenload.types.run import LayoutDecision, Validation
+from evenload.types.timeline import CAUSE_LABELS, PackSeconds, Timeline, TimeSplit, pack_times
 
 # From this many steps on markers hide the line.
 _MAX_STEPS_WITH_MARKERS = 80
@@ -335,7 +332,7 @@ def _told(decision: LayoutDecision) -> str:
 
 
 # How evenly strategies cut: the spread of pack times, forward over backward, one violin a strategy (SlimPack Figs. 14
-# to 16). A pack counts with its slowest stage (`types.pack_times`), relative to the mean pack of its step and set of
+# to 16). A pack counts with its slowest stage (`types.timeline`), relative to the mean pack of its step and set of
 # ranks: a pipeline moves at the pace of its slowest pack, whatever a mean pack takes, and strategies cut into
 # different numbers of packs. A set is a replica, or the replicas that share a pack (DP-Merge), as in the planner's
 # imbalance. Where a strategy has few packs every pack is a point; a density over ten points would be invention. A

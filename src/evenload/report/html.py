@@ -24,7 +24,7 @@ from evenload.report.run_files import latest_per_step
 from evenload.report.run_report import RunReport, RunSection, curves_html, shared_curves_html, tiles_html
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.table import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
-from evenload.types.length_unit import LengthUnit, in_unit
+from evenload.types.text import LengthUnit, in_unit
 
 _READ_PACKS = (
     "Each shape is the time of all packs of a strategy, relative to the mean pack of the same step and replica (or of "

@@ -40,9 +40,8 @@ from evenload.report.svg import (
     tick_labels,
 )
 from evenload.report.units import format_count, format_power_of_two, format_share
-from evenload.types.counted import counted
-from evenload.types.length_profile import HeaviestHalf, LengthProfile
-from evenload.types.length_unit import LengthUnit, in_unit
+from evenload.types.run import HeaviestHalf, LengthProfile
+from evenload.types.text import LengthUnit, counted, in_unit
 
 READ_CLASSES = (
     "Documents by length, in classes of powers of two: how many documents, their tokens, and the (query, key) pairs of "

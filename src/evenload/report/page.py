@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from evenload.report.svg import Figure, NumberTable
-from evenload.types.length_unit import LengthUnit
+from evenload.types.text import LengthUnit
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "

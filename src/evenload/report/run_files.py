@@ -21,8 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from evenload.errors import DataError
-from evenload.types.layout_decision import LayoutDecision
-from evenload.types.validation import Validation
+from evenload.types.run import LayoutDecision, Validation
 
 METRIC_KEYS = (
     "step",

@@ -21,14 +21,10 @@ from evenload.report.figures import (
 from evenload.report.page import definitions_html, figure_html
 from evenload.report.run_files import MetricRow, latest_per_step, predicted_part_seconds
 from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
-from evenload.types.layout_decision import LayoutDecision
-from evenload.types.length_profile import LengthProfile
-from evenload.types.length_unit import LengthUnit
 from evenload.types.plan import StepPlan
-from evenload.types.scaled_units import format_bytes
-from evenload.types.time_split import TimeSplit
-from evenload.types.timeline import Timeline
-from evenload.types.validation import Validation
+from evenload.types.run import LayoutDecision, LengthProfile, Validation
+from evenload.types.text import LengthUnit, format_bytes
+from evenload.types.timeline import Timeline, TimeSplit
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

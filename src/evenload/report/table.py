@@ -27,11 +27,9 @@ from evenload.report.units import (
     format_ratio,
     format_seconds,
 )
-from evenload.types.counted import counted
-from evenload.types.layout_decision import LayoutDecision
-from evenload.types.length_unit import LengthUnit, in_unit
-from evenload.types.scaled_units import MISSING, format_bytes
-from evenload.types.time_split import TimeSplit
+from evenload.types.run import LayoutDecision
+from evenload.types.text import MISSING, LengthUnit, counted, format_bytes, in_unit
+from evenload.types.timeline import TimeSplit
 
 TEXT_COLUMNS = frozenset({"time_split", "cuts", "schedule", "sharding", "layout"})
 """Keys of columns that hold words and stand on the left of their cell."""

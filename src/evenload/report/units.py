@@ -1,12 +1,12 @@
 """Numbers as people read them: one place that decides units and digits for tables, lines and pictures.
 
-Bytes are binary (`types.scaled_units`) because device memory is sold that way; counts are decimal (K, M). A missing
+Bytes are binary (`types.text`) because device memory is sold that way; counts are decimal (K, M). A missing
 value (`None` or NaN) prints as a dash, so that "not measured" never looks like zero.
 """
 
 import math
 
-from evenload.types.scaled_units import MISSING, round_to_three, scaled, three_digits
+from evenload.types.text import MISSING, round_to_three, scaled, three_digits
 
 _COUNT_UNITS = ("", "K", "M", "G", "T", "P")
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))

@@ -35,10 +35,10 @@ from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore, ForwardStore
-from evenload.types.schedule import Action, completing_actions
+from evenload.types.document import Range
+from evenload.types.layout import Channel
+from evenload.types.plan import Action, completing_actions
 from evenload.types.timeline import KINDS
-from evenload.types.token_range import Range
-from evenload.types.transfers import Channel
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,14 +28,11 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
 from evenload.runtime.stages.live_stages import Switch
-from evenload.types.data_sheets import data_sheet_flops_per_s
-from evenload.types.layout_decision import LayoutDecision
+from evenload.types.cluster import data_sheet_flops_per_s
 from evenload.types.model import ModelSpec
-from evenload.types.pack_times import pack_times, replica_imbalance
 from evenload.types.plan import DEFERRED, StepPlan
-from evenload.types.sample import Sample
-from evenload.types.timeline import SideTasks, Timeline, side_tasks
-from evenload.types.validation import Validation
+from evenload.types.run import LayoutDecision, Sample, Validation
+from evenload.types.timeline import SideTasks, Timeline, pack_times, replica_imbalance, side_tasks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -37,8 +37,7 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import StepsLeft, StepSource
 from evenload.runtime.step_trainer import StepTrainer
 from evenload.types.layout import ParallelLayout
-from evenload.types.run_totals import RunTotals
-from evenload.types.validation import Validation
+from evenload.types.run import RunTotals, Validation
 
 
 class Trainer:

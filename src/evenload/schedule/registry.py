@@ -3,7 +3,7 @@
 from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.static_schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1
-from evenload.types.registry import Registry
+from evenload.types.base import Registry
 
 SCHEDULES: Registry[ScheduleRule] = Registry(
     "schedule",

@@ -395,7 +395,7 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
 
 
 def _completing_places(costs: PackCosts, replica: SimulatedReplica) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """As `types.schedule.completing_actions` by rank and stage: which action completes the stage's weights, -1 = none,
+    """As `types.plan.completing_actions` by rank and stage: which action completes the stage's weights, -1 = none,
     and whether it is a whole backward of it; int64 and bool [ranks, stages]."""
     actions, shape = replica.actions, (costs.layout.pipeline_ranks, costs.layout.num_stages)
     place = np.full(shape, -1, np.int64)

@@ -16,7 +16,7 @@ from evenload import _native
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
 from evenload.schedule.tasks import split_arrays, stuck_grid, task_arrays
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
-from evenload.types.schedule import Schedule
+from evenload.types.plan import Schedule
 from evenload.types.timeline import KINDS
 
 _INPUT, _WEIGHT = KINDS.index("I"), KINDS.index("W")

@@ -16,11 +16,9 @@ import msgspec
 
 from evenload.errors import ConfigError, InvalidPlanError
 from evenload.schedule.validate import check_schedule
-from evenload.types.document import Document, Slice
+from evenload.types.document import Direction, Document, MicroPack, PackPlan, PackSharding, Slice
 from evenload.types.layout import ParallelLayout
-from evenload.types.micropack import Direction, MicroPack, PackPlan, PackSharding
-from evenload.types.plan import LeftOut, PackTimes, Prediction, StepPlan, plan_digest, seal
-from evenload.types.schedule import Schedule, parse_action
+from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPlan, parse_action, plan_digest, seal
 
 
 def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:

@@ -14,7 +14,7 @@ from evenload.cost.layer_counts import POLICIES
 from evenload.cost.memory import owned_pipeline_bytes, pipeline_bytes
 from evenload.cost.pipeline_tasks import divide_backward
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import MicroPack, PackPlan, PackSharding
+from evenload.types.document import MicroPack, PackPlan, PackSharding
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan

@@ -29,10 +29,8 @@ from evenload.cost.pack_split import RankedPacks
 from evenload.errors import InvalidPlanError
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.types.columns import SliceColumns
-from evenload.types.micropack import MicroPack, PackSharding
+from evenload.types.document import MicroPack, PackSharding, Range, ReplicaBlock
 from evenload.types.plan import StepPlan, block_of
-from evenload.types.replica_block import ReplicaBlock
-from evenload.types.token_range import Range
 
 
 @dataclass(frozen=True, eq=False)

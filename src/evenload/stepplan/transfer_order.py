@@ -30,13 +30,19 @@ from numpy.typing import NDArray
 from evenload.errors import InvalidPlanError
 from evenload.schedule.simulate import simulate
 from evenload.stepplan.plan_tasks import timed_tasks
-from evenload.types.layout import ParallelLayout
+from evenload.types.document import ReplicaBlock
+from evenload.types.layout import (
+    Channel,
+    ChannelMode,
+    FreedSends,
+    ParallelLayout,
+    Receive,
+    TransferOrder,
+    sending_channels,
+)
 from evenload.types.pipeline import ActionColumns, action_columns
-from evenload.types.plan import StepPlan, block_of
-from evenload.types.replica_block import ReplicaBlock
-from evenload.types.schedule import Action
+from evenload.types.plan import Action, StepPlan, block_of
 from evenload.types.timeline import KINDS
-from evenload.types.transfers import Channel, ChannelMode, FreedSends, Receive, TransferOrder, sending_channels
 
 LAG = 4
 _FORWARD, _WEIGHT = KINDS.index("F"), KINDS.index("W")

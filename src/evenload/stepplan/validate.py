@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from evenload.errors import InvalidPlanError
 from evenload.schedule.validate import check_schedule
-from evenload.types.micropack import MicroPack
+from evenload.types.document import MicroPack, ReplicaBlock
 from evenload.types.plan import StepPlan, block_of, plan_digest
-from evenload.types.replica_block import ReplicaBlock
 
 # Invariants of slices that several replicas share (DP-Merge): what `validate_plan` checks about groups.
 #

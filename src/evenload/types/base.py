@@ -1,7 +1,11 @@
-"""The common base of all data types: frozen, keyword-only, strict about unknown fields."""
+"""What all types share: the frozen, strict struct (`Frozen`), names that are nearly right (`did_you_mean`), and
+registries that packages add to (`Registry`)."""
 
+import difflib
 import os
-from typing import Annotated, Any, dataclass_transform, get_args, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, Generic, Protocol, TypeVar, dataclass_transform, get_args, get_type_hints
 
 import msgspec
 
@@ -31,3 +35,122 @@ def write_out_home(settings: Frozen) -> None:
             if (path := os.path.expanduser(value)) == value:
                 raise ConfigError(f"{name} is '{value}', and no such home is known; ./{value} is a path here")
             msgspec.structs.force_setattr(settings, name, path)
+
+
+LEAST_SIMILARITY = 0.4
+"""Of 1; among few choices a name that shares half of its letters is usually what was meant."""
+
+
+def nearest_name(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str | None:
+    """The most similar of `known`, upper and lower case alike; None where none is similar."""
+    by_lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str:
+    """ "did you mean 'x'? ", to stand before the list of choices; "" where nothing is similar."""
+    near = nearest_name(name, known, similarity)
+    return f"did you mean '{near}'? " if near else ""
+
+
+# `Registry`: records by name: the built-in ones, those of installed packages (entry points), and registered ones.
+#
+# A package adds a record by an entry point whose value is the record:
+#
+#     [project.entry-points."evenload.strategies"]
+#     toy = "toy_package.strategy:TOY"
+#
+# Entry points are looked up once, when the registry is first read; nothing is imported before that.
+
+
+class Named(Protocol):
+    """A record of a registry."""
+
+    @property
+    def name(self) -> str:
+        """By which users choose it."""
+        ...
+
+
+Record = TypeVar("Record", bound=Named)
+
+
+class Registry(Mapping[str, Record], Generic[Record]):
+    """Records in the order: built-in, entry points by name, registered.
+
+    Args:
+        what: one record, in words: "strategy".
+        kind: class of the records.
+        group: of entry points.
+        built_in: records of this package.
+    """
+
+    def __init__(self, what: str, kind: type[Record], group: str, built_in: Sequence[Record]) -> None:
+        self.group = group
+        self.built_in = {record.name: record for record in built_in}
+        self._what, self._kind = what, kind
+        self._registered: dict[str, Record] = {}
+        self._discovered: dict[str, Record] | None = None
+
+    def register(self, record: Record) -> None:
+        """Add a record in this process.
+
+        Raises:
+            ConfigError: no record of this registry, or its name is taken.
+        """
+        self._require_new(record, dict(self), f"register({record!r})")
+        self._registered[record.name] = record
+
+    def named(self, name: str) -> Record:
+        """The record of a name.
+
+        Raises:
+            ConfigError: unknown (the message offers the nearest name), or an entry point cannot be used.
+        """
+        records = self._records()
+        if name in records:
+            return records[name]
+        raise ConfigError(
+            f"unknown {self._what} '{name}'; {did_you_mean(name, records)}available: {', '.join(records)}"
+        )
+
+    def __getitem__(self, name: str) -> Record:
+        return self._records()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records())
+
+    def __len__(self) -> int:
+        return len(self._records())
+
+    def _records(self) -> dict[str, Record]:
+        if self._discovered is None:
+            found: dict[str, Record] = {}
+            for entry in sorted(entry_points(group=self.group), key=lambda entry: entry.name):
+                record = self._loaded(entry)
+                self._require_new(record, self.built_in | found, _described(entry))
+                found[record.name] = record
+            self._discovered = found
+        return self.built_in | self._discovered | self._registered
+
+    def _loaded(self, entry: EntryPoint) -> Record:
+        try:
+            return entry.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{_described(entry)} cannot be loaded: {error}; repair the package or uninstall it"
+            ) from error
+
+    def _require_new(self, record: object, known: Mapping[str, Record], origin: str) -> None:
+        if not isinstance(record, self._kind):
+            raise ConfigError(
+                f"{origin}: a {type(record).__name__}, expected a {self._kind.__name__} (a {self._what} is one record)"
+            )
+        if record.name in known:
+            raise ConfigError(f"{origin}: {self._what} '{record.name}' exists already; choose another name")
+
+
+def _described(entry: EntryPoint) -> str:
+    package = f" of package {entry.dist.name}" if entry.dist else ""
+    return f"entry point {entry.group}: {entry.name} = {entry.value}{package}"

@@ -1,4 +1,9 @@
-"""`Document` and `Slice`: what is trained, and the pieces in which it is computed."""
+"""What is trained and in which pieces: `Document`, `Slice`, token ranges, blocks of replicas, and the micro-batches
+(`MicroPack`, `PackPlan`) that hold slices."""
+
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from evenload.types.base import Frozen
 
@@ -36,3 +41,103 @@ class Slice(Frozen, gc=False):
     def num_tokens(self) -> int:
         """Tokens in the slice."""
         return self.stop - self.start
+
+
+class Range(NamedTuple):
+    """Tokens `[start, stop)` of a document; a `Slice` without what a plan says about it."""
+
+    doc_id: int
+    start: int
+    stop: int
+
+
+class ReplicaBlock(NamedTuple):
+    """Replicas `first` to `first + size - 1`; aligned: `size` divides the replicas and `first` is a multiple of it.
+
+    Blocks of one plan are nested: two that have a replica in common lie one in the other (`nested_sizes`).
+    """
+
+    first: int
+    size: int
+
+    @property
+    def replicas(self) -> range:
+        """Members, as data-parallel ranks."""
+        return range(self.first, self.first + self.size)
+
+
+def block_sizes(dp: int) -> list[int]:
+    """Replicas of a block that a plan may use, ascending: all divisors of dp but 1."""
+    return [size for size in range(2, dp + 1) if dp % size == 0]
+
+
+def nested_sizes(dp: int) -> list[int]:
+    """Sizes of which each divides the next, so that their blocks are nested, as many as there can be: powers of two
+    first; 12 gives 2, 4, 12. O(dp)."""
+    found, size = [], 1
+    while size < dp:
+        size = next(larger for larger in range(2 * size, dp + 1, size) if dp % larger == 0)
+        found.append(size)
+    return found
+
+
+# `MicroPack` and `PackPlan`: the units that travel through a pipeline.
+#
+# A MicroPack is a list of slices that one stage computes in one go (SlimPack §4.1). Forward and backward have their
+# own MicroPacks; only whole documents tie them together.
+
+Direction = Literal["forward", "backward"]
+ActivationPolicy = Literal["replay", "recompute", "offload"]
+PackSharding = Literal["", "per_sequence", "per_document"] | tuple[int, ...]
+"""Which ranks of a context-parallel group compute a pack: a rule of `stepplan.rank_rows`, or for every slice the rank
+that computes it whole, -1 = all of them; "" = no group shares the pack."""
+
+
+class MicroPack(Frozen):
+    """Slices computed together.
+
+    Args:
+        index: position among the packs of its direction, from 0.
+        slices: at most one slice of any document.
+        pad_to: every slice is padded to this many tokens (only `padded`; 0 = no padding).
+        sharding: how a context-parallel group shares a forward pack; "" where none does, and in backward packs: a token
+            runs backward on the rank on which it ran forward.
+        cost_s: predicted seconds on the slowest stage.
+    """
+
+    index: int
+    direction: Direction
+    slices: tuple[Slice, ...]
+    pad_to: int = 0
+    sharding: PackSharding = ""
+    cost_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens."""
+        return sum(piece.stop - piece.start for piece in self.slices)
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens computed for nothing."""
+        return self.pad_to * len(self.slices) - self.num_tokens if self.pad_to else 0
+
+
+class PackPlan(Frozen):
+    """The packs of one data-parallel replica.
+
+    Args:
+        forward: documents ascend, slices of a document ascend.
+        backward: documents in the same order, slices of a document descend (FILO).
+        policies: activation policy of documents that do not use `replay`.
+    """
+
+    dp_rank: int
+    forward: tuple[MicroPack, ...]
+    backward: tuple[MicroPack, ...]
+    policies: dict[int, ActivationPolicy] = msgspec.field(default_factory=dict)
+
+    def forwards_needed(self) -> list[int]:
+        """`D[j]`: forward packs that must be done before backward pack j. Length m_b."""
+        last = {piece.doc_id: pack.index for pack in self.forward for piece in pack.slices}
+        return [1 + max(last[piece.doc_id] for piece in pack.slices) for pack in self.backward]

@@ -1,4 +1,5 @@
-"""`ParallelLayout`: how ranks, stages and layers are arranged.
+"""`ParallelLayout`: how ranks, stages and layers are arranged; written as text (`dp=4,pp=8`), and the channels between
+its ranks.
 
 Global rank order, slowest to fastest: pipeline rank, data rank, context rank, tensor rank. So
 tensor and context groups are neighbours on a node, and a pipeline's stages lie far apart, where
@@ -15,12 +16,16 @@ devices, stage 1 lies on the pipeline ranks 1 and 2, which run the even and the 
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, did_you_mean
+from evenload.types.cluster import DeviceKind
+from evenload.types.text import counted
 
 
 class ParallelLayout(Frozen):
@@ -294,3 +299,146 @@ def split_layout(
         generation=generation,
         stage_devices=msgspec.UNSET if devices is None else tuple(devices),
     )
+
+
+_AXES = ("dp", "cp", "pp", "tp", "virtual")
+_OF_STAGES = ("layers", "devices")
+
+
+class LayoutText(Frozen):
+    """What was written.
+
+    Args:
+        text: for messages.
+        sizes: of the axes that are named.
+        layers: of every virtual stage; None = split evenly.
+        devices: of every stage; None = dp x cp x tp each.
+    """
+
+    text: str
+    sizes: dict[str, int]
+    layers: tuple[int, ...] | None = None
+    devices: tuple[int, ...] | None = None
+
+    def size(self, axis: str) -> int:
+        """1 where the axis is not named."""
+        return self.sizes.get(axis, 1)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that one replica takes."""
+        pipeline_ranks = self.size("pp") if self.devices is None else sum(self.devices)
+        return self.size("cp") * pipeline_ranks * self.size("tp")
+
+    def layout(self, num_layers: int, **sizes: int) -> ParallelLayout:
+        """With these sizes in place of those that were not written.
+
+        Raises:
+            ConfigError: more stages than layers, `layers` that are not those of the stages and the model, or `devices`
+                that are not those of the stages, or not tested with the other sizes.
+        """
+        all_sizes = sizes | self.sizes
+        if self.layers is None:
+            return even_layout(num_layers, devices=self.devices, **all_sizes)
+        virtual = all_sizes.pop("virtual", 1)
+        stages = all_sizes.get("pp", 1) * virtual
+        if len(self.layers) != stages or sum(self.layers) != num_layers:
+            raise ConfigError(
+                f"layout '{self.text}': layers={'+'.join(map(str, self.layers))} gives {sum(self.layers)} layers to "
+                f"{counted(len(self.layers), 'stage')}, the layout has {counted(stages, 'stage')} and the model "
+                f"{num_layers} layers"
+            )
+        return split_layout(self.layers, devices=self.devices, **all_sizes)
+
+
+def read_layout_text(text: str) -> LayoutText:
+    """Read sizes of axes, layers and devices of stages; `ConfigError` for anything else, or the same twice."""
+    sizes: dict[str, int] = {}
+    of_stages: dict[str, tuple[int, ...]] = {}
+    for part in text.split(","):
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if key in sizes or key in of_stages:
+            raise ConfigError(f"layout '{text}': {key} is given twice")
+        counts = value.split("+") if key in _OF_STAGES else [value]
+        if not separator or key not in (*_AXES, *_OF_STAGES) or not all(_is_size(one) for one in counts):
+            hint = "" if key in (*_AXES, *_OF_STAGES) else f"; {did_you_mean(key, _AXES)}".rstrip("; ")
+            raise ConfigError(
+                f"layout '{text}': '{part.strip()}' is not one of dp cp pp tp virtual with a size, as dp=8,pp=4, nor "
+                f"layers or devices of all stages, as pp=3,layers=3+3+2 or pp=3,devices=1+2+1{hint}"
+            )
+        if key in _OF_STAGES:
+            of_stages[key] = tuple(map(int, counts))
+        else:
+            sizes[key] = int(value)
+    return LayoutText(text=text, sizes=sizes, layers=of_stages.get("layers"), devices=of_stages.get("devices"))
+
+
+def _is_size(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
+
+
+ChannelMode = Literal["directed", "fifo"]
+"""Whether every channel has a process group of its own, or all channels between two ranks share one and its queue."""
+ChannelChoice = Literal["auto", "directed", "fifo"]
+"""What a run asks for; see `channel_mode`."""
+Channel = tuple[str, int] | tuple[str, int, int]
+"""("F", stage that receives hidden states) or ("B", stage that receives gradients). Where stages have several ranks, a
+rank has a channel for each rank at the other end: then that pipeline rank is the third."""
+Receive = tuple[Channel, int]
+"""(channel, pack)."""
+FreedSends = tuple[tuple[tuple[Channel, int], ...], ...]
+"""For every action of a rank the channels whose first so many sends to wait for before it, and to free."""
+
+
+@dataclass(frozen=True, eq=False)
+class TransferOrder:
+    """One rank's transfers, an entry for each of its actions.
+
+    Args:
+        receives: those to post before the action, in this order; None = channels do not wait for each other, and each
+            posts its receives ahead by itself.
+        frees: sends to free before the action.
+    """
+
+    receives: tuple[tuple[Receive, ...], ...] | None
+    frees: FreedSends
+
+
+def channel_mode(choice: ChannelChoice, device: DeviceKind, layouts: Iterable[ParallelLayout]) -> ChannelMode:
+    """How channels share the way between two ranks where a run leaves it open: in one order on GPUs, whose streams are
+    not promised to go on beside each other (NVIDIA/nccl issue 783), so that transfers of different groups may wait for
+    each other in a circle; else each by itself. Layouts whose stages have different numbers of devices have no one
+    order."""
+    if choice != "auto":
+        return choice
+    return "fifo" if device == "cuda" and not any(layout.has_wide_stages for layout in layouts) else "directed"
+
+
+def sending_channels(layout: ParallelLayout, pp_rank: int) -> list[Channel]:
+    """Channels on which a pipeline rank sends to another."""
+    found: list[Channel] = []
+    for stage in layout.stages_of_rank(pp_rank):
+        for kind, to in (("F", stage + 1), ("B", stage - 1)):
+            if not 0 <= to < layout.num_stages or pp_rank in layout.ranks_of_stage(to):
+                continue
+            if not layout.has_wide_stages:
+                found.append((kind, to))
+                continue
+            pairs = layout.linked_ranks(min(stage, to))
+            ends = pairs if kind == "F" else [(sender, receiver) for receiver, sender in pairs]
+            found += [(kind, to, receiver) for sender, receiver in ends if sender == pp_rank]
+    return found
+
+
+def channel_of(layout: ParallelLayout, pp_rank: int, kind: str, stage: int, pack: int) -> Channel:
+    """The channel on which a pipeline rank sends or receives a pack's tensor for a stage.
+
+    Args:
+        kind: "F" or "B"; stage: that receives.
+    """
+    if not layout.has_wide_stages:
+        return kind, stage
+    other = stage
+    if pp_rank in layout.ranks_of_stage(stage):
+        other = min(max(stage - 1 if kind == "F" else stage + 1, 0), layout.num_stages - 1)
+    return kind, stage, layout.rank_of_pack(other, pack)

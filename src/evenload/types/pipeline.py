@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenload.types.schedule import Action, ActionKind, Schedule
+from evenload.types.plan import Action, ActionKind, Schedule
 from evenload.types.timeline import KINDS
 
 

@@ -1,13 +1,21 @@
-"""`Timeline`: what ran when, made by the simulator and by the runtime alike.
+"""`Timeline`: what ran when, made by the simulator and by the runtime alike; with its file, the seconds of packs, and
+where the time of a step goes (`TimeSplit`).
 
 Because both sides produce the same columns, "predicted against measured" is one function. What only a prediction
 knows is optional: which tasks are critical, what happens beside the packs, and bytes by kind.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from evenload.errors import DataError
+from evenload.types.base import Frozen
+from evenload.types.document import Direction
 
 KINDS = "FBIW"
 """Code of an action kind in `Timeline.kind` is its index here."""
@@ -183,3 +191,186 @@ class Timeline:
             found[at] = (end_s - start_s).sum(), hidden_s
         total_s, hidden_s = found.mean(axis=0).tolist()
         return total_s, hidden_s
+
+
+_SIDE = "side."
+_OPTIONAL = ("is_critical", "memory_kind_bytes")
+_ALWAYS = tuple(f.name for f in fields(Timeline) if f.name not in (*_OPTIONAL, "side"))
+
+
+def write_timeline(path: Path | IO[bytes], timeline: Timeline) -> None:
+    """Write all columns to a `.npz` file, or to an open one."""
+    known = (*_ALWAYS, *(name for name in _OPTIONAL if getattr(timeline, name) is not None))
+    columns: dict[str, Any] = {name: np.asarray(getattr(timeline, name)) for name in known}
+    if timeline.side is not None:
+        columns |= {_SIDE + f.name: getattr(timeline.side, f.name) for f in fields(SideTasks)}
+    np.savez_compressed(path, **columns)
+
+
+def read_timeline(path: Path | IO[bytes]) -> Timeline:
+    """Inverse of `write_timeline`.
+
+    Raises:
+        DataError: not such a file.
+    """
+    try:
+        with np.load(path) as columns:
+            values: dict[str, Any] = {
+                name: columns[name] for name in (*_ALWAYS, *(name for name in _OPTIONAL if name in columns))
+            }
+            side = None
+            if _SIDE + "kind" in columns:
+                side = SideTasks(**{f.name: columns[_SIDE + f.name] for f in fields(SideTasks)})
+    except (OSError, KeyError, ValueError) as error:
+        raise DataError(f"{path} is not a timeline file: {error}") from error
+    values["step_time_s"] = float(values["step_time_s"])
+    return Timeline(**values, side=side)
+
+
+# Seconds of every pack of a `Timeline`, and how evenly they are spread.
+#
+# A pipeline runs at the pace of its slowest pack, so a pack counts with its slowest stage; where the schedule splits
+# a backward pack (I + W) its parts on a stage are added. Imbalance is the slowest pack over the mean pack of the same
+# replica (replicas may cut into different numbers of packs), of the worst replica; 1.0 is perfect. Planner,
+# `metrics.jsonl` and reports all mean this; only the planner knows which packs a group of replicas shares (DP-Merge)
+# and counts those apart. Price: O(n log n) in tasks.
+
+
+class PackSeconds(NamedTuple):
+    """Packs of one direction, by ascending (dp rank, pack).
+
+    Args:
+        dp_rank, pack: int64[num_packs].
+        seconds: float64[num_packs], on the pack's slowest stage.
+    """
+
+    dp_rank: NDArray[np.int64]
+    pack: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+
+    def imbalance(self) -> float:
+        """Slowest over mean pack of a replica, of the worst replica; NaN without packs or without time."""
+        worst = float("nan")
+        for rank in np.unique(self.dp_rank):
+            seconds = self.seconds[self.dp_rank == rank]
+            if seconds.sum() > 0:
+                worst = float(np.fmax(worst, seconds.max() / seconds.mean()))
+        return worst
+
+
+def pack_times(timeline: Timeline, direction: Direction) -> PackSeconds:
+    """Seconds of the packs of one direction over all replicas."""
+    # All kinds but F belong to backward packs.
+    chosen = (timeline.kind == KINDS.index("F")) == (direction == "forward")
+    seconds = (timeline.end_s - timeline.start_s)[chosen]
+    keys = np.stack([timeline.dp_rank[chosen], timeline.pack[chosen], timeline.stage[chosen]]).astype(np.int64)
+    stages, of_stage = np.unique(keys, axis=1, return_inverse=True)
+    stage_seconds = np.bincount(of_stage.ravel(), weights=seconds, minlength=stages.shape[1])
+    packs, of_pack = np.unique(stages[:2], axis=1, return_inverse=True)
+    slowest = np.zeros(packs.shape[1])
+    np.maximum.at(slowest, of_pack.ravel(), stage_seconds)
+    return PackSeconds(dp_rank=packs[0], pack=packs[1], seconds=slowest)
+
+
+def replica_ends(timeline: Timeline) -> dict[int, float]:
+    """Seconds at which each replica's last task ends, by dp rank."""
+    ranks = np.unique(timeline.dp_rank)
+    return {int(rank): float(timeline.end_s[timeline.dp_rank == rank].max()) for rank in ranks}
+
+
+def replica_imbalance(timeline: Timeline) -> float:
+    """Latest over mean end of the replicas' pipelines; NaN without tasks."""
+    ends = list(replica_ends(timeline).values())
+    return max(ends) / (sum(ends) / len(ends)) if ends else float("nan")
+
+
+# `TimeSplit`: where the time of an optimizer step goes, by cause; the causes add up to the step time.
+#
+# Every cause is device-seconds over all devices divided by the number of devices, so a second of one of eight devices
+# that wait is an eighth of a second here. The order is that of a stacked bar: useful work first, then what computing
+# costs on top of it, then waiting, then the end of the step.
+
+CAUSE_LABELS = {
+    "useful_s": "useful work",
+    "kernels_s": "small packs and slices",
+    "padding_s": "padding",
+    "recompute_s": "recompute",
+    "offload_s": "offload",
+    "tp_communication_s": "tp transfers",
+    "cp_communication_s": "cp transfers",
+    "cp_imbalance_s": "cp imbalance",
+    "warmup_s": "pipeline warm-up",
+    "cooldown_s": "pipeline cool-down",
+    "imbalance_s": "pack imbalance",
+    "stage_imbalance_s": "stage imbalance",
+    "dependency_s": "dependency",
+    "p2p_s": "transfers between stages",
+    "dp_imbalance_s": "dp imbalance",
+    "reduction_s": "gradient reduction",
+    "optimizer_s": "optimizer",
+    "switch_s": "switch of layout",
+}
+"""Names of the causes for tables and pictures, by field."""
+
+
+class TimeSplit(Frozen):
+    """Seconds by cause. All are at least 0, up to rounding.
+
+    Args:
+        useful_s: the lower bound: real tokens once, at full kernel speed, on all devices evenly.
+        kernels_s: incomplete attention tiles, constants of packs and slices, keys and values read again by slices.
+        padding_s: padding computed.
+        recompute_s: forward work repeated in backward.
+        offload_s: the part of copies to and from the host that no compute hides.
+        tp_communication_s: exposed transfers inside tensor-parallel groups.
+        cp_communication_s: exposed transfers of keys and values inside context-parallel groups (DP-Merge too).
+        cp_imbalance_s: ranks of a context-parallel group that wait for its slowest (documents whole on one rank).
+        warmup_s: pipeline ranks before their first action.
+        cooldown_s: pipeline ranks after their last action, until their replica ends.
+        imbalance_s: waiting in between because packs differ.
+        stage_imbalance_s: waiting in between because stages differ (head, embedding, layers), were packs equal.
+        dependency_s: waiting in between because of the order alone: equal actions would make the rank wait as well.
+        p2p_s: waiting in between while only a transfer between stages was under way.
+        dp_imbalance_s: replicas that wait for the slowest.
+        reduction_s: gradients summed and weights spread over replicas, as far as nothing hides it.
+        optimizer_s: the update.
+        switch_s: weights and optimizer state that move to other devices before the step (`flexpipe`).
+    """
+
+    useful_s: float
+    kernels_s: float
+    padding_s: float
+    recompute_s: float
+    offload_s: float
+    tp_communication_s: float
+    cp_communication_s: float
+    cp_imbalance_s: float
+    warmup_s: float
+    cooldown_s: float
+    imbalance_s: float
+    stage_imbalance_s: float
+    dependency_s: float
+    p2p_s: float
+    dp_imbalance_s: float
+    reduction_s: float
+    optimizer_s: float
+    switch_s: float = 0.0
+
+    def parts(self) -> tuple[tuple[str, float], ...]:
+        """(label, seconds) of every cause in order, also of those that cost nothing."""
+        return tuple((CAUSE_LABELS[field], getattr(self, field)) for field in self.__struct_fields__)
+
+    def total_s(self) -> float:
+        """The step time."""
+        return sum(seconds for _, seconds in self.parts())
+
+    def losses(self) -> tuple[tuple[str, float], ...]:
+        """(label, seconds) of everything but useful work, dearest first; equal ones in order."""
+        return tuple(sorted(self.parts()[1:], key=lambda part: -part[1]))
+
+
+def mean_time_split(splits: Sequence[TimeSplit]) -> TimeSplit:
+    """Mean of each cause over steps; at least one."""
+    return TimeSplit(
+        **{field: sum(getattr(split, field) for split in splits) / len(splits) for field in TimeSplit.__struct_fields__}
+    )

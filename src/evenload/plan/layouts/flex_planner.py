@@ -39,9 +39,9 @@ from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutDecision, switch_kind
 from evenload.types.plan import LeftOut, StepPlan, seal
-from evenload.types.scaled_units import format_bytes
+from evenload.types.run import LayoutDecision, switch_kind
+from evenload.types.text import format_bytes
 
 
 @dataclass(frozen=True, eq=False)

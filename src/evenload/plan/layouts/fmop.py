@@ -32,7 +32,7 @@ from evenload.plan.layouts.layout_plans import MemoryPlans
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutAction, LayoutDecision, switch_kind
+from evenload.types.run import LayoutAction, LayoutDecision, switch_kind
 
 Action = Literal["stay", "save memory", "switch"]
 _PREDICTED = "{} holds the batch as predicted; by measured memory no layout does"

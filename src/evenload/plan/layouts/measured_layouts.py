@@ -22,8 +22,8 @@ import msgspec
 
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import SwitchKind
 from evenload.types.plan import StepPlan
+from evenload.types.run import SwitchKind
 
 KEPT_RATIOS = 5
 """Newest of a layout, and of a kind of switch."""

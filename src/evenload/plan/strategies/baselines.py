@@ -51,7 +51,7 @@ from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.counted import counted
+from evenload.types.text import counted
 
 ENOUGH_WORSE = 2
 """Larger numbers of micro-batches are not tried after so many in a row that were no better: fill and drain fall with

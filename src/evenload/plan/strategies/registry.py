@@ -20,8 +20,8 @@ from evenload.plan.strategies.skrull import SKRULL
 from evenload.plan.strategies.slimpack import SLIMPACK
 from evenload.plan.strategies.strategy import Strategy
 from evenload.plan.strategies.wlb import WLB
+from evenload.types.base import Registry
 from evenload.types.layout import ParallelLayout
-from evenload.types.registry import Registry
 
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",

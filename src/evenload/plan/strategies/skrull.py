@@ -27,9 +27,9 @@ from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import whole_document_columns
-from evenload.types.counted import counted
-from evenload.types.micropack import Direction
+from evenload.types.document import Direction
 from evenload.types.pipeline import PackBytes, PipelineTasks
+from evenload.types.text import counted
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 PUBLISHED_NOTE = "as published: Algorithms 1 and 2 alone"

@@ -58,8 +58,8 @@ from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.optimizer import AVERAGE, ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.types.base import Frozen
-from evenload.types.counted import counted
-from evenload.types.run_totals import RunTotals
+from evenload.types.run import RunTotals
+from evenload.types.text import counted
 
 LOADER_FILE = "loader.json"
 COST_FILE = "cost.json"

@@ -6,7 +6,7 @@ has every pair of them that some pack passes. Stages on the same rank hand tenso
 asynchronous; a sent tensor is kept until it is safe to wait for its receipt.
 
 How channels share the way between two ranks is `mesh.channels`, and what to free comes with the prepared step
-(`types.transfers.TransferOrder`).
+(`types.layout.TransferOrder`).
 
 Receives are posted a little ahead on every channel, or all in one order. Directed channels do not wait for each other,
 so each has up to `_POSTED_AHEAD` receives open, in the order in which the schedule needs them, and a transfer runs
@@ -34,7 +34,7 @@ from torch import Tensor
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import RankWatch
-from evenload.types.transfers import Channel, Receive, TransferOrder
+from evenload.types.layout import Channel, Receive, TransferOrder
 
 _NAMES = {"F": "the hidden states of forward", "B": "the gradient of backward"}
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.watch import RankWatch
+from evenload.types.document import ReplicaBlock, block_sizes
 from evenload.types.layout import ParallelLayout
-from evenload.types.replica_block import ReplicaBlock, block_sizes
 
 
 class Waits(Protocol):

@@ -38,10 +38,9 @@ from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups,
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import wait_for
-from evenload.types.counted import counted
-from evenload.types.layout import ParallelLayout
-from evenload.types.replica_block import ReplicaBlock
-from evenload.types.transfers import Channel, ChannelMode, channel_of
+from evenload.types.document import ReplicaBlock
+from evenload.types.layout import Channel, ChannelMode, ParallelLayout, channel_of
+from evenload.types.text import counted
 
 CHANNEL_CTAS = 4
 """Blocks of threads of one transfer of a channel on a GPU, each on a processor of its own (an H100 has 132). Not

@@ -38,7 +38,7 @@ from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.cp_groups import Transfer
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
-from evenload.types.token_range import Range
+from evenload.types.document import Range
 
 CHUNK_ROWS = 512
 """Rows of a pack that a chunk has at least: smaller products keep no GPU busy."""

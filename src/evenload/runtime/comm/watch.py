@@ -18,7 +18,7 @@ import msgspec
 import torch.distributed as dist
 
 from evenload.errors import RankLostError
-from evenload.types.schedule import Action
+from evenload.types.plan import Action
 
 _WAIT = "a wait for "
 _MAX_NAMED = 4

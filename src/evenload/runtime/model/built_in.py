@@ -11,10 +11,8 @@ from transformers import AutoConfig, PretrainedConfig
 from evenload.data.hub import model_from
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.supported import check_supported
-from evenload.types.architectures.registry import ARCHITECTURES
-from evenload.types.hf_config import model_from_hf_config
-from evenload.types.model import ModelSpec
-from evenload.types.model_catalog import MODEL_TYPES, MODELS
+from evenload.types.architectures import ARCHITECTURES
+from evenload.types.model import MODEL_TYPES, MODELS, ModelSpec, model_from_hf_config
 
 
 def config_from(name_or_path: str) -> PretrainedConfig:

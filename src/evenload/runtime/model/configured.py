@@ -9,8 +9,7 @@ from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
 from evenload.data.hub import is_hub_name, local_path
 from evenload.errors import ConfigError
 from evenload.runtime.model.supported import check_supported, require_adapters, require_positions
-from evenload.types.hf_config import model_from_hf_config
-from evenload.types.model import ModelSpec
+from evenload.types.model import ModelSpec, model_from_hf_config
 
 
 def load_config(path: str) -> PretrainedConfig:

@@ -34,7 +34,7 @@ from evenload.runtime.model.lora import add_adapters
 from evenload.runtime.model.supported import check_supported, require_adapters
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
 from evenload.runtime.model.weight_files import StoredTensor, require_fitting, stored_weights
-from evenload.types.architectures.architecture import Architecture
+from evenload.types.architectures import Architecture
 from evenload.types.layout import ParallelLayout
 
 

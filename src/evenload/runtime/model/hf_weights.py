@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from evenload.runtime.model.weight_files import StoredTensor, stored_parts
-from evenload.types.architectures.architecture import ExpertNames
+from evenload.types.architectures import ExpertNames
 
 POSITIONS, EMBEDDING, NORM, HEAD, LAYERS = range(-1, 4)
 """Numbers of what has a seed of its own; layers follow from the last one on."""

@@ -10,8 +10,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.types.architectures.architecture import Architecture
-from evenload.types.architectures.registry import TRAINED
+from evenload.types.architectures import TRAINED, Architecture
 
 # Rotary variants that change with the length of the batch would make a token depend on its pack.
 _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}

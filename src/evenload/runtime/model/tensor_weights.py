@@ -21,7 +21,7 @@ from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.supported import check_supported
-from evenload.types.architectures.architecture import Architecture
+from evenload.types.architectures import Architecture
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.types.architectures.architecture import ExpertNames, ModuleNames
+from evenload.types.architectures import ExpertNames, ModuleNames
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

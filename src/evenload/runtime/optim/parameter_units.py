@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.types.architectures.architecture import Architecture
+from evenload.types.architectures import Architecture
 
 
 @dataclass(eq=False)

@@ -56,7 +56,7 @@ from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.store import ActivationStore
 from evenload.stepplan.rank_rows import PackRows, SharedSlice
-from evenload.types.token_range import Range
+from evenload.types.document import Range
 
 
 @dataclass(frozen=True, eq=False)

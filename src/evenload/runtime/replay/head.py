@@ -30,7 +30,7 @@ from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.replay.replayable import linear_with_known_output
 from evenload.runtime.replay.tensor_parallel import gather_rows
 from evenload.runtime.replay.weight_products import is_frozen
-from evenload.types.token_range import Range
+from evenload.types.document import Range
 
 
 def embed(model: StageModel, token_ids: Tensor, positions: Tensor, rows: RowExchange | None) -> Tensor:

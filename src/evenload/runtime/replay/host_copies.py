@@ -63,7 +63,7 @@ import torch
 from torch import Tensor
 
 from evenload.errors import ConfigError
-from evenload.types.scaled_units import format_bytes
+from evenload.types.text import format_bytes
 
 ALIGNMENT_BYTES = 512
 """Of a piece's first byte in its segment; more than any type or a cache line asks for."""

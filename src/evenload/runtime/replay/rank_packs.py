@@ -22,11 +22,9 @@ from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import GatherAttention, PackAttention, RingAttention
 from evenload.stepplan.rank_rows import PackRows, ReplicaRows, replica_rows
-from evenload.types.micropack import Direction, MicroPack
+from evenload.types.document import Direction, MicroPack, Range, ReplicaBlock
+from evenload.types.layout import TransferOrder
 from evenload.types.plan import StepPlan
-from evenload.types.replica_block import ReplicaBlock
-from evenload.types.token_range import Range
-from evenload.types.transfers import TransferOrder
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,7 @@ from evenload.runtime.replay.weight_products import (
     add_weight_gradient,
     known_output,
 )
-from evenload.types.architectures.architecture import Architecture
+from evenload.types.architectures import Architecture
 
 ATTENTION_NAME = "evenload_range"
 """Name under which the attention function is registered with transformers."""

@@ -23,8 +23,8 @@ from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
 from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts
-from evenload.types.architectures.architecture import Architecture
-from evenload.types.token_range import Range
+from evenload.types.architectures import Architecture
+from evenload.types.document import Range
 
 
 def make_layers_replayable(

@@ -20,7 +20,7 @@ from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts, known_output
-from evenload.types.token_range import Range
+from evenload.types.document import Range
 
 
 @dataclass(eq=False)

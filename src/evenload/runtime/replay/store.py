@@ -48,8 +48,7 @@ from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
 from evenload.runtime.replay.host_copies import Copy, HostCopies, HostRows, host_copies
 from evenload.runtime.replay.weight_products import WeightProducts
-from evenload.types.micropack import ActivationPolicy
-from evenload.types.token_range import Range
+from evenload.types.document import ActivationPolicy, Range
 
 _NO_POLICIES: Mapping[int, ActivationPolicy] = {}
 _ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {

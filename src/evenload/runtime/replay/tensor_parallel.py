@@ -39,7 +39,7 @@ from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
 from evenload.runtime.replay.replayable import ReplayLinear
 from evenload.runtime.replay.state import BlockInput, ReplayState, TensorRows
 from evenload.runtime.replay.weight_products import add_weight_gradient, is_frozen, known_output
-from evenload.types.architectures.architecture import Architecture
+from evenload.types.architectures import Architecture
 
 
 def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState, architecture: Architecture) -> None:

@@ -51,12 +51,11 @@ from evenload.runtime.replay.store import ForwardStore
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
 from evenload.stepplan.plan_file import forward_only
-from evenload.types.counted import counted
+from evenload.types.document import Range
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
-from evenload.types.sample import Sample
-from evenload.types.token_range import Range
-from evenload.types.validation import LossOf, Validation
+from evenload.types.run import LossOf, Sample, Validation
+from evenload.types.text import counted
 
 
 def require_whole_model(config: TrainConfig, layouts: Sequence[ParallelLayout]) -> None:

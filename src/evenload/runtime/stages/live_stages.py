@@ -60,7 +60,7 @@ from evenload.runtime.stages.live_pieces import MASTER_NAME, LivePiece, live_pie
 from evenload.runtime.stages.rank_stages import RankStages, build_models, unit_modules
 from evenload.runtime.stages.twin_memory import TwinMemory, gather_from_all, open_twins, placed
 from evenload.types.layout import ParallelLayout
-from evenload.types.layout_decision import LayoutDecision, switch_kind
+from evenload.types.run import LayoutDecision, switch_kind
 from evenload.types.timeline import Timeline
 
 

@@ -33,7 +33,7 @@ from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.types.architectures.architecture import Architecture
+from evenload.types.architectures import Architecture
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 

@@ -165,3 +165,131 @@ class Architecture:
         return tuple(
             0 if index < first or (period and (index + 1) % period == 0) else window for index in range(num_layers)
         )
+
+
+EXPERTS_UNCUT = "has experts: their matrices are not cut in this version"
+"""Why tensor parallelism refuses a model with experts."""
+
+_LLAMA = (
+    Architecture(model_type="llama", classes="Llama"),
+    Architecture(model_type="mistral", classes="Mistral"),
+    Architecture(
+        model_type="mixtral",
+        classes="Mixtral",
+        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        uncut=EXPERTS_UNCUT,
+    ),
+)
+
+
+_QWEN = (
+    Architecture(model_type="qwen2", classes="Qwen2", optional_window=True, first_layers_full=True),
+    Architecture(model_type="qwen3", classes="Qwen3", optional_window=True, first_layers_full=True),
+    Architecture(
+        model_type="qwen3_moe",
+        classes="Qwen3Moe",
+        optional_window=True,
+        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+        uncut=EXPERTS_UNCUT,
+    ),
+)
+
+
+_GEMMA = (
+    Architecture(model_type="gemma", classes="Gemma", tied=True, plain_norms=False),
+    Architecture(
+        model_type="gemma2",
+        classes="Gemma2",
+        plain_norms=False,
+        tied=True,
+        post_norm=True,
+        full_every=2,
+        soft_cap_key="attn_logit_softcapping",
+    ),
+    # Its configuration has the key of the soft cap, too, but transformers' model does not read it.
+    Architecture(
+        model_type="gemma3_text",
+        nested_in="gemma3",
+        classes="Gemma3",
+        plain_norms=False,
+        tied=True,
+        post_norm=True,
+        full_every=6,
+        pattern_key="sliding_window_pattern",
+        defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208},
+    ),
+)
+
+
+_OLMO = (
+    Architecture(model_type="olmo"),
+    Architecture(
+        model_type="olmo2",
+        classes="Olmo2",
+        post_norm=True,
+        norm_first=False,
+        uncut="norms all query heads together, which lie on different ranks",
+    ),
+    Architecture(model_type="olmo3", post_norm=True, full_every=4),
+    Architecture(model_type="olmoe"),
+)
+
+
+_GPT2 = (
+    Architecture(
+        model_type="gpt2",
+        classes="GPT2",
+        whole_class="GPT2LMHeadModel",
+        more_modules=("GPT2Block", "LayerNorm", "Conv1D", "Dropout"),
+        names=ModuleNames(
+            decoder="transformer",
+            embedding="wte",
+            positions="wpe",
+            layers="h",
+            norm="ln_f",
+            attention="attn",
+            fused="c_attn",
+            last_linear="mlp.c_proj",
+        ),
+        tied=True,
+        gated=False,
+        biases=True,
+        ffn_factor=4,
+        keys={
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+        },
+        defaults={"max_position_embeddings": 1024},
+        dropouts=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+        uncut="makes queries, keys and values with one matrix, whose columns of a head are not together",
+        unadapted="keeps its matrices as transformers' Conv1D, and adapters are put on nn.Linear only",
+    ),
+)
+
+
+_PLANNED = (
+    Architecture(model_type="bert", tied=True, gated=False, causal=False),
+    Architecture(model_type="gpt_neox", gated=False),
+    Architecture(model_type="granite"),
+    Architecture(model_type="phi", gated=False),
+    Architecture(model_type="phi3"),
+    Architecture(model_type="roberta", tied=True, gated=False, causal=False),
+    Architecture(model_type="seed_oss"),
+    Architecture(model_type="starcoder2", tied=True, gated=False),
+)
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    architecture.model_type: architecture
+    for family in (_GEMMA, _GPT2, _LLAMA, _OLMO, _PLANNED, _QWEN)
+    for architecture in family
+}
+"""What is planned; others are refused by name, because they would be planned wrong."""
+
+TRAINED: Mapping[str, Architecture] = {
+    architecture.causal_class: architecture for architecture in ARCHITECTURES.values() if architecture.classes
+}
+"""What is trained, by transformers' class of the whole model; proven equal to transformers by tests/runtime."""

@@ -1,0 +1,285 @@
+"""What a run keeps and tells: totals over its starts, losses of validation data, samples, decisions about the layout,
+and the profile of document lengths."""
+
+import math
+from time import time
+from typing import Literal
+
+from evenload.types.base import Frozen
+from evenload.types.layout import ParallelLayout
+from evenload.types.plan import StepPlan
+
+
+class RunTotals(Frozen):
+    """Of the steps that count: those that a resume trains again are counted once.
+
+    Args:
+        tokens: trained, without padding; label_tokens: of them, those with a loss.
+        seconds: of training: steps, and what lies between them, such as waiting for data and checkpoints.
+    """
+
+    tokens: int = 0
+    label_tokens: int = 0
+    seconds: float = 0.0
+
+    def after(self, plan: StepPlan, seconds: float, *, is_skipped: bool) -> "RunTotals":
+        """With one more step, which took so long from the end of the one before; of one that was skipped because it was
+        not finite nothing was trained."""
+        tokens = 0 if is_skipped else sum(document.num_tokens for document in plan.documents)
+        return RunTotals(
+            tokens=self.tokens + tokens,
+            label_tokens=self.label_tokens + (0 if is_skipped else plan.num_label_tokens),
+            seconds=self.seconds + seconds,
+        )
+
+    def metrics(self) -> dict[str, int | float]:
+        """Keys of a row of metrics, and the clock."""
+        return {
+            "total_tokens": self.tokens,
+            "total_label_tokens": self.label_tokens,
+            "elapsed_s": self.seconds,
+            "unix_time_s": time(),
+        }
+
+
+class LossOf(Frozen):
+    """The loss of some documents.
+
+    Args:
+        name: "256-511" of documents of so many tokens; the name of a part of the mixture.
+        loss: mean over the tokens that have one; None where none has, or it is not finite.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    label_tokens: int
+    loss: float | None
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss); None where there is none that a number can hold."""
+        if self.loss is None:
+            return None
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return None
+
+
+class Validation(Frozen):
+    """What one pass over the validation data found.
+
+    Args:
+        step: the last step that was trained before, as rows of metrics call it.
+        whole: of all documents.
+        by_length: by powers of two of their tokens, short ones first; classes without documents are left out.
+        by_source: by part of the mixture; of one part where there is no mixture.
+        seconds: that the pass took; training stood meanwhile.
+        left_out: (reason, documents, tokens) of what was read and has no loss here, such as what `overlong` cut off.
+        of_average: the weights were the moving average (`train.ema_decay`).
+    """
+
+    step: int
+    whole: LossOf
+    by_length: tuple[LossOf, ...]
+    by_source: tuple[LossOf, ...]
+    seconds: float
+    left_out: tuple[tuple[str, int, int], ...] = ()
+    of_average: bool = False
+
+    @property
+    def loss(self) -> float | None:
+        """Of all documents."""
+        return self.whole.loss
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of all documents."""
+        return self.whole.perplexity
+
+    def metrics(self) -> dict[str, float]:
+        """What loggers show, by names that stay: "validation/loss", "validation/loss/length/256-511",
+        "validation/loss/source/books", each with its perplexity; what does not exist is left out."""
+        named = {"": self.whole}
+        named |= {f"/length/{one.name}": one for one in self.by_length}
+        named |= {f"/source/{one.name}": one for one in self.by_source if len(self.by_source) > 1}
+        prefix = "validation_of_average" if self.of_average else "validation"
+        found = {f"{prefix}/loss{name}": one.loss for name, one in named.items()}
+        found |= {f"{prefix}/perplexity{name}": one.perplexity for name, one in named.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Sample(Frozen):
+    """After a step, as rows of metrics call it; `text` without the prompt."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+SwitchKind = Literal["grow", "shrink", "move layers"]
+"""Of a pipeline: to more stages on more ranks, to fewer, or layers and devices alone."""
+
+LayoutAction = Literal["stay", "save memory", SwitchKind]
+
+
+def switch_kind(before: ParallelLayout, after: ParallelLayout) -> SwitchKind:
+    """What a change of the layout does."""
+    if after.pp == before.pp:
+        return "move layers"
+    return "grow" if after.pp > before.pp else "shrink"
+
+
+class LayoutDecision(Frozen):
+    """One decision.
+
+    Seconds are predicted and run over the known steps, the coming one first; None = the coming batch does not fit.
+
+    Args:
+        step: before which it was taken.
+        layout: in which the step runs; `before`: in which the last one ran. As `ParallelLayout.describe` says them.
+        action: what is done. A switch grows the pipeline, shrinks it, or moves layers within the same depth.
+        case: of FlexPipe's Fig. 7: 1 = the layout is kept as it is, 2 = kept by recomputing or offloading, 3 = switched
+            because it does not fit, 4 = switched because another is faster.
+        fits: condition A: the current layout holds the coming batch.
+        switching_is_slower: condition B.
+        fits_saving: condition C: it holds it with documents recomputed or offloaded.
+        switching_is_slower_than_saving: condition D.
+        is_patient: a switch would pay and was put off, because it has not paid often enough in a row.
+        later_steps: a switch would pay and was put off, because it gains most after so many of the known steps, which
+            `new_s` counts as they are; 0 = it was not.
+        other: the best other layout that was planned; "" = none holds the coming batch, or there is none.
+        known_steps: whose seconds are compared.
+        keep_s: T(current); `save_s`: with a memory plan; `new_s`: T(other); `switch_s`: T(switch) to it.
+        save_documents_s, save_layers_s: seconds of the coming step alone with each memory plan: documents that
+            recompute or offload, or layers that recompute for all of them (FlexPipe's O_plan); None = it does not hold
+            the batch, or none is needed.
+        memory_plan: the one with which the current layout would run, in words; "" = none.
+        why: one sentence.
+        measured_switch_s, moved_bytes: of the switch, in a run that made it; None = it was only predicted, or there was
+            none.
+    """
+
+    step: int
+    layout: str
+    before: str
+    action: LayoutAction
+    case: Literal[1, 2, 3, 4]
+    fits: bool
+    switching_is_slower: bool
+    fits_saving: bool
+    switching_is_slower_than_saving: bool
+    is_patient: bool = False
+    later_steps: int = 0
+    other: str = ""
+    known_steps: int = 1
+    keep_s: float | None = None
+    save_s: float | None = None
+    save_documents_s: float | None = None
+    save_layers_s: float | None = None
+    memory_plan: str = ""
+    new_s: float | None = None
+    switch_s: float = 0.0
+    why: str = ""
+    measured_switch_s: float | None = None
+    moved_bytes: int | None = None
+
+    @property
+    def is_switch(self) -> bool:
+        """The layout changes before the step."""
+        return self.case in (3, 4)
+
+    @property
+    def gain_s(self) -> float | None:
+        """Predicted to be won over the known steps by what another layout would do, its switch paid; None where either
+        side does not fit."""
+        staying_s = self.keep_s if self.keep_s is not None else self.save_s
+        if staying_s is None or self.new_s is None:
+            return None
+        return staying_s - self.new_s - self.switch_s
+
+
+# `LengthProfile`: what a set of document lengths looks like, as numbers.
+#
+# One source for the terminal, `--json`, the page and the picture of `evenload lengths`, so that they agree. Attention
+# work counts the (query, key) pairs of causal attention, n (n + 1) / 2 for a document of n tokens.
+
+
+class LengthClass(Frozen):
+    """Documents whose length lies in `[start, stop)`; `start` is a power of two and `stop` the next one."""
+
+    start: int
+    stop: int
+    documents: int
+    tokens: int
+    attention_pairs: int
+
+
+class LengthShare(Frozen):
+    """Shares, between 0 and 1, of everything in documents of at most `length` tokens."""
+
+    length: int
+    documents: float
+    tokens: float
+    attention_pairs: float
+
+
+class WindowCut(Frozen):
+    """What a context window of `window` tokens would cut.
+
+    Args:
+        longer_documents: documents longer than the window.
+        longer_tokens: all tokens of those documents.
+        tokens_beyond: their tokens after the first `window`; lost where they are truncated.
+        attention_pairs_across: pairs whose query and key lie in different pieces when the documents are split into
+            pieces of `window` tokens; what the model then never sees.
+    """
+
+    window: int
+    longer_documents: int
+    longer_tokens: int
+    tokens_beyond: int
+    attention_pairs_across: int
+
+
+class HeaviestHalf(Frozen):
+    """The longest documents that together hold at least half of something.
+
+    Args:
+        documents: how many they are.
+        shortest: tokens of the shortest among them.
+    """
+
+    documents: int
+    shortest: int
+
+
+class LengthProfile(Frozen):
+    """A set of lengths.
+
+    Args:
+        documents, tokens, attention_pairs: totals.
+        shortest, median, p90, p99, longest: tokens; a quantile q is the least length that at least q of the
+            documents do not exceed.
+        mean: tokens.
+        half_of_tokens, half_of_attention: the longest documents that hold half of it.
+        classes: ascending and without gaps, from the first to the last class that holds a document.
+        cumulative: ascending; the last entry is the longest length with shares of 1.
+        windows: ascending.
+    """
+
+    documents: int
+    tokens: int
+    attention_pairs: int
+    shortest: int
+    median: int
+    mean: float
+    p90: int
+    p99: int
+    longest: int
+    half_of_tokens: HeaviestHalf
+    half_of_attention: HeaviestHalf
+    classes: tuple[LengthClass, ...]
+    cumulative: tuple[LengthShare, ...]
+    windows: tuple[WindowCut, ...]
