@@ -10,10 +10,11 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.data.hub import model_from
 from evenload.explore.stage_layers import usable_bytes
+from evenload.plan import candidates
 from evenload.plan.dp_merge import long_merges
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.plan.search import rate_merges, replica_search, search_merged
+from evenload.plan.search import rate_merges, search_merged
 from evenload.plan.strategies import slimpack
 from evenload.plan.strategies.slimpack import plan_slimpack, slimpack_rules
 from evenload.stepplan.validate import validate_plan
@@ -94,13 +95,13 @@ def test_slimpack_plans_what_balanced_fits() -> None:
 )
 def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, most) -> None:
     """Counted, because times depend on the machine; what cannot win is not searched."""
-    rated, score_in_core = [0], replica_search._score_in_core
+    rated, score_in_core = [0], candidates._score_in_core
 
     def counted(jobs) -> None:
         rated[0] += sum(len(trials) for _, trials in jobs)
         score_in_core(jobs)
 
-    monkeypatch.setattr(replica_search, "_score_in_core", counted)
+    monkeypatch.setattr(candidates, "_score_in_core", counted)
     proposal: Proposal = planner_of({"dp": 8, "pp": 4}, limited=limited).propose(
         0, documents(batch_of(table, count)), strategy
     )
