@@ -12,9 +12,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.layouts.hbsa import DealtCosts, best_dealt_mapping
-from evenload.plan.layouts.layout_candidates import LayoutCandidates
 from evenload.plan.layouts.mapping_cost import BatchCosts, MappingCosts
-from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout, split_layout
@@ -107,17 +105,6 @@ def test_one_device_a_stage_is_the_pipeline_of_equal_stages(count) -> None:
             assert held == pytest.approx(usual.stage_bytes(stage, first, last))
 
 
-def test_equal_micro_batches_on_two_devices_take_half_as_many_turns() -> None:
-    """Eight packs of t: one passes all stages, then the busiest device of every stage has its other packs to do."""
-    price = price_of([10] * 8, 2, 8)
-    whole = np.array(price.rest_s) / 7  # up to every layer, of one pack
-    edges = (0, 2, LAYERS)
-    fixed_s = price.seconds_of(0.0, 0)
-    after_s = max(price.after_seconds(0, 2, 1), price.after_seconds(2, LAYERS, 2))
-    rest_s = max(7 * whole[2], 3 * (whole[LAYERS] - whole[2]))
-    assert price.dealt_seconds(edges, (1, 2)) == pytest.approx(fixed_s + rest_s + after_s)
-
-
 def test_static_bytes_are_those_of_the_layout() -> None:
     """As `cost.memory` counts them for plans; activations of one token aside."""
     price = price_of([1] * 8, 3, 8, 10**9)
@@ -149,13 +136,6 @@ def test_flexpipe_searches_them_and_plans_in_them() -> None:
     assert best.step_s == pytest.approx(seconds["pp=2 devices=2+1"], rel=0.1), "estimated and simulated"
     # A change to it needs room for old and new state side by side, which so little memory has not.
     assert flex.propose(0, documents(batch)).proposal.plan.layout.arrangement == flex.layout.arrangement
-
-
-def test_other_strategies_do_not_search_them() -> None:
-    assert not STRATEGIES["auto"].deals_packs
-    flex = make(1, 3, 50_000, part_pipelines=True)
-    other = LayoutCandidates(flex.start, flex.candidates.coefficients_of, flex.options)
-    assert not any(one.devices for one in other.search(np.array([20] * 24), flex.layout).mappings)
 
 
 def test_a_declared_layout_of_them_is_estimated_as_the_search_does() -> None:

@@ -93,18 +93,6 @@ def test_the_drain_of_a_shared_phase_is_filled_by_hand() -> None:
     assert simulate(joined, ahead).makespan_s < simulate(joined, actions).makespan_s - 2
 
 
-def test_memory_keeps_packs_from_running_ahead() -> None:
-    """Every pack holds 10 bytes and a backward needs 2 more: below 22 no second pack may be there."""
-    parts = [tasks_of([1.0], [2.0], 2, kept=10), tasks_of([1.0] * 3, [2.0] * 3, 2, kept=10)]
-    joined, actions, phase = one_after_the_other(parts, UNLIMITED_BYTES, split=False)
-    tight = run_ahead(joined, actions, phase, phase, np.array([21, 21]))
-    assert times_of(joined, tight)[0, 0, 1] == 6.5
-    roomy = run_ahead(joined, actions, phase, phase, np.array([22, 22]))
-    filled = times_of(joined, roomy)
-    assert filled[0, 0, 1] == 1.0
-    assert filled[0, 0, 2] >= 6.5
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=2, max_size=3),

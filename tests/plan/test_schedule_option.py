@@ -97,12 +97,6 @@ def test_auto_takes_zero_bubble_where_memory_is_tight(monkeypatch):
     assert without.plan.predicted.step_time_s > 1.03 * found.plan.predicted.step_time_s
 
 
-def test_a_replica_without_documents_has_nothing_to_order():
-    for schedule in SCHEDULES:
-        found = propose((1500,), "balanced", schedule, pp=1, dp=2)
-        assert [len(schedule.ranks[0]) > 0 for schedule in found.plan.schedules] == [True, False]
-
-
 FAST = (AutoOptions(max_candidates=4),)
 
 

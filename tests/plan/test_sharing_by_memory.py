@@ -14,9 +14,6 @@ from evenload.plan import candidates
 from evenload.plan.dp_merge import long_merges
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.plan.search import rate_merges, search_merged
-from evenload.plan.strategies import slimpack
-from evenload.plan.strategies.slimpack import plan_slimpack, slimpack_rules
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import cluster_from
 from evenload.types.columns import whole_document_columns
@@ -60,28 +57,6 @@ def test_many_documents_as_long_as_the_context_fill_a_pipeline(strategy) -> None
     assert share_of_bound(planner_of({"dp": 8, "pp": 4}), batch_of("books", 256), strategy) >= 0.88
 
 
-def test_a_large_batch_is_as_fast_as_its_halves() -> None:
-    planner, lengths = planner_of({"dp": 8, "pp": 4}), batch_of("github_dirs", 1024)
-    step_s = [
-        planner.propose(0, documents(part), "slimpack").plan.predicted.step_time_s
-        for part in (lengths, lengths[:512], lengths[512:])
-    ]
-    assert step_s[0] <= step_s[1] + step_s[2]
-
-
-def test_short_documents_get_small_packs_at_both_ends() -> None:
-    """One step of the search at a time ended at 89.8 % of the bound."""
-    planner = planner_of({"dp": 8, "pp": 4}, context=32_768, limited=False)
-    assert share_of_bound(planner, batch_of("sharegpt_8k", 1024), "auto") >= 0.904
-
-
-def test_slimpack_plans_what_balanced_fits() -> None:
-    """Of a document that is cut every context rank keeps all keys and values; whole, it keeps its share."""
-    planner, lengths = planner_of({"cp": 8, "pp": 4}), batch_of("books", 64)
-    assert share_of_bound(planner, lengths, "balanced")
-    assert share_of_bound(planner, lengths, "slimpack") >= 0.75
-
-
 @pytest.mark.parametrize(
     ("table", "count", "limited", "strategy", "most"),
     [
@@ -108,27 +83,6 @@ def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, mos
     assert 50 <= rated[0] <= most
 
 
-@pytest.mark.parametrize(("dp", "shared"), [(2, 6), (8, 6), (12, 4), (24, 3), (64, 3)])
-def test_replicas_rate_fewer_of_the_best_trials_where_there_are_many(dp, shared) -> None:
-    problem = planner_of({"dp": dp, "pp": 2})._problem(0, documents([1_000] * dp))
-    assert slimpack_rules(problem).shared == shared
-
-
-def test_a_schedule_far_behind_on_the_best_packs_is_not_searched(monkeypatch) -> None:
-    """Where it is not far behind it is, and the better step is taken."""
-    searched: list[int] = []
-    problem = planner_of({"dp": 2, "pp": 4}, limited=False)._problem(0, documents(batch_of("docs", 48)))
-    rank, monkey = slimpack._search_ranked, monkeypatch.setattr
-    monkey(slimpack, "_search_ranked", lambda *args, **named: searched.append(1) or rank(*args, **named))
-    monkey(slimpack, "PROMISING", 1e6)
-    least = plan_slimpack([problem])
-    assert len(searched) == 1
-    monkey(slimpack, "PROMISING", 0.0)
-    both = plan_slimpack([problem])
-    assert len(searched) == 3
-    assert max(one.candidate.makespan_s for one in both[1]) <= max(one.candidate.makespan_s for one in least[1])
-
-
 def test_long_is_what_memory_cannot_hold_one_a_stage_of() -> None:
     """By the memory model: four of the longest short documents fit one rank, four of the shortest long ones do not."""
     planner = planner_of({"dp": 4, "pp": 4})
@@ -150,19 +104,6 @@ def test_long_is_what_memory_cannot_hold_one_a_stage_of() -> None:
     assert ((needed > planner.memory_cap_bytes) == is_long)[clear].all()
     assert not long_merges(planner_of({"dp": 4, "pp": 4}, limited=False)._problem(0, documents(lengths)))
     assert not long_merges(planner._problem(0, documents(lengths[:4])))
-
-
-@pytest.mark.parametrize(("table", "count"), [("books", 128), ("github_dirs", 512)])
-def test_a_few_trials_tell_what_a_search_finds(table, count) -> None:
-    planner = planner_of({"dp": 8, "pp": 4})
-    problem = planner._problem(0, documents(batch_of(table, count)))
-    rules, merges = slimpack_rules(problem), long_merges(problem)
-    for merge, (excess, seconds) in zip(merges, rate_merges(problem, merges, rules), strict=True):
-        found = search_merged(problem, merge, rules, 0.9)
-        assert found is not None
-        assert (found.score_key()[0] == 0) >= (excess == 0)
-        if not excess:
-            assert found.score_key()[1] == pytest.approx(seconds, rel=0.25)
 
 
 def test_blocks_divide_the_replicas_and_nest() -> None:

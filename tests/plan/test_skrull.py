@@ -52,14 +52,6 @@ def test_steps_stay_within_memory_or_say_that_they_do_not(lengths, cp, dp, room_
         assert found.feasible
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 128), min_size=1, max_size=40), st.sampled_from([1, 2, 4]))
-def test_micro_batches_keep_the_token_limit(lengths, cp) -> None:
-    found = planner(None, 128, dp=2, cp=cp).propose(0, documents(lengths), "skrull")
-    validate_plan(found.plan, max_pack_tokens=128)
-    assert found.cap_violations == 0
-
-
 def test_owners_survive_the_plan_file_and_the_timeline() -> None:
     lengths = [400, *[50] * 8]
     static = int(static_bytes(sample_model(), even_layout(3, cp=4)).max())
