@@ -35,27 +35,6 @@ COSTS = CostCoefficients(
 )
 
 
-def test_skrull_equals_plain_training(gloo_pool):
-    """float64: loss, every gradient and the gradient norm to 1e-10. (Other layouts: test_matrix.)"""
-    dp, cp = 1, 4
-    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
-    planner = StepPlanner(
-        model,
-        COSTS,
-        even_layout(model.num_layers, dp=dp, cp=cp),
-        None,
-        PlanOptions(max_pack_tokens=64),
-        host="unlimited",
-    )
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
-    plan = planner.plan(0, step, "skrull")
-    validate_plan(plan, max_pack_tokens=64)
-    assert max(len(packs.forward) for packs in plan.pack_plans) > 1
-    kinds = {piece.cp for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices}
-    assert kinds == {1, cp}, "some documents are shared, some whole on one rank"
-    assert_plans_equal_plain(gloo_pool, [plan])
-
-
 # Constants of packs so dear that a replica's documents go into as few micro-batches as buckets allow.
 FEW_PACKS = msgspec.structs.replace(
     COSTS,
