@@ -10,11 +10,9 @@ from bench_samples import batch_run, result_of, runs
 from cost_samples import sample_coefficients, sample_model
 from evenload.bench.runs import BenchResult, MachineLoad
 from evenload.cli.bench import show_result
-from evenload.cli.bench_worker import bench_report, checked_bench
+from evenload.cli.bench_worker import bench_report
 from evenload.cli.main import main
-from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import MeasuredOn, Noise
-from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.run_report import RunSection
 from ledger import plan_again
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
@@ -73,26 +71,6 @@ def test_the_same_batches_are_measured_under_every_strategy(project, monkeypatch
     table = output.splitlines()
     assert all(any(name in line for line in table) for name in ("best_fit", "wlb", "slimpack"))
     assert "losses of the strategies differ by at most" in output
-
-
-def test_all_says_what_it_leaves_out(project):
-    """Strategies that cannot train in the layout are named with the reason, not dropped."""
-    plan, layout = checked_bench(load_train_config(Path("config.toml"), []), None, 1, 1)
-    assert layout.world_size == 2
-    assert {*plan.strategies, *(one.name for one in plan.left_out)} == set(STRATEGIES)
-    why = {one.name: one.why for one in plan.left_out}
-    assert "it knows no pipeline" in why["skrull"]
-    assert "changes the layout between steps, and there is pp=2 alone" in why["flexpipe"]
-
-
-def test_no_number_is_cut_however_narrow_the_terminal_and_busy_the_machine(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    quiet, busy = batch_run((1.0, 1.02, 1.05), 0.9), batch_run((12.53, 142.1, 1.33), 1234.5)
-    found = (runs("fixed_greedy", quiet), runs("slimpack", busy))
-    show_result(result_of(*found, loss_difference=1e-9), 3.0)
-    out = capsys.readouterr().out
-    assert "…" not in out
-    assert all(number in out for number in ("fixed_greedy", "+9752.4 %", "1123.5 %", "1234 s"))
 
 
 def test_no_winner_is_shown_that_the_repeats_do_not_support(capsys, monkeypatch):

@@ -104,12 +104,3 @@ def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, command_h
     code, _, error = command_here("train", "config.toml", *arguments)
     assert code == 2
     assert expected in error
-
-
-def test_best_checkpoints_need_validation_data(project, command_here):
-    text = (project / "config.toml").read_text()
-    before, _, rest = text.partition("[validation]")
-    (project / "config.toml").write_text(before + rest[rest.index("[train]") :])
-    code, _, error = command_here("train", "config.toml")
-    assert code == 2
-    assert "train.keep_best is 1, but there is no [validation]" in error

@@ -87,15 +87,6 @@ def test_a_best_pass_whose_save_fails_drives_no_older_one_out(tmp_path):
     assert (run.there, run.named) == ([4, 5], 4)
 
 
-def test_without_a_best_checkpoint_no_file_names_one(tmp_path):
-    run = Run(tmp_path)
-    run.validate(1, 1.0)
-    run.save(1)
-    run.best = ()  # other validation data
-    run.save(2)
-    assert (run.there, run.named) == ([2], None)
-
-
 @pytest.mark.parametrize(
     ("wanted", "saved", "cause"),
     [
