@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cost_samples import BACKWARD, FORWARD, sample_model
 from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, pass_timings
-from evenload.calibrate.fit import CoreWaits, fit_relative, left_out, num_outliers, spread_of_repeats
+from evenload.calibrate.fit import CoreWaits, fit_relative, left_out
 from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.profile import _best_tile
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features, rounds_up_to
@@ -99,27 +99,6 @@ def test_left_out_packs_are_predicted_by_the_others():
     assert found.error.p90 == pytest.approx(1.0)
 
 
-def test_one_pack_cannot_be_left_out():
-    with pytest.raises(ValueError, match="1 packs cannot be left out"):
-        left_out([(1.0,), (1.0,)], [1.0, 2.0], ["a", "a"])
-
-
-def test_features_respect_windows_and_tiles():
-    """By hand: rows 6..9 of a document behind a window of 4 see 4 keys each, and 4 tokens of prefix."""
-    assert pack_features(((0, 6, 10),), (4,)) == (4.0, 1.0, 1.0, 16.0, 4.0)
-    # Two layers, one full: 7 + 8 + 9 + 10 = 34 pairs there.
-    assert pack_features(((0, 6, 10),), (4, 0)) == (4.0, 1.0, 1.0, 25.0, 5.0)
-    # A tile of 16 rows lacks 12, each as dear as the last, which sees 10 keys.
-    assert pack_features(((0, 6, 10),), (0,), 16) == (4.0, 1.0, 1.0, 34.0 + 120.0, 6.0)
-
-
-def test_repeats_far_from_the_median_are_counted():
-    assert num_outliers([1.0, 1.01, 0.99, 1.02, 1.0]) == 0
-    assert num_outliers([1.0, 1.01, 0.99, 1.02, 1.0, 3.0]) == 1
-    assert num_outliers([1.0, 1.0, 1.0, 1.0, 1.04]) == 0, "a clock's jitter is not an outlier"
-    assert num_outliers([1.0, 1.0, 1.0, 1.0, 0.5]) == 1
-
-
 def _keep_busy(core: int) -> None:
     os.sched_setaffinity(0, {core})
     while True:
@@ -157,15 +136,6 @@ def test_a_neighbour_on_the_same_core_is_seen_and_the_runs_own_ranks_are_not() -
     assert share > 0.3
     assert Noise(waited_share=share, spread=0.0).is_noisy
     assert own < 0.1
-
-
-def test_repeats_that_differ_are_noisy() -> None:
-    even = spread_of_repeats([[1.0, 1.1, 1.05], [4.0, 4.2, 4.1]])
-    uneven = spread_of_repeats([[1.0, 3.0, 2.0], [4.0, 9.0, 8.0]])
-    assert not Noise(waited_share=0.0, spread=even).is_noisy
-    assert Noise(waited_share=0.0, spread=uneven).is_noisy
-    assert Noise(waited_share=0.0, spread=uneven).size > Noise(waited_share=0.05, spread=even).size
-    assert "3% of the time" in Noise(waited_share=0.03, spread=0.0).describe()
 
 
 DEVICE = {

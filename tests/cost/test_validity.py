@@ -111,22 +111,6 @@ def test_missing_links_are_the_clusters_and_said_by_name() -> None:
     assert any("reduction of gradients over 8 devices" in note for note in notes)
 
 
-def test_measured_links_stay_inside_a_node_and_give_way_across_nodes() -> None:
-    costs = measured(dp=2, cp=2)
-    inside, notes = completed_from_cluster(costs, MODEL, layout(dp=4, cp=2), cluster_from("h100x8"), "cost file x.json")
-    assert (inside.reduce_bandwidth_bytes_per_s, inside.intra_node) == (1000.0, LINK)
-    assert not [note for note in notes if "host" not in note]
-    across, notes = completed_from_cluster(costs, MODEL, layout(dp=16, cp=2), CLUSTER, "cost file x.json")
-    assert across.reduce_bandwidth_bytes_per_s == 8 * 42e9
-    assert (across.intra_node, across.inter_node) == (LINK, CLUSTER.inter_node)
-    assert any("reduction of gradients over 32 devices" in note for note in notes)
-
-
-def test_layers_measured_under_another_tp_cannot_be_completed() -> None:
-    with pytest.raises(ConfigError, match="plan with tp=2"):
-        completed_from_cluster(measured(tp=2), MODEL, layout(tp=4), CLUSTER, "cost file x.json")
-
-
 def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> None:
     """A run measured in a pipeline knows no reduction; it would not be free in another layout."""
     costs = msgspec.structs.replace(
@@ -147,14 +131,3 @@ def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> N
     assert completed_between_layouts(whole, layout(dp=4)) == (whole, ())
     ring = msgspec.structs.replace(costs, p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=7.0)
     assert completed_between_layouts(ring, layout(pp=4))[0].p2p_bandwidth_bytes_per_s == 7.0
-
-
-def test_costs_without_links_or_of_fewer_processes_speak_for_no_other_layout() -> None:
-    nothing = msgspec.structs.replace(
-        measured(pp=4), p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=None, intra_node=None
-    )
-    with pytest.raises(ConfigError, match="know no link between processes"):
-        completed_between_layouts(nothing, layout(dp=2))
-    assert completed_between_layouts(nothing, layout()) == (nothing, ())
-    with pytest.raises(ConfigError, match=r"measured on layout pp=4 and do not speak for 8 processes"):
-        completed_between_layouts(measured(pp=4), layout(dp=8))

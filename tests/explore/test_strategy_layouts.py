@@ -12,10 +12,8 @@ from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule
 from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
 from evenload.explore.layout_search import (
-    LARGE_CLUSTER,
     coarse_coefficients,
     coarse_problem,
-    layouts_of,
     planned_layout,
     search_layouts,
 )
@@ -164,13 +162,3 @@ def test_a_part_stands_for_a_large_cluster() -> None:
     assert of_part.num_packs_forward == pytest.approx(row.num_packs_forward, rel=0.1)
     assert (row.note, of_part.layout, of_part.dropped_tokens) == ("", row.layout, row.dropped_tokens)
     assert of_part.note.startswith("estimated on one of 8 replicas and documents")
-
-
-def test_small_clusters_and_few_documents_are_planned_whole() -> None:
-    (few,) = batches(documents=100)
-    room_bytes = usable_bytes(CLUSTER)
-    assert coarse_problem(MODEL, even_layout(32, dp=1024), few, room_bytes).stride == 1
-    (many,) = batches(documents=2000)
-    for cluster in (CLUSTER, cluster_from(f"h100x{LARGE_CLUSTER}")):
-        for layout in layouts_of(MODEL, cluster):
-            assert coarse_problem(MODEL, layout, many, room_bytes).batch is many

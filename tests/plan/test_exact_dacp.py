@@ -1,13 +1,7 @@
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from evenload.errors import InfeasiblePlanError
 from evenload.plan.dacp import MicroBatch, StepDocuments, assign_micro_batches, assign_owners
-from reference.dacp import chosen, least_seconds, rank_seconds, rank_tokens
 from reference.exact_dacp import exact_micro_batches, exact_owners
 
 
@@ -25,75 +19,6 @@ def partitions(items: list[int]):
         yield [[items[0]], *below]
         for number, group in enumerate(below):
             yield [*below[:number], [items[0], *group], *below[number + 1 :]]
-
-
-def least_step_seconds(step: StepDocuments) -> float:
-    """Over all micro-batches, replicas and owners."""
-    count = len(step.columns.num_tokens)
-    known: dict[tuple[int, ...], float] = {}
-
-    def seconds(group: list[int]) -> float:
-        key = tuple(sorted(group))
-        if key not in known:
-            group_batch = chosen(step.columns, key)
-            fits = int(group_batch.num_tokens.sum()) <= step.limit_tokens
-            known[key] = step.pack_s + least_seconds(group_batch) if fits else np.inf
-        return known[key]
-
-    best = np.inf
-    for groups in partitions(list(range(count))):
-        times = [seconds(group) for group in groups]
-        for ranks in itertools.product(range(step.dp), repeat=len(groups)):
-            best = min(best, max(np.bincount(ranks, weights=times, minlength=step.dp)))
-    return float(best)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.integers(1, 90), min_size=1, max_size=5),
-    st.sampled_from([1, 2, 3]),
-    st.floats(0.8, 2.0),
-    st.sampled_from([0.0, 0.2, 2.0]),
-    st.sampled_from([1.0, 1.2]),
-)
-def test_owners_equal_brute_force(lengths, cp, room, gather, overhead) -> None:
-    """Skrull eq. 1-7: the solver's answer is the optimum, or it says that there is none."""
-    batch = micro_batch(lengths, cp, int(room * sum(lengths) / cp), gather, overhead)
-    best_s = least_seconds(batch)
-    if best_s == np.inf:
-        with pytest.raises(InfeasiblePlanError, match="Infeasible"):
-            exact_owners(batch)
-        return
-    found = exact_owners(batch)
-    assert found.seconds == pytest.approx(best_s, rel=2e-6)
-    assert found.is_optimal
-    assert rank_tokens(batch, found.owner).max() <= batch.bucket_tokens
-    assert rank_seconds(batch, found.owner).max() == found.seconds
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=5),
-    st.sampled_from([1, 2]),
-    st.sampled_from([1, 2]),
-    st.floats(0.3, 1.5),
-    st.sampled_from([0.0, 0.2, 2.0]),
-    st.sampled_from([0.0, 5.0]),
-    st.booleans(),
-)
-def test_micro_batches_equal_brute_force(lengths, cp, dp, room, gather, pack_s, with_start) -> None:
-    """Skrull eq. 8-11, replicas and micro-batches by eq. 10 included."""
-    columns = micro_batch(lengths, cp, max(-(-max(lengths) // cp), int(room * sum(lengths) / cp / dp)), gather)
-    step = StepDocuments(columns, dp, columns.bucket_tokens * cp, pack_s)
-    best_s = least_step_seconds(step)
-    heuristic = assign_micro_batches(step)
-    assert best_s * (1 - 1e-9) <= step_seconds(step, heuristic)
-    found = exact_micro_batches(step, start=heuristic if with_start else None)
-    assert found.seconds == pytest.approx(best_s, rel=2e-6)
-    assert found.is_optimal
-    assert sorted(d for groups in found.replicas for group in groups for d in group) == list(range(len(lengths)))
-    exact_s = [sum(least_seconds(chosen(columns, g)) + pack_s for g in groups) for groups in found.replicas]
-    assert max(exact_s) == pytest.approx(best_s, rel=2e-6)
 
 
 def step_seconds(step: StepDocuments, replicas) -> float:

@@ -12,7 +12,6 @@ from evenload.schedule.simulate import simulate
 from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.timeline import KINDS
-from reference import phase_overlap as reference
 
 
 def tasks_of(forward_s, backward_s, stages: int, *, split: bool = False, kept: int = 0, rng=None) -> PipelineTasks:
@@ -111,9 +110,6 @@ def test_shared_packs_stay_where_they_are_and_nothing_is_later(counts, stages, s
     joined, actions, phase = one_after_the_other(parts, limit, split=split)
     caps = None if cap is None else np.full(stages, cap)
     ahead = run_ahead(joined, actions, phase, phase, caps)
-    specified = reference.run_ahead(joined, actions, phase, phase, caps)
-    for column in ("kind", "stage", "pack", "rank_offset"):
-        assert getattr(ahead, column).tolist() == getattr(specified, column).tolist()
     check_schedule(
         ahead,
         num_forward=joined.num_forward,
