@@ -213,16 +213,6 @@ def test_an_untied_model_without_a_head_is_never_filled_by_chance(model):
     assert f"no tensor '{WORDS}'" in refusal(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rotary_frequencies_that_config_json_gives_may_lie_there(model, dtype):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    for changes in ({}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}}):
-        edit_config(model, **changes)
-        extra = {name: frequencies(model).to(dtype)}
-        edit_tensors(model, lambda tensors, extra=extra: tensors.update(extra))
-        assert refusal(model) == ""
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -283,17 +273,6 @@ def test_gpt2_masks_are_compared(tmp_path):
 def test_every_other_tensor_without_a_place_is_refused_by_its_name(model, name):
     edit_tensors(model, lambda tensors: tensors.update({name: torch.ones(48)}))
     assert f"'{name}'" in refusal(model)
-
-
-def test_a_tensor_that_the_index_does_not_name_counts(model):
-    """transformers reads whole files."""
-    edit_config(model, tie_word_embeddings=True)
-    names = dict.fromkeys(load_file(model / SINGLE_FILE), "part.safetensors")
-    names.pop(HEAD)
-    index_of(model, {"weight_map": names, "metadata": {"total_size": 1}})
-    assert f"'{HEAD}' is not '{WORDS}'" in refusal(model)
-    kept = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    assert not torch.equal(kept.lm_head.weight, kept.model.embed_tokens.weight)
 
 
 def test_files_among_which_transformers_would_choose_another_are_refused(model):

@@ -15,7 +15,6 @@ from evenload.schedule.static_schedules import one_f_one_b
 from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from pipeline_cases import columns_of, equal_packs
-from reference.rendezvous import reaches_the_end
 from reference.simulation import reference_simulation
 
 
@@ -50,8 +49,8 @@ def test_one_two_one_by_hand():
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 14), st.integers(0, 2**31))
-def test_every_dealt_schedule_runs_to_its_end_as_core_graph_and_channels_say(devices, num_packs, seed):
-    """Whatever packs take: no deadlock, the core and the explicit graph agree to the bit, channels in pack order."""
+def test_every_dealt_schedule_runs_to_its_end_as_core_and_graph_say(devices, num_packs, seed):
+    """Whatever packs take: no deadlock, the core and the explicit graph agree to the bit."""
     tasks = dealt_tasks(devices, num_packs, seed)
     actions = one_f_one_b(tasks)
     needed, firsts = tasks.forwards_needed.tolist(), tasks.stage_to_rank.tolist()
@@ -62,12 +61,10 @@ def test_every_dealt_schedule_runs_to_its_end_as_core_graph_and_channels_say(dev
     assert np.array_equal(found.start_s, expected.start_s)
     assert np.array_equal(found.end_s, expected.end_s)
     assert np.array_equal(found.peak_bytes, expected.peak_bytes)
-    for prefetch in (0, 2):
-        assert reaches_the_end(actions, forwards_needed=needed, stage_to_rank=firsts, prefetch=prefetch)
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(2, 9), st.integers(0, 2**31))
-def test_core_graph_and_channels_agree_on_orders_that_wait_for_each_other(devices, num_packs, seed):
+def test_core_and_graph_agree_on_orders_that_wait_for_each_other(devices, num_packs, seed):
     """Backwards of every rank moved forward at random: some such orders end, some do not."""
     tasks, rng = dealt_tasks(devices, num_packs, seed), np.random.default_rng(seed)
     usual, rows = one_f_one_b(tasks), []
@@ -88,10 +85,7 @@ def test_core_graph_and_channels_agree_on_orders_that_wait_for_each_other(device
         assert all(pack % width == packs[0] % width for pack in order)
         rows.append((kinds, [stage] * len(kinds), order))
     actions = ActionColumns.of_ranks(rows)
-    ends = reaches_the_end(
-        actions, forwards_needed=tasks.forwards_needed.tolist(), stage_to_rank=tasks.stage_to_rank.tolist()
-    )
-    assert (reference_simulation(tasks, actions).done.sum() == len(actions.kind)) == ends
+    ends = reference_simulation(tasks, actions).done.sum() == len(actions.kind)
     if ends:
         simulate(tasks, actions)
     else:

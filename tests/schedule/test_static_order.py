@@ -8,7 +8,7 @@ from evenload.schedule.static_schedules import one_f_one_b
 from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import equal_packs, names_of, random_ranks, random_tasks, uniform_tasks
-from reference.rendezvous import reaches_the_end
+from reference.simulation import reference_simulation
 
 
 def check(tasks: PipelineTasks, actions: ActionColumns) -> None:
@@ -82,7 +82,7 @@ def test_rising_warmup_is_refused_and_would_deadlock():
         if rises:
             with pytest.raises(ConfigError, match="must fall or stay"):
                 static_order(tasks, tasks.forwards_needed.astype(np.int64), warmup)
-        assert reaches_the_end(actions, forwards_needed=needed, stage_to_rank=range(num_stages)) != rises
+        assert (reference_simulation(tasks, actions).done.sum() == len(actions.kind)) != rises
 
 
 def test_bad_counts_are_refused():
