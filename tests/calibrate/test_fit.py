@@ -1,10 +1,6 @@
 """The fit of coefficients: what it recovers, and how far off it says it is."""
 
 import dataclasses
-import multiprocessing
-import os
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -15,7 +11,7 @@ from hypothesis import strategies as st
 
 from cost_samples import BACKWARD, FORWARD, sample_model
 from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, pass_timings
-from evenload.calibrate.fit import CoreWaits, fit_relative, left_out
+from evenload.calibrate.fit import fit_relative, left_out
 from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.profile import _best_tile
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features, rounds_up_to
@@ -97,45 +93,6 @@ def test_left_out_packs_are_predicted_by_the_others():
     assert (found.error.packs, found.error.folds) == (3, 2)
     assert found.error.median == pytest.approx(0.75)
     assert found.error.p90 == pytest.approx(1.0)
-
-
-def _keep_busy(core: int) -> None:
-    os.sched_setaffinity(0, {core})
-    while True:
-        pass
-
-
-def _waited_share(core: int, demand: float) -> float:
-    """Of 0.5 s of computing on one core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        waits, from_s = CoreWaits(demand), time.perf_counter()
-        while time.perf_counter() - from_s < 0.5:
-            sum(range(1000))
-        return waits.share()
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not count how long threads wait")
-def test_a_neighbour_on_the_same_core_is_seen_and_the_runs_own_ranks_are_not() -> None:
-    """Two processes share a core evenly: half of the time is waited, unless the run itself wants two threads a core."""
-    core = min(os.sched_getaffinity(0))
-    context = multiprocessing.get_context("fork")
-    neighbours = [context.Process(target=_keep_busy, args=(core,), daemon=True) for _ in range(3)]
-    for neighbour in neighbours:
-        neighbour.start()
-    try:
-        share = _waited_share(core, demand=1.0)
-        own = _waited_share(core, demand=100.0)
-    finally:
-        for neighbour in neighbours:
-            neighbour.kill()
-            neighbour.join()
-    assert share > 0.3
-    assert Noise(waited_share=share, spread=0.0).is_noisy
-    assert own < 0.1
 
 
 DEVICE = {

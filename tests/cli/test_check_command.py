@@ -60,11 +60,9 @@ def test_a_right_run_passes_and_nothing_is_written(project, command_here):
         (["plan.strategy=slimpak"], "did you mean 'slimpack'"),
     ],
 )
-def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, arguments, expected):
+@pytest.mark.usefixtures("no_ranks")
+def test_mistakes_are_refused_before_ranks_start(project, capsys, arguments, expected):
     """In this process, which has imported it all; that errors pass from another one shows test_train_command.py."""
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
     write_coefficients(project / "of_nothing.json", COSTS)
     of_another = MeasuredOn(model=MODELS["llama-7b"], dp=1, cp=1, pp=2, tp=1)
     write_coefficients(project / "of_another.json", msgspec.structs.replace(COSTS, measured_on=of_another))

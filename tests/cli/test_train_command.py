@@ -84,14 +84,6 @@ def wait_for_rows(project: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def no_ranks(monkeypatch) -> None:
-    """Ranks must not start, and what is checked before is checked in this process, which has imported it all."""
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
-
-
 def steps_in_page(directory: Path) -> list[int]:
     """What can be looked at, each with its plan and both timelines."""
     page = (directory / "report.html").read_text()

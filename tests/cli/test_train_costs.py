@@ -35,13 +35,10 @@ cost_file = "cost.json"
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ranks: None) -> ModelSpec:
     """Of a run on two stages, whose ranks must not start; checks run in this process, which has imported it all."""
     write_small_run(tmp_path, ["a text " * 20] * 4, SETTINGS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
     return msgspec.structs.replace(model_from("model"), bytes_per_element=4)
 
 

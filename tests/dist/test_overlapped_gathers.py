@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gather_cases import one_unit_after_the_other, train_and_keep
+from gather_cases import train_and_keep
 from sweeps import sweep
 from training_cases import STEPS, write_training_config
 
@@ -48,9 +48,3 @@ def test_training_is_the_same_to_the_bit(gloo_pool, config_file, tmp_path, sizes
     # The first step has no update before it; the last one has two, of which nothing hides the second.
     assert found[True][0].told[0] == (0, 0)
     assert all(gather_s >= hidden_s > 0 for gather_s, hidden_s in found[True][0].told[1:])
-
-
-def test_a_forward_waits_for_its_own_weights_and_those_before_them(gloo_pool):
-    """Another rank begins a gather only when all units before were read: who waited for more would wait for ever."""
-    seen, _ = gloo_pool.run(2, one_unit_after_the_other, 4)
-    assert seen == [[10.0 * unit, 10.0 * unit, 10.0 * unit + 1, 10.0 * unit + 1] for unit in range(4)]

@@ -1,6 +1,6 @@
 """Every figure of the README has a source, and says what the source says.
 
-Tables and sentences between "make docs" comments are made of rows (test_measured_table.py and others compare them).
+Tables and sentences between "make docs" comments are made of rows (test_made_pages.py compares them).
 What is written by hand must stand in CLAIMS, with the place that it comes from; names with digits stand in NAMES.
 """
 

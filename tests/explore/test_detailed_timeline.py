@@ -121,18 +121,3 @@ def test_every_replica_reduces_together_and_updates_after_the_slowest() -> None:
     assert (side.start_s[optimizer] == max(slowest_s, side.end_s[reduction].max())).all()
     assert (side.start_s[gather] == side.end_s[optimizer][0]).all()
     assert side.end_s[gather].tolist() == pytest.approx([proposal.plan.predicted.step_time_s] * 27)
-
-
-def test_critical_tasks_fill_the_slowest_replica_without_a_gap() -> None:
-    proposal = propose(even_layout(3, dp=2, pp=3), "auto", lengths=LENGTHS * 3)
-    timeline = detailed_timeline(*_with_costs(proposal))
-    slowest = int(np.argmax(proposal.plan.predicted.per_replica_s))
-    assert timeline.is_critical is not None
-    at = np.flatnonzero(timeline.is_critical & (timeline.dp_rank == slowest))
-    at = at[np.argsort(timeline.start_s[at], kind="stable")]
-    dp_rank, path = proposal.critical_path()
-    assert dp_rank == slowest
-    assert len(at) == len(path.actions)
-    busy_s = float((timeline.end_s - timeline.start_s)[at].sum())
-    assert busy_s + path.communication_s == pytest.approx(max(proposal.plan.predicted.per_replica_s))
-    assert (timeline.start_s[at][1:] >= timeline.end_s[at][:-1]).all()

@@ -66,31 +66,6 @@ def test_what_is_found_is_near_the_best_of_all_mappings_of_its_devices(
         assert seconds <= min(fitting) * (1 + GAP)
 
 
-def test_gap_to_all_depths_and_any_numbers_of_devices_on_a_seeded_set() -> None:
-    """What docs/planner.md states: the best of all depths against every split of layers and of devices."""
-    generator, gaps = np.random.default_rng(0), []
-    for _ in range(20):
-        lengths = (generator.lognormal(3.5, 1.2, 16).astype(int) + 1).tolist()
-        devices = int(generator.integers(3, 8))
-        best_s, found_s = float("inf"), float("inf")
-        for depth in range(1, min(LAYERS, devices) + 1):
-            price = price_of(lengths, depth, 2 * devices)
-            splits = all_splits(LAYERS, depth)
-            equal = (devices // depth,) * depth
-            if devices % depth:
-                found = best_dealt_mapping(price, devices)
-                assert found is not None
-                found_s = min(found_s, price.dealt_seconds(found.edges, found.devices))
-            else:
-                found_s = min(found_s, *[price.dealt_seconds(edges, equal) for edges in splits])
-            for of_stages in itertools.product(range(1, devices), repeat=depth) if depth > 1 else [equal]:
-                if sum(of_stages) == devices:
-                    best_s = min(best_s, *[price.dealt_seconds(edges, of_stages) for edges in splits])
-        gaps.append(found_s / best_s - 1)
-    assert max(gaps) < GAP
-    assert np.mean(gaps) < 0.02
-
-
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_one_device_a_stage_is_the_pipeline_of_equal_stages(count) -> None:
     """T and memory are those of `MappingCosts`, to rounding."""

@@ -172,34 +172,3 @@ def test_a_128k_table_is_balanced_with_little_delay(table, mean_length, dp, rele
     assert np.mean(degrees) <= most
     assert late / tokens <= 0.5
     assert num_waiting <= 3 * dp * pp, "queues do not grow"
-
-
-def test_putting_off_pays_in_a_pipeline() -> None:
-    """With the number of micro-batches free, each step is planned for the pipeline it runs on, not for N alone."""
-    planner = StepPlanner(
-        model_from("wlb-7b"),
-        analytic_coefficients(model_from("wlb-7b"), cluster_from("h100x32"), even_layout(32, dp=2, pp=4)),
-        even_layout(32, dp=2, pp=4),
-        None,
-        PlanOptions(max_pack_tokens=2 * WINDOW_128K),
-        host="unlimited",
-    )
-    batches = wlb_like_lengths(20 * 204).reshape(20, 204).tolist()
-    put_off = sum(p.plan.predicted.step_time_s for _, p in plan_stream(planner, "wlb", batches))
-    alone = 0.0
-    for step, batch in enumerate(batches):
-        documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(batch))
-        alone += planner.propose(step, documents, "wlb").plan.predicted.step_time_s
-    assert put_off < 0.9 * alone
-
-
-def test_a_larger_window_balances_fixed_windows_better() -> None:
-    """WLB Fig. 6: more global batches, less imbalance, more delay."""
-    lengths = np.minimum(np.random.default_rng(1).lognormal(3, 1.4, (60, 24)).astype(int) + 1, 256).tolist()
-    imbalances, delays = [], []
-    for window in (1, 4):
-        found = [p for _, p in plan_stream(small_planner(window=window, max_delay_steps=20), "fixed_greedy", lengths)]
-        imbalances.append(np.mean([p.imbalance_forward for p in found[8:-1]]))
-        delays.append(np.mean([p.plan.mean_token_delay_steps for p in found[8:-1]]))
-    assert imbalances[1] < imbalances[0]
-    assert delays[0] == 0 < delays[1]

@@ -1,8 +1,5 @@
 """The Monitor: what trained steps and switches say about layouts."""
 
-import sys
-import threading
-
 import msgspec
 import pytest
 
@@ -130,29 +127,3 @@ def test_a_resumed_run_knows_what_the_stopped_one_knew() -> None:
         again.note(plan_of(8), 7.0)  # the first step of a process says nothing
         track.note(plan_of(8), 7.0)
         assert again.for_step(9 + ahead) == track.for_step(8 + ahead)
-
-
-def test_plans_may_ask_while_a_step_is_noted() -> None:
-    """Steps are planned by another thread than trains; switches of threads are made as frequent as they can be."""
-    track, errors = LayoutTrack(30), []
-    training = threading.Event()
-
-    def ask() -> None:
-        try:
-            while not training.is_set():
-                track.for_step(10**6)
-        except RuntimeError as error:
-            errors.append(error)
-
-    plan, interval_s = plan_of(0), sys.getswitchinterval()
-    planning = threading.Thread(target=ask)
-    sys.setswitchinterval(1e-6)
-    try:
-        planning.start()
-        for step in range(3000):
-            track.note(msgspec.structs.replace(plan, step=step), 2.0)
-    finally:
-        sys.setswitchinterval(interval_s)
-        training.set()
-        planning.join()
-    assert errors == []

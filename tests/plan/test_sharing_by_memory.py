@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.data.hub import model_from
 from evenload.explore.stage_layers import usable_bytes
 from evenload.plan import candidates
-from evenload.plan.dp_merge import long_merges
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import cluster_from
-from evenload.types.columns import whole_document_columns
 from evenload.types.document import Document, ReplicaBlock, block_sizes, nested_sizes
 from evenload.types.layout import even_layout
 
@@ -81,29 +78,6 @@ def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, mos
     )
     assert proposal.feasible
     assert 50 <= rated[0] <= most
-
-
-def test_long_is_what_memory_cannot_hold_one_a_stage_of() -> None:
-    """By the memory model: four of the longest short documents fit one rank, four of the shortest long ones do not."""
-    planner = planner_of({"dp": 4, "pp": 4})
-    lengths = np.arange(2_000, 64_000, 250)
-    problem = planner._problem(0, documents(lengths))
-    merges = long_merges(problem)
-    assert [{block.size for block in merge.blocks} for merge in merges] == [{2}, {4}]
-    long = np.sort(np.concatenate(list(merges[0].blocks.values())))
-    assert (np.diff(long) == 1).all()
-    assert long[-1] == len(lengths) - 1
-    columns = whole_document_columns([[index] for index in range(len(lengths))], lengths)
-    held = pipeline_tasks(planner.costs, columns, columns, lengths).held
-    temporary = max(held.forward_temp_bytes.max(), held.backward_temp_bytes.max())
-    needed = held.static_bytes.max() + temporary + 4 * held.forward_kept_bytes.max(axis=1)
-    assert planner.memory_cap_bytes is not None
-    is_long = np.isin(np.arange(len(lengths)), long)
-    clear = np.abs(needed / planner.memory_cap_bytes - 1) > 0.02
-    assert clear.sum() > 0.9 * len(lengths)
-    assert ((needed > planner.memory_cap_bytes) == is_long)[clear].all()
-    assert not long_merges(planner_of({"dp": 4, "pp": 4}, limited=False)._problem(0, documents(lengths)))
-    assert not long_merges(planner._problem(0, documents(lengths[:4])))
 
 
 def test_blocks_divide_the_replicas_and_nest() -> None:

@@ -81,29 +81,6 @@ def test_the_bucket_is_the_largest_that_fits(policy, room) -> None:
         assert step.propose(0, documents([bucket * cp]), "skrull").feasible
 
 
-def test_policies_that_cannot_fit_are_planned_only_where_none_fits() -> None:
-    """`choose` tries up to six policies a step; most of its time went into those that memory rules out."""
-    lengths = [400, *[50] * 8]
-    static = int(static_bytes(sample_model(), even_layout(3, cp=4)).max())
-    rooms = (20_000, 150_000, 200_000, 300_000)
-    chosen = [planner(static + room, policy="choose", cp=4).propose(0, documents(lengths), "skrull") for room in rooms]
-    alone = [
-        min(
-            (
-                planner(static + room, policy=policy, cp=4).propose(0, documents(lengths), "skrull")
-                for policy in ("replay", "recompute")
-            ),
-            key=lambda one: (not one.feasible, one.plan.predicted.step_time_s),
-        )
-        for room in rooms
-    ]
-    assert [one.feasible for one in chosen] == [one.feasible for one in alone]
-    assert {one.feasible for one in chosen} == {False, True}
-    for ours, single in zip(chosen, alone, strict=True):
-        if single.feasible:
-            assert ours.plan.predicted.step_time_s <= single.plan.predicted.step_time_s * (1 + 1e-9)
-
-
 def test_pipelines_are_refused_and_documents_beyond_memory_named() -> None:
     with pytest.raises(ConfigError, match="has a pipeline and skrull has none"):
         planner(None, pp=3).plan(0, documents([5]), "skrull")
