@@ -80,21 +80,6 @@ def test_the_table_of_kernels_by_rows_and_keys_comes_back_from_packs():
             assert pairs * own_pairs + prefix * own_prefix == pytest.approx(kernel_s(rows, keys), rel=0.03)
 
 
-def test_left_out_packs_are_predicted_by_the_others():
-    """Seconds a token by hand: of two folds each is predicted by the other's slope, all timings of a pack together.
-
-    Packs a and c (fold 0) take 1 s a token, pack b (fold 1) takes 2: so a and c are predicted with slope 2, b with 1.
-    """
-    features = [(1.0,), (2.0,), (4.0,), (2.0,)]
-    seconds = [1.0, 4.0, 4.0, 4.0]
-    found = left_out(features, seconds, ["a", "b", "c", "b"], folds=2)
-    assert found.seconds == pytest.approx([2.0, 2.0, 8.0, 2.0])
-    # errors: 1, 0.5, 1, 0.5
-    assert (found.error.packs, found.error.folds) == (3, 2)
-    assert found.error.median == pytest.approx(0.75)
-    assert found.error.p90 == pytest.approx(1.0)
-
-
 DEVICE = {
     "forward": msgspec.structs.replace(FORWARD, prefix_s_per_token=0.003, host_slice_s=0.5, host_pack_s=2000.0),
     "backward": msgspec.structs.replace(BACKWARD, prefix_s_per_token=0.006, host_slice_s=0.75, host_pack_s=6000.0),

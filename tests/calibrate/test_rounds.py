@@ -72,13 +72,6 @@ def test_large_packs_of_a_large_model_are_timed_on_one_layer(monkeypatch):
     assert all(layers == list(range(32)) for _, layers in timed(monkeypatch, "cpu", 0, model, 65_536))
 
 
-def test_layers_that_are_timed_have_every_window_of_the_stage(monkeypatch):
-    """Five layers with a window for one without, as in Gemma 3."""
-    model = sample_model(num_layers=6, sliding_windows=(64,) * 5 + (0,))
-    rounds = timed(monkeypatch, "cuda", 80, model, 8192)
-    assert {tuple(layers) for _, layers in rounds} == {(0, 5)}
-
-
 class Machine:
     """A host that queues kernels on one stream; both only move forward in time.
 

@@ -37,24 +37,6 @@ def test_weight_gradients_gather_four_times_again() -> None:
     assert parts_s - whole_s == pytest.approx(rings)
 
 
-def test_w_takes_its_share_of_the_linears() -> None:
-    """4 tokens · 2 s and 7 s a pack; attention and the rest stay in I, and both are the whole."""
-    packs = SliceColumns.from_ranges([[(0, 0, 4)]])
-    for share in (0.0, 0.3, 0.5):
-        costs = PackCosts(sample_model(), sample_coefficients(weight_share=share), even_layout(3, pp=3))
-        tasks = pipeline_tasks(costs, packs, packs, np.array([4]), split=True)
-        assert tasks.split is not None
-        assert tasks.split.weight_s[0, 0] == pytest.approx(share * (4 * 2.0 + 7.0))
-        assert tasks.split.input_s[0, 0] + tasks.split.weight_s[0, 0] == pytest.approx(tasks.backward_s[0, 0])
-
-
-def test_nothing_is_gathered_again_by_one_rank_or_for_frozen_weights() -> None:
-    coefficients = sample_coefficients(**LINKS)
-    for changes in ({"tp": 1}, {"tp": 2, "adapter_parameters_per_layer": 40}):
-        parts_s, whole_s = split_of(coefficients, **changes)
-        assert parts_s == pytest.approx(whole_s, rel=1e-12)
-
-
 def ring_and_gathered(packs, direction: str, size: int):
     """Seconds of a layer's transfers, where transfers take a second a byte and a million a hop."""
     link = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=1e6)

@@ -80,16 +80,6 @@ def test_another_model_is_refused_with_both_names_and_the_fields() -> None:
         assert part in str(error.value)
 
 
-def test_fewer_layers_another_name_and_windows_are_the_same_model() -> None:
-    other = msgspec.structs.replace(MODEL, name="deep", num_layers=16, tied_embeddings=True, sliding_windows=(4, 0) * 8)
-    require_covered(measured(), other, even_layout(16), "cost file x.json")
-
-
-def test_costs_that_do_not_say_what_was_measured_are_refused() -> None:
-    with pytest.raises(ConfigError, match="does not say on which model"):
-        require_covered(sample_coefficients(), MODEL, layout(), "cost file x.json")
-
-
 def test_a_layout_that_is_not_covered_is_refused_with_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"one device.*dp=4 pp=2.*between pipeline stages and the reduction"):
         require_covered(measured(), MODEL, layout(dp=4, pp=2), "cost file x.json")

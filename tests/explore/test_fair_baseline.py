@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cli.plan_found import headline_line
 from evenload.explore.batches import BatchRule, planned_steps
 from evenload.explore.evaluate import evaluate_strategies, headline, judged_window, with_window
 from evenload.plan.planner import StepPlanner
@@ -51,20 +50,6 @@ def test_the_users_own_window_is_tried() -> None:
     judged = judged_window(with_window(make_planner(), own), batches())
     assert judged is not None
     assert judged.mean_step_time_s <= times_s[own]
-
-
-def test_where_only_other_windows_of_best_fit_win_the_headline_says_so() -> None:
-    found = evaluate_strategies(make_planner(), batches(), ["padded", "best_fit"])
-    said = headline(found)
-    assert said is not None
-    assert said.factor is not None
-    assert said.factor < 1
-    assert found.baseline is not None
-    line = headline_line(said, found)
-    assert "is the fastest of those asked for by prediction" in line
-    assert f"(--set best_fit.window_tokens={found.baseline.window_tokens}) is faster" in line
-    assert line.endswith(f"a step, {1 / said.factor:.2f} times as fast")
-    assert "loses" not in line
 
 
 def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 import math
 
-import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
@@ -11,8 +10,6 @@ from evenload.explore import prediction_interval as intervals
 from evenload.explore.prediction_interval import (
     ANY_LAYOUT,
     KindInterval,
-    encode_intervals,
-    ledger_intervals,
     prediction_interval,
 )
 from evenload.types.layout import even_layout
@@ -61,15 +58,6 @@ def test_measured_costs_without_rows_say_so(ledger):
     assert found.low == pytest.approx(1 / 1.135)
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "INTEL(R) XEON(R) PLATINUM, 1 thread a process"])
-def test_rows_of_one_processor_do_not_speak_for_another(ledger, device):
-    ledger(OF_ALL, OF_PIPELINES)
-    found = prediction_interval(msgspec.structs.replace(CPU, device=device), even_layout(4, pp=2))
-    name = device.removesuffix(", 1 thread a process")
-    assert f"measured costs of {name}, too few rows of it in docs/accuracy.md: from published errors" in found.basis
-    assert found.low == pytest.approx(1 / 1.135)
-
-
 def test_what_disturbed_the_calibration_widens_the_interval(ledger):
     """Half widths add by their squares, in logarithms and around the middle; more of either noise is more."""
     ledger(OF_ALL)
@@ -99,10 +87,3 @@ def test_a_busy_machine_has_no_interval(ledger, waited_share, spread, rows):
         "no 90 % interval of step times: the machine was busy while its costs were measured: processes stood without a "
         f"core for {waited_share:.0%} of the time"
     )
-
-
-def test_the_file_reads_back():
-    encoded = encode_intervals((OF_ALL, OF_PIPELINES))
-    assert msgspec.json.decode(encoded, type=tuple[KindInterval, ...]) == (OF_ALL, OF_PIPELINES)
-    assert encode_intervals(()) == b"[]\n"
-    assert all(0 < one.low <= one.high for one in ledger_intervals())
