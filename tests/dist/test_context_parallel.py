@@ -2,11 +2,11 @@
 
 import msgspec
 
+from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from reference_training import tiny_config
@@ -20,8 +20,8 @@ def planned(strategy, layout, options=None, kind="llama", lengths=LENGTHS):
     """The strategy's own plan of these documents."""
     model = model_from_hf_config(tiny_config(kind).to_dict(), kind, 8)
     planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=64), host="unlimited")
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
-    plan = planner.plan(0, documents, strategy)
+    step = documents(lengths)
+    plan = planner.plan(0, step, strategy)
     validate_plan(plan, max_pack_tokens=planner.options.max_pack_tokens)
     return plan
 

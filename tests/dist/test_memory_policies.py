@@ -6,13 +6,13 @@ import itertools
 import msgspec
 import numpy as np
 
+from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.transfer_order import LAG
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
@@ -47,16 +47,13 @@ def plans_of(pp, dp, virtual, policies, count, **options):
 def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(gloo_pool):
     """`choose` under ever smaller limits: other documents under other policies, until everything is offloaded."""
     layout = even_layout(LAYERS, pp=2, virtual=2)
-    documents = tuple(
-        Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1)
-        for i, n in enumerate([64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25])
-    )
+    step = documents([64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25])
 
     def planned(link: float, cap: int | None, strategy: str, **options) -> StepPlan:
         slow_or_fast = LinkSpec(bandwidth_bytes_per_s=link, latency_s=0.0)
         costs = msgspec.structs.replace(COSTS, host_link=slow_or_fast)
         planner = StepPlanner(LLAMA, costs, layout, cap, PlanOptions(max_pack_tokens=64, **options), host="unlimited")
-        return planner.plan(0, documents, strategy)
+        return planner.plan(0, step, strategy)
 
     plans = []
     # Over a slow link it pays to recompute before anything is offloaded.

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
@@ -13,7 +14,6 @@ from evenload.plan.problem import PlanOptions, StepProblem
 from evenload.plan.strategies.skrull import bucket_tokens, step_documents
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from reference.dacp import algorithm_1, chosen
@@ -56,7 +56,7 @@ def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, buck
     which all ranks then share (Skrull §4.1)."""
     model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
     layout = even_layout(model.num_layers, dp=dp, cp=cp)
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+    step = documents(lengths)
 
     def problem_within(memory_bytes):
         ids, cap = np.arange(len(lengths)), np.full(1, memory_bytes)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
@@ -21,17 +21,12 @@ from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import cluster_from
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline
 from sweeps import spread
 
 LENGTH_TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))
 RIVALS = [one for one in STRATEGIES.values() if not (one.tries_others or one.needs_solver)]
-
-
-def documents(lengths) -> tuple[Document, ...]:
-    return tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
 
 
 def tiny_planner(

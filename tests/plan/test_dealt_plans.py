@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, InvalidPlanError
@@ -15,7 +15,6 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 from evenload.types.plan import decode_plan, encode_plan, seal
-from flex_cases import documents
 
 LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.001)
 COEFFICIENTS = sample_coefficients(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.layouts.hbsa import DealtCosts, best_dealt_mapping
@@ -16,7 +16,7 @@ from evenload.plan.layouts.mapping_cost import BatchCosts, MappingCosts
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout, split_layout
-from flex_cases import documents, make
+from flex_cases import make
 
 LAYERS = 7
 LINK = LinkSpec(bandwidth_bytes_per_s=1e4, latency_s=0.1)

@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
@@ -19,7 +19,7 @@ from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout, split_layout
 from evenload.types.run import LayoutDecision
-from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, TIGHT, documents, make
+from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, TIGHT, make
 from predicted_timeline import predicted_timeline
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cost_samples import sample_model
+from cost_samples import documents, sample_model
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.layouts.fmop import FlexState
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
@@ -10,7 +10,7 @@ from evenload.plan.layouts.moves import SwitchPieces, model_pieces
 from evenload.plan.layouts.switch_prices import switch_memory
 from evenload.types.layout import even_layout
 from evenload.types.run import LayoutDecision
-from flex_cases import LONG, MIDDLE, PUBLISHED, ROOM, SHORT, documents, make
+from flex_cases import LONG, MIDDLE, PUBLISHED, ROOM, SHORT, make
 
 SENT = SwitchPieces(pieces=model_pieces(sample_model(num_layers=4), 1), shared=frozenset(), ranks_per_machine=8)
 

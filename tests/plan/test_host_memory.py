@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
@@ -21,7 +21,6 @@ from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem
 from evenload.schedule.simulate import simulate
 from evenload.types.cluster import LinkSpec, cluster_from
 from evenload.types.columns import SliceColumns
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import MODELS
 from evenload.types.pipeline import ActionColumns
@@ -42,7 +41,7 @@ def propose(policy: str, host: HostMemory, cap: int | None = None, strategy: str
         PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
         host=host,
     )
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    step = documents(LENGTHS)
     return planner.propose(0, step, strategy)
 
 
@@ -111,7 +110,7 @@ def in_pipeline(policy: str, host: HostMemory | Unlimited, strategy: str) -> tup
         PlanOptions(max_pack_tokens=128, candidates=3, policy=policy),
         host=host,
     )
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    step = documents(LENGTHS)
     return planner, planner.propose(0, step, strategy)
 
 

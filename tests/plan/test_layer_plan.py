@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from evenload.cost.memory import byte_rates
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
@@ -17,7 +18,7 @@ from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
 from evenload.types.plan import decode_plan, encode_plan, seal
-from flex_cases import LONG, MIDDLE, PUBLISHED, documents, make
+from flex_cases import LONG, MIDDLE, PUBLISHED, make
 
 LAYERS = 8
 

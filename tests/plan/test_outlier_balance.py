@@ -5,12 +5,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 
 EVEN = 1.05
@@ -34,8 +33,8 @@ def with_outlier(short: list[int], position: int) -> list[int]:
 
 
 def propose(planner: StepPlanner, lengths: list[int], strategy: str = "slimpack") -> Proposal:
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
-    proposal = planner.propose(0, documents, strategy)
+    step = documents(lengths)
+    proposal = planner.propose(0, step, strategy)
     validate_plan(proposal.plan, max_pack_tokens=planner.options.max_pack_tokens)
     return proposal
 

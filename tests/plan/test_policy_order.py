@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.layer_counts import OFFLOAD, RECOMPUTE, REPLAY
 from evenload.plan.activation_policy import policies_in_order, policies_within_host
 from evenload.plan.planner import Proposal, StepPlanner
@@ -9,7 +9,6 @@ from evenload.plan.problem import PlanOptions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline
 
@@ -26,7 +25,7 @@ def propose(policy, cap=None, strategy="slimpack", host=True, **layout) -> Propo
         PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
         host="unlimited",
     )
-    step = tuple(Document(doc_id=100 + i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    step = documents(LENGTHS, 100)
     return planner.propose(0, step, strategy)
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from cost_samples import documents
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
@@ -34,9 +35,9 @@ def propose(
 ):
     layout = even_layout(MODEL.num_layers, dp=dp, pp=pp, virtual=virtual)
     asked = PlanOptions(**{"max_pack_tokens": 2048, "policy": "replay", "schedule": schedule, **options})
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+    step = documents(lengths)
     costs = analytic_coefficients(MODEL, cluster_from("h100x8"), layout)
-    return StepPlanner(MODEL, costs, layout, cap, asked, host="unlimited").propose(0, documents, strategy)
+    return StepPlanner(MODEL, costs, layout, cap, asked, host="unlimited").propose(0, step, strategy)
 
 
 def kinds_of(proposal: Proposal) -> set[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.explore.stage_layers import usable_bytes
@@ -14,7 +15,7 @@ from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import cluster_from
-from evenload.types.document import Document, ReplicaBlock, block_sizes, nested_sizes
+from evenload.types.document import ReplicaBlock, block_sizes, nested_sizes
 from evenload.types.layout import even_layout
 
 TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))
@@ -35,10 +36,6 @@ def planner_of(layout: dict[str, int], *, context: int = CONTEXT, limited: bool 
 def batch_of(table: str, count: int, context: int = CONTEXT) -> np.ndarray:
     """Drawn with repetition, cut to the context."""
     return np.minimum(np.random.default_rng(0).choice(TABLES[table].astype(np.int64), count), context)
-
-
-def documents(lengths) -> tuple[Document, ...]:
-    return tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
 
 
 def share_of_bound(planner: StepPlanner, lengths: np.ndarray, strategy: str) -> float:

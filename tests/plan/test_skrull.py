@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.layer_counts import POLICIES
 from evenload.cost.memory import static_bytes
 from evenload.errors import ConfigError, InfeasiblePlanError
@@ -15,7 +15,6 @@ from evenload.plan.strategies.skrull import bucket_tokens, can_fit
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline
 
@@ -27,10 +26,6 @@ def planner(cap: int | None, limit: int | None = None, policy="replay", **layout
     return StepPlanner(
         sample_model(), sample_coefficients(**LINKS), even_layout(3, **layout), cap, options, host="unlimited"
     )
-
-
-def documents(lengths) -> tuple[Document, ...]:
-    return tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
 
 
 @settings(max_examples=60, deadline=None)

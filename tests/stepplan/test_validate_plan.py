@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
 from evenload.plan.planner import StepPlanner
 from evenload.stepplan.validate import validate_plan
-from evenload.types.document import Document, Slice
+from evenload.types.document import Slice
 from evenload.types.layout import even_layout
 from evenload.types.plan import LeftOut, Schedule, StepPlan, seal
 
@@ -25,7 +25,7 @@ def make_plan(strategy: str = "slimpack", **options) -> StepPlan:
         host="unlimited",
     )
     lengths = [200, 150, 40, 30, 20, 10]
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+    step = documents(lengths)
     return planner.plan(0, step, strategy)
 
 
