@@ -33,12 +33,6 @@ def test_wsd_warms_up_stays_and_falls_in_its_last_steps(shape, falling):
     assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *falling])
 
 
-def test_wsd_falls_exponentially_by_a_share_of_the_run():
-    found = rates(8, decay="wsd", decay_share=0.25, decay_shape="exponential", final_ratio=0.01)
-    assert found == pytest.approx([1.0] * 7 + [0.1])
-    assert rates(40, decay="wsd", final_ratio=0.0)[-5:] == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25])
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)

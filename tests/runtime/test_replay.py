@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.supported import check_supported
-from evenload.runtime.replay.store import ActivationStore
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import assert_equals_plain, packs_of, run_single_stage
 
@@ -75,16 +74,6 @@ def test_changing_one_document_leaves_the_others_gradient_share_unchanged():
     for name in before:
         expected = before[name] + alone_after[name] - alone_before[name]
         assert relative_error(after[name], expected) <= 1e-10, name
-
-
-def test_symmetric_packs_are_kept_without_copies():
-    """A pack that comes back whole is one block: its recorded tensors are returned, not gathered."""
-    store = ActivationStore({0: 4, 1: 3}, [((0, 0, 4), (1, 0, 3))])
-    rows = torch.randn(7, 2)
-    store.open_pack(((0, 0, 4), (1, 0, 3)))
-    store.record("x", rows)
-    assert store.read("x", ((0, 0, 4), (1, 0, 3))) is rows
-    assert store.held.held_bytes == rows.nbytes
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model, require_model
-from evenload.runtime.model.supported import position_warning
 from evenload.runtime.model.weight_files import INDEX_FILE, SINGLE_FILE, stored_weights
 from reference_training import make_tokens, tiny_config
 from single_stage import packs_of, run_single_stage
@@ -305,15 +304,3 @@ def test_a_configuration_that_makes_no_model_is_one_line(model, changes, message
     edit_config(model, **changes)
     with pytest.raises(ConfigError, match=message):
         require_model(load_config(str(model)), None)
-
-
-def test_positions_beyond_the_models_are_told():
-    config = tiny_config("llama", max_position_embeddings=128)
-    assert position_warning(config, 128) == ""
-    assert "up to 129 tokens (data.max_document_tokens), and config.json says max_position_embeddings = 128" in (
-        position_warning(config, 129)
-    )
-    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
-    config = tiny_config("llama", max_position_embeddings=128, rope_parameters=scaled)
-    assert position_warning(config, 512) == ""
-    assert position_warning(config, 513)

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from evenload.types.timeline import Timeline, pack_times
-from report_samples import make_timeline
 
 
 def hand_made(kinds, packs, stages, starts, ends, dp=None) -> Timeline:
@@ -29,10 +28,3 @@ def test_a_pack_counts_with_its_slowest_stage():
     assert times.pack.tolist() == [0, 1]
     assert times.seconds.tolist() == [3.0, 2.0]
     assert times.imbalance() == pytest.approx(3 / 2.5)
-
-
-def test_splitting_does_not_change_pack_times():
-    whole, split = make_timeline(2, 3, 6), make_timeline(2, 3, 6, split=True)
-    for direction in ("forward", "backward"):
-        assert np.allclose(pack_times(whole, direction).seconds, pack_times(split, direction).seconds)
-        assert len(pack_times(whole, direction).seconds) == 12
