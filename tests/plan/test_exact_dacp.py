@@ -1,7 +1,11 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from evenload.errors import InfeasiblePlanError
 from evenload.plan.dacp import MicroBatch, StepDocuments, assign_micro_batches, assign_owners
+from reference.dacp import least_seconds, rank_seconds, rank_tokens
 from reference.exact_dacp import exact_micro_batches, exact_owners
 
 
@@ -23,6 +27,29 @@ def partitions(items: list[int]):
 
 def step_seconds(step: StepDocuments, replicas) -> float:
     return max(float(step.group_seconds(groups).sum()) for groups in replicas)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    st.sampled_from([1, 2, 3]),
+    st.floats(0.8, 2.0),
+    st.sampled_from([0.0, 0.2, 2.0]),
+    st.sampled_from([1.0, 1.2]),
+)
+def test_owners_equal_brute_force(lengths, cp, room, gather, overhead) -> None:
+    """Skrull eq. 1-7: the solver's answer is the optimum, or it says that there is none."""
+    batch = micro_batch(lengths, cp, int(room * sum(lengths) / cp), gather, overhead)
+    best_s = least_seconds(batch)
+    if best_s == np.inf:
+        with pytest.raises(InfeasiblePlanError, match="Infeasible"):
+            exact_owners(batch)
+        return
+    found = exact_owners(batch)
+    assert found.seconds == pytest.approx(best_s, rel=2e-6)
+    assert found.is_optimal
+    assert rank_tokens(batch, found.owner).max() <= batch.bucket_tokens
+    assert rank_seconds(batch, found.owner).max() == found.seconds
 
 
 @pytest.mark.parametrize("sigma", [0.2, 1.0])
