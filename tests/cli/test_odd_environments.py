@@ -17,7 +17,7 @@ import pytest
 from evenload.cli.environment import prepare_environment, replace_unknown_characters, with_home
 from evenload.cli.main import main
 from evenload.cli.options import require_writable, require_writable_directory
-from evenload.cli.train_run import train_run
+from evenload.cli.train import train_run
 from evenload.config.keys import settings_of
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.errors import ConfigError
