@@ -113,9 +113,6 @@ class Trial(NamedTuple):
             ),
         )
 
-    def with_count(self, count: int) -> "Trial":
-        return self._replace(setting=self.setting._replace(num_packs=count))
-
     def describe(self) -> str:
         setting = self.setting
         parts = [

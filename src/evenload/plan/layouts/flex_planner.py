@@ -273,10 +273,10 @@ class FlexPlanner:
         if not self._has_room(old, plan):
             start, there = old.describe(), plan.layout.describe()
             raise InfeasiblePlanError(
-                f"processes start in {start} and the run goes on in {there} at step {plan.step}; the change holds up "
-                f"to {format_bytes(self._switch_peak_bytes(old, plan))} of a process's memory at once by prediction, "
-                f"the limit is {format_bytes(self.start.memory_cap_bytes or 0)}; start in {there} ([parallel]), "
-                f"without {there} in plan.layouts, or with a larger plan.memory_bytes"
+                f"processes start in {start} and step {plan.step} is planned for {there}; the change holds up to "
+                f"{format_bytes(self._switch_peak_bytes(old, plan))} of a process's memory at once by prediction, the "
+                f"limit is {format_bytes(self.start.memory_cap_bytes or 0)}; start in {there} ([parallel]), without "
+                f"{there} in plan.layouts, or with a larger plan.memory_bytes"
             )
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
