@@ -1,7 +1,7 @@
 """Transformers' configuration of a model that is given as `evenload plan --model` takes it, and a few of its layers.
 
-A built-in name has no config.json; its shape says everything that a configuration with random weights needs. What is
-made here is only timed, never trained into something: token ids at which documents begin and end are left out.
+A built-in name has no config.json; its shape says all that a configuration with random weights, which is only timed,
+needs.
 """
 
 from typing import Any
@@ -16,12 +16,8 @@ from evenload.types.model import MODEL_TYPES, MODELS, ModelSpec, model_from_hf_c
 
 
 def config_from(name_or_path: str) -> PretrainedConfig:
-    """The configuration of a built-in model, a `config.json` or its folder.
-
-    Raises:
-        ConfigError: neither; the message offers the nearest built-in name.
-        UnsupportedModelError: an architecture or option that the runtime does not train.
-    """
+    """Return the configuration of a built-in model, a `config.json` or its folder; a `ConfigError` where it is neither,
+    an `UnsupportedModelError` for an architecture or option that the runtime does not train."""
     model_from(name_or_path)  # says best what is wrong with a name
     return _of_built_in(name_or_path) if name_or_path in MODELS else load_config(name_or_path)
 
@@ -58,12 +54,8 @@ def _of_built_in(name: str) -> PretrainedConfig:
 
 
 def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
-    """A copy with the same layers, but fewer: alike on every stage, one of each attention window first.
-
-    Args:
-        windows: of the model's layers, 0 = full.
-        most: layers of a stage; never more than the model has for each.
-    """
+    """A copy with the same layers, but at most `most` a stage, alike on every stage, one of each attention window
+    (0 = full) first."""
     first_of_kind = [windows.index(window) for window in dict.fromkeys(windows)]
     others = [layer for layer in range(len(windows)) if layer not in first_of_kind]
     chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(windows) // stages))])
@@ -78,5 +70,4 @@ def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: 
 
 
 def spec_of(config: PretrainedConfig, name: str, bytes_per_element: int) -> ModelSpec:
-    """As the cost model sees it."""
     return model_from_hf_config(config.to_dict(), name, bytes_per_element)

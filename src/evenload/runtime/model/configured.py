@@ -13,12 +13,8 @@ from evenload.types.model import ModelSpec, model_from_hf_config
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The model's configuration from a directory, a `config.json`, or a name on the Hub.
-
-    Raises:
-        ConfigError: no such file, or one that transformers cannot read.
-        UnsupportedModelError: an architecture or option that replay does not run exactly.
-    """
+    """Return the model's configuration from a directory, a `config.json`, or a name on the Hub; a `ConfigError` where
+    there is none, an `UnsupportedModelError` for an architecture or option that replay does not run exactly."""
     local = Path(local_path(path, "model.path"))
     file = local / "config.json" if local.is_dir() else local
     if not file.is_file():
@@ -40,12 +36,8 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:
-    """The configured model as the cost model sees it.
-
-    Raises:
-        ConfigError: no such model, documents longer than its learned positions, or adapters that fit nowhere.
-        UnsupportedModelError: an architecture or option that is not trained.
-    """
+    """Return the configured model as the cost model sees it; errors as `load_config`, and a `ConfigError` for documents
+    longer than its learned positions, or adapters that fit nowhere."""
     hf = load_config(config.model.path)
     require_positions(hf, config.data.max_document_tokens)
     if config.model.lora is not None:

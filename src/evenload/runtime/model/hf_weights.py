@@ -1,9 +1,4 @@
-"""Weights of a stage's modules: from a Hugging Face directory, or from a seed.
-
-In files every expert has three matrices of its own, in transformers' modules all experts of a layer are two tensors.
-`weight_files.stored_tensors` is the one place that knows: it names the parts of a parameter as files do, as views, so
-that reading copies into them and export copies out of them.
-"""
+"""Weights of a stage's modules: from a Hugging Face directory, or from a seed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +24,6 @@ def initialise_weights(whole: Any, number: int, unit: nn.Module, seed: int) -> N
 
 
 def unit_seed(number: int, seed: int) -> int:
-    """Depends on the unit and not on the layout."""
     return seed * 1_000_003 + number
 
 

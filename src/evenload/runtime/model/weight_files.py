@@ -1,11 +1,9 @@
 """The tensors of a Hugging Face directory, by the headers of its files, and whether they are the configured model's.
 
-A safetensors file begins with the length of a JSON header that names every tensor with its type, shape and place, so
-damage, quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
-transformers would only warn about is refused here: training from half of a model looks like training. A tensor that the
-model computes, or ties, itself is read and compared: harmless is what changes nothing.
-
-Price: one short read a file, and a read of a head where one lies beside tied embeddings.
+A safetensors file begins with a JSON header that names every tensor with its type, shape and place, so damage,
+quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
+transformers would only warn about is refused: training from half of a model looks like training. A tensor that the
+model computes, or ties, itself is read and compared. Price: one short read a file.
 """
 
 import json
@@ -38,8 +36,8 @@ LEFT_OUT = "evenload_left_out"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is stored: the file's name in the directory, its type as safetensors calls it, its shape, and its
-    name there ("" = that by which it is asked for)."""
+    """Where a tensor is stored, and its name there ("" = that by which it is looked up); type as safetensors calls
+    it."""
 
     file: str
     dtype: str
@@ -122,10 +120,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def require_fitting(
     stored: dict[str, StoredTensor], whole: Any, directory: Path, names: ModuleNames, experts: ExpertNames | None
 ) -> None:
-    """Refuse weights that are not exactly those of the whole model, which is without memory: `UnsupportedModelError`
-    for quantised ones, `ConfigError` for a tensor that is missing, has another shape or no place, or is not what the
-    model computes itself. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding.
-    """
+    """Refuse weights that are not exactly those of the whole model (without memory): `UnsupportedModelError` for
+    quantised ones, `ConfigError` for a tensor that is missing, has another shape or no place, or is not what the model
+    computes itself. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding."""
     embedding, tied = f"{names.embedding_path}.weight", bool(whole.config.tie_word_embeddings)
     source = next(stored_parts(stored, embedding, torch.empty(0), None))[0]
     if tied and _HEAD in stored and source not in stored:
