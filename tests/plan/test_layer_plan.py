@@ -13,7 +13,6 @@ from evenload.explore.timelines import split_proposal
 from evenload.plan.layouts import layout_plans
 from evenload.plan.layouts.layout_plans import MOST_PLANS, plan_recomputing_layers
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
@@ -166,8 +165,3 @@ def test_limits_of_memory_are_forgotten(monkeypatch):
     again = plans.within(10**9)
     assert again is not first
     assert again.ahead(layout, 0, step).chosen.plan == planned
-
-
-def test_portions_of_the_optimizer_are_refused_in_words():
-    with pytest.raises(ConfigError, match="'optimizer', but optimizer state stays on its device"):
-        FlexOptions(memory_plans=("layers", "optimizer"))

@@ -42,7 +42,7 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
     patience_steps: int = 2
     overhead_s: float = 0.0
     finalists: int = 3
-    memory_plans: tuple[Literal["documents", "layers", "optimizer"], ...] = ("documents", "layers")
+    memory_plans: tuple[Literal["documents", "layers"], ...] = ("documents", "layers")
     least_depth_only: bool = False
     part_pipelines: bool = True
     follow_measured: bool = True
@@ -54,11 +54,6 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
         for field, low in (least | {"most_groups": 1}).items():
             if getattr(self, field) < low:
                 raise ConfigError(f"plan options: flexpipe.{field} is {getattr(self, field)}, must be at least {low}")
-        if "optimizer" in self.memory_plans:
-            raise ConfigError(
-                "plan options: flexpipe.memory_plans has 'optimizer', but optimizer state stays on its device in this "
-                "version; choose from documents, layers"
-            )
         if not 0 <= self.margin < 1:
             raise ConfigError(f"plan options: flexpipe.margin is {self.margin}, must be in [0, 1)")
 

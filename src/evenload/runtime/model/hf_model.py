@@ -18,20 +18,22 @@ from transformers.activations import ACT2FN
 
 from evenload.config.sections import LoraConfig
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.hf_weights import (
+from evenload.runtime.model.configured import check_supported, require_adapters
+from evenload.runtime.model.lora import add_adapters
+from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
+from evenload.runtime.model.weight_files import (
     EMBEDDING,
     HEAD,
     LAYERS,
     NORM,
     POSITIONS,
+    StoredTensor,
     fill_constants,
     initialise_weights,
     load_weights,
+    require_fitting,
+    stored_weights,
 )
-from evenload.runtime.model.lora import add_adapters
-from evenload.runtime.model.supported import check_supported, require_adapters
-from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
-from evenload.runtime.model.weight_files import StoredTensor, require_fitting, stored_weights
 from evenload.types.architectures import Architecture
 from evenload.types.layout import ParallelLayout
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from evenload.config.sections import LoraConfig, target_linears
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.export_files import save_tensors
-from evenload.runtime.model.hf_weights import LAYERS, unit_seed
-from evenload.runtime.model.weight_files import read_header, require_plain
+from evenload.runtime.model.weight_files import LAYERS, read_header, require_plain, unit_seed
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
 """Names of the modules that hold an adapter's two matrices."""
