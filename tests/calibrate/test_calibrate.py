@@ -16,8 +16,8 @@ from evenload.calibrate.links import measured_overlap, overlap_cost, quick_links
 from evenload.calibrate.rounds import PackClock, num_tokens_of, pack_clock, time_round, whole
 from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import attention_soft_cap
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.document import Range

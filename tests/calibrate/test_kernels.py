@@ -13,8 +13,8 @@ from evenload.calibrate.kernels import activation_bytes, deterministic_price
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.errors import EvenloadError
 from evenload.runtime.device import use_deterministic_kernels
-from evenload.runtime.model.configured import attention_soft_cap
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.model import model_from_hf_config

@@ -136,7 +136,7 @@ def test_a_balanced_run_reports_its_whole_loss(gloo_pool, config_file, tmp_path)
 
 
 def test_a_model_with_experts_asks_how_to_balance_them(config_file, tmp_path):
-    from evenload.runtime.model.configured import router_aux_loss_coef
+    from evenload.runtime.model.supported import router_aux_loss_coef
 
     save_random_model("mixtral", tmp_path / "original")
     config = load_train_config(config_file, [f"model.path={tmp_path / 'original'}"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.configured import check_supported, router_aux_loss_coef
+from evenload.runtime.model.supported import check_supported, router_aux_loss_coef
 from reference_training import (
     make_tokens,
     plain_loss_and_gradients,

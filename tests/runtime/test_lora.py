@@ -13,9 +13,9 @@ from evenload.config.sections import LoraConfig, with_adapters
 from evenload.cost.layer_counts import training_flops
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.configured import attention_soft_cap
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.lora import write_adapter
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore

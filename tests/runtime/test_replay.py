@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.errors import UnsupportedModelError
-from evenload.runtime.model.configured import check_supported
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import check_supported
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore

@@ -14,8 +14,8 @@ from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
 from evenload.runtime.executor import WHOLE, Executor, RankRun, Weights, forward_losses
-from evenload.runtime.model.configured import attention_soft_cap
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import GradientReduction, WeightGathers
 from evenload.runtime.optim.parameter_units import flatten_units

@@ -3,8 +3,8 @@
 import torch
 
 from evenload.attention.backends import select_backend
-from evenload.runtime.model.configured import attention_soft_cap
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage

@@ -63,8 +63,9 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.baselines import BALANCED, BEST_FIT, PADDED
 from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.model.configured import attention_soft_cap, load_config, model_spec
+from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document

@@ -12,7 +12,8 @@ from evenload.config.tokenizer import tokenizer_fact, tokenizer_warnings
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.data.tokenize import open_tokenizer
 from evenload.runtime.device import require_device
-from evenload.runtime.model.configured import load_config, model_spec, position_warning
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.supported import position_warning
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout
 

@@ -22,8 +22,9 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.runtime.device import require_device
-from evenload.runtime.model.configured import attention_soft_cap, config_from, spec_of, with_few_layers
+from evenload.runtime.model.configured import config_from, spec_of, with_few_layers
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage

@@ -47,7 +47,8 @@ from evenload.runtime.checkpoint.directory import (
     skipped_checkpoints,
 )
 from evenload.runtime.comm.watch import comes_of_transport
-from evenload.runtime.model.configured import model_spec, position_warning
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.supported import position_warning
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.run import Validation

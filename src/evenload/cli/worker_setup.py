@@ -42,9 +42,10 @@ from evenload.plan.candidates import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
-from evenload.runtime.model.configured import attention_soft_cap, load_config, model_spec
+from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.export_files import require_same_ids
 from evenload.runtime.model.hf_model import require_model
+from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.stages.evaluation import require_whole_model

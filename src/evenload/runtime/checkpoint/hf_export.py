@@ -15,9 +15,9 @@ from transformers import PretrainedConfig
 from evenload.config.sections import LoraConfig
 from evenload.config.train_config import TrainConfig
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.model.configured import check_supported
 from evenload.runtime.model.export_files import copy_tokenizer, save_tensors
 from evenload.runtime.model.lora import write_adapter
+from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import stored_tensors
 from evenload.runtime.optim.parameter_units import FlatBuffer

@@ -18,8 +18,8 @@ from transformers.activations import ACT2FN
 
 from evenload.config.sections import LoraConfig
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.configured import check_supported, require_adapters
 from evenload.runtime.model.lora import add_adapters
+from evenload.runtime.model.supported import check_supported, require_adapters
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
 from evenload.runtime.model.weight_files import (
     EMBEDDING,

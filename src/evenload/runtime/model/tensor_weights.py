@@ -18,8 +18,8 @@ from transformers import PretrainedConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.tensor_group import TensorGroup
-from evenload.runtime.model.configured import check_supported
 from evenload.runtime.model.lora import is_adapter
+from evenload.runtime.model.supported import check_supported
 from evenload.types.architectures import Architecture
 
 
