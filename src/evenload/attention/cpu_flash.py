@@ -12,14 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import (
-    KeyRange,
-    RangeGradients,
-    Scoring,
-    range_sizes,
-    rows_of_all,
-    work_dtype,
-)
+from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, range_sizes, rows_of_all, work_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -236,10 +236,7 @@ def _limit(recent_delay_steps: float) -> float:
 
 
 def _estimate(
-    works: NDArray[np.float64],
-    fixed_works: NDArray[np.float64],
-    waiting_s: NDArray[np.float64],
-    n: int,
+    works: NDArray[np.float64], fixed_works: NDArray[np.float64], waiting_s: NDArray[np.float64], n: int
 ) -> NDArray[np.float64]:
     """A lower estimate of the degree with the first i free documents waiting, for i = 0 .. all; float64[free + 1]: the
     longest micro-batch has at least the longest document, the mean, and the N-th and next longest together."""

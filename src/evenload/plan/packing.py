@@ -129,10 +129,7 @@ def pack_counts(total_tokens: int, pp: int, candidates: int, max_pack_tokens: in
 
 
 def pack_greedily(
-    work_s: NDArray[np.float64],
-    num_tokens: NDArray[np.int64],
-    num_groups: int,
-    capacity: int | None,
+    work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int | None
 ) -> NDArray[np.int64]:
     """The group of every document.
 

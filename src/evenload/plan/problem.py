@@ -202,11 +202,7 @@ def candidate(
 
 
 def in_order(
-    found: Candidate,
-    actions: ActionColumns,
-    cap_bytes: NDArray[np.int64] | None,
-    *,
-    tasks: PipelineTasks | None = None,
+    found: Candidate, actions: ActionColumns, cap_bytes: NDArray[np.int64] | None, *, tasks: PipelineTasks | None = None
 ) -> Candidate:
     """The same packs in another order, or with other seconds (`tasks`), simulated."""
     tasks = found.tasks if tasks is None else tasks

@@ -189,10 +189,7 @@ class LayoutCandidates:
         return self._with_dealt(found, batches, current, weight)
 
     def batch_costs(
-        self,
-        num_tokens: NDArray[np.int64],
-        policy: NDArray[np.int8] | None = None,
-        lengths: BatchLengths | None = None,
+        self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None, lengths: BatchLengths | None = None
     ) -> BatchCosts:
         """A batch under one policy, as it is priced for any mapping; `lengths` may serve several policies."""
         cp, tp, coefficients = self._layout.cp, self._layout.tp, self._start.costs.coefficients
@@ -231,11 +228,7 @@ class LayoutCandidates:
         return self._receive[even]
 
     def _with_dealt(
-        self,
-        found: MappingSearch,
-        batches: Sequence[Callable[[], BatchCosts]],
-        current: ParallelLayout,
-        weight: float,
+        self, found: MappingSearch, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
     ) -> MappingSearch:
         """With the mappings of depths that leave devices idle, were all stages to have as many of them."""
         devices = self._layout.dp * self._layout.pipeline_ranks
@@ -285,12 +278,7 @@ class LayoutCandidates:
         return sorted(found, key=lambda pair: pair[0])
 
     def _dealt_mapping(
-        self,
-        price: DealtCosts,
-        edges: tuple[int, ...],
-        devices: tuple[int, ...],
-        policy: int,
-        current: ParallelLayout,
+        self, price: DealtCosts, edges: tuple[int, ...], devices: tuple[int, ...], policy: int, current: ParallelLayout
     ) -> Mapping:
         layout = split_layout([b - a for a, b in pairwise(edges)], pp=price.depth, devices=devices)
         receive = ReceiveSeconds(self._model, self.coefficients(layout), current, layout)

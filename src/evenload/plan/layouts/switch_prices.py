@@ -129,11 +129,7 @@ class SwitchPrices:
     """
 
     def __init__(
-        self,
-        model: ModelSpec,
-        start: ParallelLayout,
-        coefficients: CostCoefficients,
-        moved: SwitchPieces | None = None,
+        self, model: ModelSpec, start: ParallelLayout, coefficients: CostCoefficients, moved: SwitchPieces | None = None
     ) -> None:
         self.given, self._model = moved, model
         if moved is None:

@@ -247,11 +247,7 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
 
 
 def _groups(
-    work_s: NDArray[np.float64],
-    num_tokens: NDArray[np.int64],
-    count: int,
-    pp: int,
-    max_pack_tokens: int | None,
+    work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], count: int, pp: int, max_pack_tokens: int | None
 ) -> list[list[int]]:
     """Non-empty LPT groups; the token limit may need more than asked, then the next multiple of pp is balanced."""
     tokens = None if max_pack_tokens is None else num_tokens

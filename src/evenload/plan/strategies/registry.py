@@ -25,10 +25,7 @@ STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     Strategy,
     "evenload.strategies",
-    (
-        *(PADDED, SEQUENTIAL, BEST_FIT, FIXED_GREEDY, FIXED_EXACT, BALANCED),
-        *(WLB, SKRULL, SLIMPACK, FLEXPIPE, AUTO),
-    ),
+    (*(PADDED, SEQUENTIAL, BEST_FIT, FIXED_GREEDY, FIXED_EXACT, BALANCED), *(WLB, SKRULL, SLIMPACK, FLEXPIPE, AUTO)),
 )
 strategy_named, register = STRATEGIES.named, STRATEGIES.register
 

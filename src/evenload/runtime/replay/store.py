@@ -482,14 +482,7 @@ class ActivationStore:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def add_key_grads(
-        self,
-        doc_id: int,
-        layer: int,
-        first: int,
-        grad_k: Tensor,
-        grad_v: Tensor,
-        start: int,
-        stop: int,
+        self, doc_id: int, layer: int, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
         """Add a range's gradients of K and V `[first, stop)`, and return the now final ones of `[start, stop)`: ranges
         of a document come last-first. A document whose backward is one range needs no accumulator."""
