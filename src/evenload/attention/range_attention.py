@@ -90,7 +90,6 @@ def first_visible_key(start: int, window: int) -> int:
 
 
 def range_sizes(ranges: Sequence[KeyRange]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows and keys of every range."""
     return tuple(r.rows.stop - r.rows.start for r in ranges), tuple(r.keys.shape[0] for r in ranges)
 
 

@@ -178,7 +178,6 @@ def work_s(problem: StepProblem) -> float:
 
 
 def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
-    """Because of uneven work, and because of memory."""
     if not problem.options.dp_merge:
         return [], []
     outliers = merge_documents(problem)

@@ -134,7 +134,6 @@ def orders_of(schedule: str) -> tuple[Order | ScheduleRule, ...]:
 
 
 def trial_under(setting: Setting, order: Order | ScheduleRule) -> Trial:
-    """Packs under an order of `orders_of`."""
     return Trial(setting, order, split=isinstance(order, ScheduleRule) and order.splits_backward)
 
 
@@ -196,7 +195,6 @@ class CutRules:
     max_pack_tokens: int | None
 
     def native_curves(self) -> tuple[tuple, tuple]:
-        """Both curves as the core takes them."""
         forward, backward = self.forward, self.backward
         return (
             (forward.linear_s, forward.attention_s, forward.slice_s),
@@ -311,7 +309,6 @@ class ReplicaSearch:
         return (*sliced, "whole") if whole else sliced
 
     def add(self, trial: Trial, found: TrialScore | None) -> None:
-        """Record what a trial is worth; None = its packs do not exist."""
         self.scores[trial] = self.known[trial] = found
         self._ranking = None
 
@@ -364,7 +361,6 @@ class ReplicaSearch:
 
 
 def idle_candidate(problem: StepProblem) -> Candidate:
-    """Of a replica without documents."""
     empty = whole_document_columns([], problem.num_tokens[:0])
     tasks = pipeline_tasks(problem.costs, empty, empty, problem.num_tokens[:0])
     return scheduled_candidate("no documents", empty, empty, tasks, LIST, problem.cap_bytes)
@@ -403,7 +399,6 @@ def score_of(found: Candidate | None) -> TrialScore | None:
 
 
 def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
-    """Rate trials of searches with the same costs."""
     problem = jobs[0][0].problem
     rules, empty = cut_rules(problem), np.empty(0, np.int8)
     for search, _ in jobs:

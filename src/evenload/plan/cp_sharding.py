@@ -56,7 +56,6 @@ Shardings = tuple[PackSharding, ...]
 
 
 def possible_shardings(rule: CpRule, costs: PackCosts, packs: SliceColumns) -> list[Shardings]:
-    """What a rule may choose from for the forward packs of one replica, pack by pack."""
     ranks = packs.pack_ranks()
     is_shared = (ranks > 1).tolist()
     if not any(is_shared):
@@ -223,7 +222,6 @@ def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
 def _rows_of(
     tasks: PipelineTasks, others: PipelineTasks, forward: NDArray[np.int64], backward: NDArray[np.int64]
 ) -> PipelineTasks:
-    """With the seconds of some forward and backward packs of others, as many."""
     split = tasks.split
     if split is not None and others.split is not None:
         split = replace(split, input_s=others.split.input_s[backward], weight_s=others.split.weight_s[backward])

@@ -49,7 +49,6 @@ class MicroBatch:
     bucket_tokens: int
 
     def share_tokens(self) -> NDArray[np.int64]:
-        """Tokens of one rank's share of every document, rounded up."""
         return -(-self.num_tokens // self.cp)
 
 

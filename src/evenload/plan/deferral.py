@@ -104,11 +104,9 @@ class Arrivals:
 
     @property
     def is_new(self) -> NDArray[np.bool_]:
-        """bool[n]: documents that no earlier step deferred."""
         return self.since_step == self.step
 
     def age_steps(self) -> NDArray[np.int64]:
-        """int64[n]: by how many steps each document is late if it is trained now."""
         return self.step - self.since_step
 
 
@@ -281,7 +279,6 @@ def queue_of(num_tokens: NDArray[np.int64], outlier_lengths: tuple[int, ...]) ->
 
 
 def grow_sample(sample: tuple[int, ...], new: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first `SAMPLE_LENGTHS` lengths seen."""
     return np.concatenate([np.array(sample, np.int64), new])[:SAMPLE_LENGTHS]
 
 

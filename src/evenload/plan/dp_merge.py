@@ -62,7 +62,6 @@ def merge_documents(problem: StepProblem) -> Merge | None:
 
 
 def merge_above_printed(problem: StepProblem) -> Merge | None:
-    """Groups by SlimPack's printed threshold; None where no document is above it."""
     found = _merged_above(problem, PRINTED_THRESHOLD)
     return None if found is None else found[0]
 

@@ -77,7 +77,6 @@ def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaC
 
 
 def _held(problem: StepProblem, choice: ReplicaChoice) -> PacksInHostMemory | None:
-    """What packs offload; None where nothing is offloaded, or without a limit."""
     found = choice.candidate
     if problem.host_device_bytes is None or found.policy is None or not (found.policy == OFFLOAD).any():
         return None
@@ -158,7 +157,6 @@ def _faster(
 def offloaded_node_bytes(
     costs: PackCosts, num_tokens: NDArray[np.int64], choices: Sequence[ReplicaChoice], devices_per_node: int
 ) -> int:
-    """What a step offloads, in host memory of its fullest node; `choices` of every replica index `num_tokens`."""
     peaks = [
         peak_host_bytes(
             costs.model,

@@ -13,8 +13,7 @@ the longest first: the pipeline drains on short ones.
 """
 
 import itertools
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.problem import ReplicaChoice, StepProblem, candidate
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.pipeline import ActionColumns
 from evenload.types.text import counted
 
 LEFT_OVER = -1
@@ -172,77 +171,49 @@ Shares = list[list[list[int]]]
 """Per replica, per pack, document indices of the problem."""
 
 
-@dataclass(frozen=True, eq=False)
-class PricedPacks:
-    """All packs of a step, replica after replica.
-
-    Args:
-        documents: int64[n], indices of the problem in pack order; `columns.doc` counts these.
-        first_pack: int64[dp + 1]; replica r has packs `[first_pack[r], first_pack[r + 1])`.
-    """
-
-    documents: NDArray[np.int64]
-    columns: SliceColumns
-    tasks: PipelineTasks
-    first_pack: NDArray[np.int64]
-
-
 def assign_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -> tuple[ReplicaChoice, ...]:
-    return run_packs(problem, price_packs(problem, even_shares(problem, groups)), note)
+    return run_packs(problem, even_shares(problem, groups), note)
 
 
 def assign_in_turn(problem: StepProblem, packs: list[list[int]], *, padded: bool = False) -> tuple[ReplicaChoice, ...]:
     """Pack i goes to replica `i mod dp`; 1F1B in that order."""
     shares = [packs[dp_rank :: problem.layout.dp] for dp_rank in range(problem.layout.dp)]
-    return run_packs(problem, price_packs(problem, shares, padded=padded))
+    return run_packs(problem, shares, padded=padded)
 
 
 def even_shares(problem: StepProblem, groups: list[list[int]]) -> Shares:
-    """The micro-batches of every replica; empty ones are left out."""
     groups = [group for group in groups if group]
     dp = problem.layout.dp
     group_of = np.repeat(np.arange(len(groups)), np.array([len(group) for group in groups], np.int64))
-    documents = np.array(list(chain.from_iterable(groups)), np.int64)
+    documents = np.array(list(itertools.chain.from_iterable(groups)), np.int64)
     group_s = np.bincount(group_of, weights=problem.document_s[documents], minlength=len(groups)).astype(np.float64)
     one_each = np.ones(len(groups), np.int64)
     shares = longest_first(group_s, dp, num_tokens=one_each, capacity=max(1, -(-len(groups) // dp)))
     return [[groups[index] for index in share] for share in shares]
 
 
-def price_packs(problem: StepProblem, shares: Shares, *, padded: bool = False) -> PricedPacks:
-    packs = [pack for share in shares for pack in share]
-    columns = whole_document_columns(packs, problem.num_tokens, problem.layout.cp, padded=padded)
-    documents = columns.doc.astype(np.int64)
-    columns = replace(columns, doc=np.arange(len(documents), dtype=np.int32))
-    split = problem.options.rule(ONE_F_ONE_B).splits_backward
-    tasks = pipeline_tasks(problem.costs, columns, columns, columns.stop, problem.policy_of(documents), split=split)
-    first_pack = np.concatenate([[0], np.cumsum([len(share) for share in shares])]).astype(np.int64)
-    return PricedPacks(documents, columns, tasks, first_pack)
-
-
-def run_packs(problem: StepProblem, priced: PricedPacks, note: str = "") -> tuple[ReplicaChoice, ...]:
-    """Every replica's packs in the order given, under the schedule that was asked for (1F1B), simulated."""
-    choices: list[ReplicaChoice] = []
+def run_packs(
+    problem: StepProblem, shares: Shares, note: str = "", *, padded: bool = False
+) -> tuple[ReplicaChoice, ...]:
+    """Every replica's packs in the order given, under the schedule of the options (1F1B), priced and simulated."""
     rule = problem.options.rule(ONE_F_ONE_B)
+    packs = [pack for share in shares for pack in share]
+    # All packs of the step as if they were one replica's; `doc` counts `everyone`.
+    whole = whole_document_columns(packs, problem.num_tokens, problem.layout.cp, padded=padded)
+    everyone = whole.doc.astype(np.int64)
+    whole = replace(whole, doc=np.arange(len(everyone), dtype=np.int32))
+    policy, split = problem.policy_of(everyone), rule.splits_backward
+    all_tasks = pipeline_tasks(problem.costs, whole, whole, whole.stop, policy, split=split)
+    choices: list[ReplicaChoice] = []
     actions: dict[int, ActionColumns] = {}
-    for first, last in zip(priced.first_pack[:-1].tolist(), priced.first_pack[1:].tolist(), strict=True):
-        count = last - first
-        lo, hi = priced.columns.pack_offset[[first, last]].tolist()
-        columns = priced.columns.pack_range(first, last)
-        columns = replace(columns, doc=np.arange(hi - lo, dtype=np.int32))
-        tasks = priced.tasks.rows(first, last)
+    for first, last in itertools.pairwise([0, *itertools.accumulate(map(len, shares))]):
+        count, (lo, hi) = last - first, whole.pack_offset[[first, last]].tolist()
+        columns = replace(whole.pack_range(first, last), doc=np.arange(hi - lo, dtype=np.int32))
+        tasks, documents = all_tasks.rows(first, last), everyone[lo:hi]
         if rule.reads_times or count not in actions:
             actions[count] = rule.actions(tasks, problem.cap_bytes)
-        documents = priced.documents[lo:hi]
-        found = candidate(
-            f"{counted(count, 'pack')}, {rule.name}",
-            columns,
-            columns,
-            tasks,
-            actions[count],
-            problem.cap_bytes,
-            problem.policy_of(documents),
-            schedule=rule.name,
-        )
+        label, policy = f"{counted(count, 'pack')}, {rule.name}", problem.policy_of(documents)
+        order, cap_bytes = actions[count], problem.cap_bytes
+        found = candidate(label, columns, columns, tasks, order, cap_bytes, policy, schedule=rule.name)
         choices.append(ReplicaChoice(documents, found, note))
     return tuple(choices)

@@ -320,7 +320,6 @@ class StepPlanner:
 
 
 def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, ActivationPolicy]:
-    """Of documents that are not replayed, by id."""
     if policy is None:
         return {}
     return {

@@ -212,7 +212,6 @@ def in_order(
 
 
 def _excess_bytes(simulation: Simulation, cap_bytes: NDArray[np.int64] | None) -> int:
-    """Above the limit, on the worst rank."""
     return 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
 
 

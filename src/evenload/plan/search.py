@@ -90,7 +90,6 @@ def rate_by_representative(
 
 
 def rate_first(searches: list[ReplicaSearch], rules: SearchRules) -> None:
-    """Every first trial, then other schedules of the best packs."""
     score([(search, rules.first(search)) for search in searches])
     score([(search, [v for trial in best_packs(search) for v in rules.variants(trial)]) for search in searches])
 
@@ -142,7 +141,6 @@ class SearchResult:
     blocks: dict[ReplicaBlock, ReplicaSearch]
 
     def blocks_of(self, replica: int) -> list[ReplicaBlock]:
-        """Blocks with this replica, largest first."""
         return [block for block in self.blocks if replica in block.replicas]
 
     def seconds(self) -> NDArray[np.float64]:
@@ -222,7 +220,6 @@ def _move(found: SearchResult, slow: int, fast: int, wanted_s: float) -> bool:
 
 
 def _slower(starts: Sequence[float], searches: tuple[ReplicaSearch, ReplicaSearch]) -> tuple[int, float]:
-    """Score key of two replicas together: the worse of both."""
     keys = [search.score_key(search.best()) for search in searches]
     return (
         max(excess for excess, _ in keys),

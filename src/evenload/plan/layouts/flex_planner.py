@@ -94,7 +94,6 @@ class FlexPlanner:
 
     @property
     def known_steps(self) -> int:
-        """Steps whose lengths it wants to know, the coming one included."""
         return self.options.known_steps
 
     def changes_layout_of(self, strategy: str) -> bool:
@@ -102,7 +101,6 @@ class FlexPlanner:
         return chosen.changes_layout or (chosen.follows_layouts and self.candidates.given is not None)
 
     def with_strategy(self, strategy: str) -> "FlexPlanner":
-        """The same decisions with another strategy inside layouts."""
         if strategy == self.strategy:
             return self
         candidates = self.candidates
@@ -258,12 +256,10 @@ class FlexPlanner:
         return self.options.overhead_s + self._switches.seconds(self.candidates.coefficients(new), old, new, hidden_s)
 
     def _has_room(self, old: ParallelLayout, plan: StepPlan) -> bool:
-        """By prediction, for a switch to the layout of a step, and for what it leaves behind beside that step."""
         cap_bytes = self.start.memory_cap_bytes
         return cap_bytes is None or self._switch_peak_bytes(old, plan) <= cap_bytes
 
     def _switch_peak_bytes(self, old: ParallelLayout, plan: StepPlan) -> int:
-        """The most that a device holds at once in a switch to the layout of a step, and in that step."""
         takes = self._switches.memory(old, plan.layout)
         return max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
 
@@ -300,7 +296,6 @@ class FlexPlanner:
         return plans.coming(layout, step, documents, left_out, state, is_last=is_last)
 
     def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_room: Sequence[str]) -> Proposal:
-        """The closest of plans that all exceed memory, with a reason that says so."""
         closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
         layout = closest.plan.layout
         depths = sorted({one.layout.pp for one in outcomes})
@@ -313,7 +308,6 @@ class FlexPlanner:
 
 
 def _outlook(keep: LayoutOutcome, best: LayoutOutcome | None, switch_s: float) -> Outlook:
-    """What is compared: the current layout, and the best other one where there is one."""
     steps = len(keep.step_s) if best is None else best.compared_steps(keep)
     later = 0 if best is None else best.later_steps(keep)
     keep_s = sum(keep.step_s[:steps])
@@ -343,7 +337,6 @@ def _in_generation(proposal: Proposal, layout: ParallelLayout) -> Proposal:
 
 
 def _with_switch(proposal: Proposal, switch_s: float) -> Proposal:
-    """The same plan, its step time with the switch before it."""
     predicted = proposal.plan.predicted
     step_s = predicted.step_time_s + switch_s
     plan = msgspec.structs.replace(proposal.plan, predicted=msgspec.structs.replace(predicted, step_time_s=step_s))

@@ -95,7 +95,6 @@ def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision
 
 
 def state_after(decision: Decision, step: int, state: FlexState, switched_to: ParallelLayout | None) -> FlexState:
-    """For the next step; `switched_to` is the new layout, None = it stayed."""
     if switched_to is not None:
         return FlexState(layout=switched_to, switched_at=step)
     paying_steps = state.paying_steps + 1 if decision.is_put_off else 0

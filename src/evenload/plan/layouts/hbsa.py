@@ -147,7 +147,6 @@ def _cost(mapping: Mapping, switch_weight: float) -> float:
 
 
 def mapping_order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
-    """Memory first, then time; the shallower of equals."""
     return mapping.excess_bytes, _cost(mapping, switch_weight), mapping.depth
 
 
@@ -299,7 +298,6 @@ class DealtCosts(MappingCosts):
         return self.seconds_of(rest_s, 0) + max(self.after_seconds(*stage) for stage in stages)
 
     def after_seconds(self, first: int, last: int, devices: int) -> float:
-        """Gradient reduction, gathering of weights and optimizer of one stage."""
         parameters = self.trained_parameters(first, last)
         links, gradient_bytes = self._links, max(self._weight_bytes, 4)
         ring_s = sum(

@@ -140,7 +140,6 @@ class LayoutCandidates:
             self._require_takeable(layout)
 
     def coefficients(self, layout: ParallelLayout) -> CostCoefficients:
-        """Costs of a layout, by its sizes."""
         key = layout.dp, layout.pp, *(layout.devices if layout.has_wide_stages else ())
         if key not in self._coefficients:
             self._coefficients[key] = self.coefficients_of(layout)
@@ -191,7 +190,6 @@ class LayoutCandidates:
     def batch_costs(
         self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None, lengths: BatchLengths | None = None
     ) -> BatchCosts:
-        """A batch under one policy, as it is priced for any mapping; `lengths` may serve several policies."""
         cp, tp, coefficients = self._layout.cp, self._layout.tp, self._start.costs.coefficients
         lengths = lengths or BatchLengths(self._layer_costs, num_tokens)
         return BatchCosts(self._model, coefficients, num_tokens, policy, cp=cp, tp=tp, lengths=lengths)
@@ -219,7 +217,6 @@ class LayoutCandidates:
         ]
 
     def receive_seconds(self, depth: int, current: ParallelLayout, dp: int | None = None) -> ReceiveSeconds:
-        """What devices receive in a switch to mappings of one depth."""
         even = self._even(depth, self._layout.dp * self._layout.pipeline_ranks // depth if dp is None else dp)
         if current != self._receive_from:
             self._receive_from, self._receive = current, {}
@@ -296,7 +293,6 @@ class LayoutCandidates:
     def _estimated(
         self, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
     ) -> MappingSearch:
-        """The given layouts, those that fit first, by time and switch."""
         found = []
         for layout in self.given or ():
             if layout.num_stages > layout.pp:

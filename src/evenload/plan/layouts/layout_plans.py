@@ -80,7 +80,6 @@ def _share_of_layer(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.floa
 
 
 def _peak_bytes(proposal: Proposal) -> NDArray[np.int64]:
-    """Of every pipeline rank, on the replica where it holds most."""
     return np.max([choice.candidate.simulation.peak_bytes for choice in proposal.choices], axis=0)
 
 
@@ -132,7 +131,6 @@ class LayoutPlans:
             tighter.forget_before(step)
 
     def within(self, cap_bytes: int | None) -> "LayoutPlans":
-        """The same with another limit of a device's memory."""
 
         def made() -> LayoutPlans:
             start = self._start
@@ -147,7 +145,6 @@ class LayoutPlans:
         return self._planner(layout, self._start.options.policy)
 
     def ahead(self, layout: ParallelLayout, step: int, documents: tuple[Document, ...]) -> MemoryPlans:
-        """A step by itself, kept until it has come."""
         key = step, layout.arrangement, documents
         if key not in self._ahead:
             self._ahead[key] = self._planned(layout, lambda planner: planner.propose(step, documents, self._strategy))
@@ -163,7 +160,6 @@ class LayoutPlans:
         *,
         is_last: bool,
     ) -> MemoryPlans:
-        """The coming step, which may leave documents out; arguments as `StepPlanner.propose`."""
 
         def propose(planner: StepPlanner) -> Proposal:
             return planner.propose(step, documents, self._strategy, left_out, state=delay, is_last=is_last)

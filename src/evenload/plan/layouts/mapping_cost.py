@@ -232,7 +232,6 @@ class MappingCosts:
         return [0.0, *np.cumsum(in_flight).tolist()]
 
     def trained_parameters(self, first: int, last: int) -> int:
-        """Of one device of a stage, those that have gradients and optimizer state."""
         return self.parameters(first, last) if self._trains_all else (last - first) * self._trained_layer
 
     def parameters(self, first: int, last: int) -> int:
@@ -242,7 +241,6 @@ class MappingCosts:
         return held
 
     def stage_bytes(self, stage: int, first: int, last: int) -> float:
-        """Peak of one device of a stage, estimated."""
         in_flight = self._in_flight_bytes[min(self.depth - stage, len(self._in_flight_bytes) - 1)]
         logits = self._logits_bytes if last == self.num_layers else 0.0
         weights_bytes = self.parameters(first, last) * self._weight_bytes

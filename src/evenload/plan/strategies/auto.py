@@ -205,7 +205,6 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
 
 
 def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
-    """Choices as they run, in an order that host memory holds where there is one."""
     as_run = repriced_choices(problem, choices)
     return tuple(ordered_within_host(problem, choice) or choice for choice in as_run)
 
@@ -227,7 +226,6 @@ def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchR
 
 
 def _close_to_best(steps: list[tuple[StepProblem, SearchResult]]) -> list[tuple[StepProblem, SearchResult]]:
-    """The policies that refining may still make the best, the best first."""
     keys = [found.score_key()[:2] for _, found in steps]
     close = [step for step, key in zip(steps, keys, strict=True) if key <= (keys[0][0], CLOSE_POLICIES * keys[0][1])]
     return close[:MOST_REFINED]

@@ -215,7 +215,6 @@ def _plan_pool(problem: StepProblem, arrivals: Arrivals, name: str, pack: Packer
 
 
 def _num_windows(problem: StepProblem, name: str) -> int:
-    """Fewest windows that hold the tokens, a multiple of dp."""
     dp, capacity = problem.layout.dp, problem.window_tokens(name)
     return max(1, -(-int(problem.num_tokens.sum()) // (capacity * dp))) * dp
 

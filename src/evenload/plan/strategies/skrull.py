@@ -176,7 +176,6 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
 
 
 def _gather_seconds(costs: PackCosts, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Transfers of every document's keys and values, forward and backward, were it shared."""
     alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens, costs.layout.cp)
     return sum(costs.context_seconds(alone, direction)[0].sum(axis=1) for direction in _DIRECTIONS)  # type: ignore[return-value]
 

@@ -271,7 +271,6 @@ def _efficiency(problem: StepProblem, found: SearchResult) -> float:
 
 
 def _pipeline_share(problem: StepProblem, found: SearchResult | None) -> float:
-    """Of all ranks' time, what computes packs."""
     seconds = 0.0 if found is None else float(found.seconds().sum())
     return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
 

@@ -41,7 +41,7 @@ from evenload.plan.deferral import (
     should_tune,
     tune_outlier_lengths,
 )
-from evenload.plan.packing import LEFT_OVER, PricedPacks, even_shares, members_of, pack_greedily, price_packs, run_packs
+from evenload.plan.packing import LEFT_OVER, assign_evenly, members_of, pack_greedily
 from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
@@ -112,7 +112,6 @@ def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
 
 
 def _as_asked(problem: StepProblem) -> StepProblem:
-    """With the options that `as_published` stands for."""
     own = problem.options.own(WlbOptions)
     if not own.as_published:
         return problem
@@ -126,7 +125,6 @@ def _longest_first(problem: StepProblem, chosen: NDArray[np.bool_]) -> NDArray[n
 
 
 def _base_count(problem: StepProblem, num_tokens: NDArray[np.int64]) -> int:
-    """N: micro-batches of all replicas."""
     options, layout = problem.options, problem.layout
     if options.micro_batches is not None:
         return options.micro_batches * layout.dp
@@ -174,7 +172,6 @@ def _due_by_queues(problem: StepProblem, arrivals: Arrivals, lengths: tuple[int,
 
 
 def _thresholds(problem: StepProblem, arrivals: Arrivals, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """L_i and the sample for the next tuning."""
     own, state = problem.options.own(WlbOptions), arrivals.state
     if own.outlier_lengths is not None:
         return own.outlier_lengths, ()
@@ -216,7 +213,7 @@ def _fastest(
     problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int
 ) -> tuple[ReplicaChoice, ...]:
     """The groups, or the same documents in more of them: within memory, then the fastest by simulation."""
-    tried = [_priced(problem, order, group_of, count)]
+    tried = [members_of(group_of, order, count)]
     documents = order[group_of != LEFT_OVER]
     documents = documents[np.lexsort((documents, -problem.document_s[documents]))]
     sizes, work_s = problem.num_tokens[documents], problem.document_s[documents]
@@ -225,13 +222,9 @@ def _fastest(
             break  # the user's number, or packs of single documents
         more = pack_greedily(work_s, sizes, factor * count, problem.options.max_pack_tokens)
         if not (more == LEFT_OVER).any():
-            tried.append(_priced(problem, documents, more, factor * count))
+            tried.append(members_of(more, documents, factor * count))
     note = PUBLISHED_NOTE if problem.options.own(WlbOptions).as_published else ""
-    return min((run_packs(problem, priced, note) for priced in tried), key=worst_score)
-
-
-def _priced(problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int) -> PricedPacks:
-    return price_packs(problem, even_shares(problem, members_of(group_of, order, count)))
+    return min((assign_evenly(problem, groups, note) for groups in tried), key=worst_score)
 
 
 WLB = Strategy(

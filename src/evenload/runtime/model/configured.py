@@ -1,5 +1,5 @@
-"""The configured model's `config.json`, or that of a built-in name (`evenload plan --model`), as transformers and the cost
-model read it. A built-in shape says all that a configuration with random weights, which is only timed, needs.
+"""The configured model's `config.json`, or that of a built-in name (`evenload plan --model`), as transformers and the
+cost model read it. A built-in shape says all that random weights, which are only timed, need.
 """
 
 from pathlib import Path

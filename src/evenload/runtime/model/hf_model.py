@@ -104,7 +104,6 @@ class StageModel:
         return None if factor is None or self.embedding is None else factor.to(self.embedding.weight.dtype)
 
     def attention_heads(self, layer: int) -> tuple[int, int, int]:
-        """Query heads and key/value heads of this rank, and the width of one."""
         names = self.architecture.names
         attention: Any = getattr(self.layers[layer], names.attention)
         dim: int = attention.head_dim
@@ -114,7 +113,6 @@ class StageModel:
         return attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that are not trained; one may come twice (a tied embedding)."""
         for module in (self.embedding, self.positions, *self.layers.values(), self.norm, self.head):
             if module is not None:
                 yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)

@@ -66,7 +66,6 @@ def inject_adapters(whole: nn.Module, some_layer: nn.Module, lora: LoraConfig) -
 
 
 def is_adapter(module_name: str) -> bool:
-    """Whether a module inside a layer is one of an adapter's two matrices."""
     return any(part in ADAPTER_PARTS for part in module_name.split("."))
 
 

@@ -105,7 +105,6 @@ def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
 
 
 def attention_soft_cap(config: PretrainedConfig) -> float:
-    """The limit that attention scores are squeezed below by a tanh; 0 = none."""
     key = check_supported(config).soft_cap_key
     return float((getattr(config, key, None) if key else None) or 0.0)
 

@@ -125,7 +125,6 @@ class LocalAttention:
             )
 
     def is_whole(self, store: ActivationStore) -> bool:
-        """All ranges are whole documents, of which no other pack has a part."""
         return all(store.is_whole(r) for _, r in self.ranges)
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
@@ -151,7 +150,6 @@ class _Exchange:
     places: tuple[Tensor, ...]
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Own rows as they are sent: [n, ...] -> [padded, ...]."""
         if rows.shape[0] == self.padded:
             return rows
         return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])

@@ -42,7 +42,6 @@ class HeldBytes:
         self.peak_host_bytes = 0
 
     def count(self, kind: StoreKind, num_bytes: int) -> None:
-        """So many more bytes of a kind on the device; negative when they are freed."""
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self.held_by_kind[kind] += num_bytes

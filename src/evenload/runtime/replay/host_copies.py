@@ -66,7 +66,6 @@ class PageLockedMemory:
         return segment
 
     def close(self) -> None:
-        """Before its memory is given back to the system; no copy may be under way."""
         while self._segments:
             code = int(self._cuda.cudaHostUnregister(self._segments.pop().data_ptr()))
             assert not code, f"cudaHostUnregister: CUDA error {code}"
@@ -174,7 +173,6 @@ class HostArena:
             self._add_hole(span)
 
     def free_all(self) -> None:
-        """Of whoever took it."""
         self.free(HostRows((), tuple(self._live)))
 
     def _hole_for(self, num_rows: int, row_bytes: int) -> tuple[_Span | None, int]:

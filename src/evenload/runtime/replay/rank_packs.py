@@ -45,7 +45,6 @@ class PackTokens:
 
     @property
     def ended(self) -> tuple[Range, ...]:
-        """Slices that a backward ends."""
         return self.ranges if self.closes is None else self.closes
 
 
@@ -163,5 +162,4 @@ class RankPacks:
 
 
 def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:
-    """The token ranges a pack computes, padding included."""
     return tuple(Range(s.doc_id, s.start, pack.pad_to or s.stop) for s in pack.slices)

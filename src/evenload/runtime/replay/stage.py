@@ -108,11 +108,9 @@ class PipelineStage:
 
     @property
     def row_shard(self) -> RowShard | None:
-        """Which rows of hidden states this rank has; None = all."""
         return None if self._tensor is None else self._tensor.shard
 
     def num_rows(self, ranges: Iterable[Range]) -> int:
-        """Rows of hidden states that this rank has of token ranges."""
         return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
 
     def begin_step(self, num_tokens: dict[int, int], await_weights: Callable[[int], None] = _are_there) -> None:

@@ -83,7 +83,6 @@ class RouterBalance:
         return known_output(logits.detach(), lambda grad: grad + extra, logits)
 
     def take_loss(self) -> Tensor:
-        """The loss of all packs since the last call; fp64 scalar on the device."""
         loss, self._loss = torch.as_tensor(self._loss, dtype=torch.float64), 0.0
         return loss
 

@@ -110,7 +110,6 @@ class BlockIndex:
         self._backward = {doc_id: sorted(starts) for doc_id, starts in backward.items()}
 
     def open_pack(self, ranges: tuple[Range, ...]) -> list[StoredBlock]:
-        """The blocks of a new forward pack, in row order."""
         self._parts.clear()
         blocks: list[StoredBlock] = []
         kind = None
@@ -163,7 +162,6 @@ class BlockIndex:
         return done
 
     def unfinished(self) -> set[int]:
-        """Documents with rows that are still kept."""
         return {doc_id for doc_id, places in self._places.items() if places}
 
     def _freed_by(self, doc_id: int, token: int) -> int | None:
@@ -225,13 +223,11 @@ class ReturningRows:
         return r in self._known
 
     def enter(self, layer: int) -> None:
-        """Have the tensors of a layer on the device, and those of the next one on their way."""
         for copy in self._there[layer].copies:
             copy.wait()
         self._start_next()
 
     def leave(self, layer: int) -> None:
-        """Nothing of a layer is needed any more."""
         self._held.count("offload_buffers", -self._there.pop(layer).num_bytes)
 
     def find(self, key: Hashable) -> Tensor | None:
@@ -451,8 +447,6 @@ class ActivationStore:
         )
 
     def enter_layer(self, layer: int) -> None:
-        """Have the offloaded tensors of a layer of the running backward on the device, and those of its next layer on
-        their way."""
         if self._returning is not None:
             self._returning.enter(layer)
 
@@ -501,12 +495,10 @@ class ActivationStore:
         return all_k[start:stop], all_v[start:stop]
 
     def defer_weights(self, pack: Hashable) -> WeightProducts:
-        """Where the weight gradients of a backward pack wait until `add_deferred_weights`."""
         products = self._weight_products[pack] = WeightProducts(self.held)
         return products
 
     def add_deferred_weights(self, pack: Hashable) -> None:
-        """Add the weight gradients that a backward pack has deferred, and free what they needed."""
         self._weight_products.pop(pack).add_all()
 
     def close_backward(self, ranges: tuple[Range, ...]) -> None:
