@@ -23,7 +23,7 @@ from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.problem import ReplicaChoice, StepProblem, candidate
 from evenload.schedule.static_schedules import ONE_F_ONE_B
-from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.columns import whole_document_columns
 from evenload.types.pipeline import ActionColumns
 from evenload.types.text import counted
 
