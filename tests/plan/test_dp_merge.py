@@ -64,8 +64,8 @@ def test_groups_by_hand() -> None:
     merge = merge_documents(problem)
     assert merge is not None
     assert {block: group.tolist() for block, group in merge.blocks.items()} == {(0, 4): [0], (0, 2): [1]}
-    assert merge.blocks_of(1) == [(0, 4), (0, 2)]
-    assert merge.blocks_of(3) == [(0, 4)]
+    assert [block for block in merge.blocks if 1 in block.replicas] == [(0, 4), (0, 2)]
+    assert [block for block in merge.blocks if 3 in block.replicas] == [(0, 4)]
     # Work so far 75, 75, 40, 40; 40 and 35 to replicas 2 and 3, 25 to 0, 1 and 3, 20 to 2: all have 100.
     assert [group.tolist() for group in merge.own] == [[4], [5], [2, 7], [3, 6]]
 

@@ -13,7 +13,6 @@ from evenload.errors import ConfigError
 from evenload.explore.timelines import split_proposal
 from evenload.plan.layouts.layout_plans import MOST_PLANS, plan_recomputing_layers
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
