@@ -1,10 +1,8 @@
 """`require_known`: every key and every value with fixed choices in a configuration file, checked before it is read;
 `apply_override`: what a command line sets in it; `plan_options`: its `[plan.options]` as one `PlanOptions`.
 
-msgspec would refuse both, too, but names neither the nearest key nor the choices. People come from other trainers,
-where the same setting has another name that no spelling distance finds ("lr"), so those names are a table here.
-
-Which strategies there are, and which options they have, is known when a program runs: packages add some. So tables of
+People come from other trainers, where the same setting has another name that no spelling distance finds ("lr"), so
+those names are a table here. Packages add strategies and their options when a program runs, so tables of
 `[plan.options]` are read here and not by the type of a field.
 """
 

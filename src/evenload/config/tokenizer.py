@@ -1,8 +1,5 @@
-"""Which tokeniser a run uses: the one that is set, else the model directory's, else plain bytes where that is safe.
-
-A pretrained model that is fed bytes trains without an error and learns nothing of use, so bytes are refused for
-pretrained weights unless the model's vocabulary is plainly one of bytes (`MAX_BYTE_VOCABULARY`).
-"""
+"""Which tokeniser a run uses: the one that is set, else the model directory's, else plain bytes, which are refused for
+pretrained weights unless the model's vocabulary is plainly one of bytes (`MAX_BYTE_VOCABULARY`)."""
 
 from pathlib import Path
 

@@ -5,15 +5,12 @@
     I   as B, but the weight gradients of linear layers wait, with what they need, until W
     W   add them; nothing is received or sent
 
-An action names its virtual stage: a rank with several runs the layers of one of them. What lies in host memory for a
-backward starts to come back before its gradient is waited for. The reduction is called for every unit as soon as no
-action will add to it. Updated weights may still be on their way when a step begins: a forward waits for those of every
-unit where it reads them, and the first backward for all.
+What lies in host memory for a backward starts to come back before its gradient is waited for. The reduction is called
+for every unit as soon as no action will add to it. Updated weights may still be on their way when a step begins: a
+forward waits for those of its own units, the first backward for all.
 
-`forward_losses` walks a plan without backwards (`stepplan.forward_only`) through the channels, groups and packs of
-training, under every layout that trains: the last stage runs the head at once. Kept are keys and values that rows still
-to come read (`replay.forward_store`), so it holds less than the step that the plan was made for. Price: that of
-forwards and of the head's product, about a third of a step.
+`forward_losses` walks a plan without backwards (`stepplan.forward_only`) through the same channels, groups and packs,
+under every layout that trains. Price: about a third of a step.
 """
 
 import functools

@@ -1,14 +1,9 @@
 """`StepReport`: what happened in a step, with its measured `Timeline` and its row of `metrics.jsonl`.
 
-Ranks agree on time zero by a barrier at the step's start; each rank's times count from its own exit of
-that barrier, so clocks need not be synchronised (the error is the barrier's skew, microseconds on one
-machine, about one network latency across nodes).
-
-Context ranks run the same packs together; the timeline shows the one with the most seconds in packs and, after each
-action, the memory of the fullest.
-
-Tokens of the row are without padding; FLOPs count the attention work that was really useful (per document, windows
-included), so neither packing nor padding can inflate them.
+Each rank's times count from its own exit of the barrier at the step's start, so clocks need not be synchronised. Of
+context ranks, which run the same packs together, the timeline shows the one with the most seconds in packs and the
+memory of the fullest. Tokens are without padding; FLOPs count useful attention work alone, so neither packing nor
+padding can inflate them.
 """
 
 from collections import defaultdict

@@ -1,9 +1,6 @@
-"""`StepSource`: steps planned, read and collated for this rank, made while earlier ones train.
-
-`StepMaker` brings plan and tokens; here they become the rank's step. `data.prefetch_steps` steps are made ahead by a
-thread on a process group of its own, so its traffic never meets that of training. States travel with their step: a
-checkpoint holds what was trained, not what was made ahead.
-"""
+"""`StepSource`: steps planned, read and collated for this rank, made while earlier ones train: `data.prefetch_steps`
+ahead, by a thread on a process group of its own. States travel with their step: a checkpoint holds what was trained,
+not what was made ahead."""
 
 import functools
 from collections.abc import Mapping

@@ -1,11 +1,8 @@
 """`StepTrainer`: one step on one rank, from the barrier at its start to what all ranks exchange at its end.
 
-A prepared step comes in; out come an update of the weights, or none where it is not finite, and a report.
-
-**Steps that are not finite** (`NonFiniteSteps`): a loss or gradient that is NaN or infinite stops the run, or the step
-is left out and counted. Whether a step is finite is decided from sums over all ranks, so all decide alike, and before
-the optimizer changes anything: weights, optimizer and checkpoints stay those of the last good step. Price: for every
-row of a last stage one sum over the hidden size, 4 bytes a row until the step ends.
+**Steps that are not finite** (`NonFiniteSteps`) stop the run, or are left out and counted. That is decided from sums
+over all ranks, so all decide alike, and before the optimizer changes anything. Price: for every row of a last stage one
+sum over the hidden size, 4 bytes a row until the step ends.
 """
 
 import time

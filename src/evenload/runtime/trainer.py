@@ -1,9 +1,6 @@
 """`Trainer`: one rank's training loop. Steps come from `StepSource`, `StepTrainer` trains them, and between them are
-checkpoints, losses of the validation data and samples.
-
-Everything about *what* to train comes in the plan; the loop only follows it. The caller (the command
-line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
-"""
+checkpoints, losses of the validation data and samples. What to train comes in the plan; the caller gets a `StepReport`
+per step on rank 0 and decides what to show and write."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -4,20 +4,15 @@ A checkpoint is a directory `step-<n>` with
 
     .metadata, *.distcp    tensors: parameters by Hugging Face name; AdamW state by parameter; both in boxes of the
                            whole tensor (`pieces`), so any layout can load them; random states by rank
-    loader.json            where the loader stands, ledger included; global and small (positions, no text)
+    loader.json            where the loader stands, ledger included
     cost.json              the cost coefficients that planned the run, so that coming plans stay the same
     progress.json          steps done, layout, state of the planner, digest of loader.json; written last: without it
                            there is no checkpoint
 
-The number of steps stands in the directory's name, in progress.json and among the tensors; where they differ, something
-was changed or mixed, and the checkpoint is refused.
-
-Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write
-so far; AdamW state by the replica that owns the elements; what a tensor-parallel group holds whole by its first rank.
-Resuming at the same layout is exact to the bit; at another, up to summation order, and random states start anew
-(nothing in a step draws random numbers). Saving is in `writer.py`.
-
-Price: reading takes what the disk gives; a rank reads only its own stage.
+Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write so
+far; AdamW state by its owner; what a tensor-parallel group holds whole by its first rank. Resuming at the same layout
+is exact to the bit; at another, up to summation order, and random states start anew (nothing in a step draws random
+numbers). A rank reads only its own stage. Saving is in `writer.py`.
 """
 
 import hashlib

@@ -6,14 +6,8 @@
     .step-00000004.removed      has lost its name, its files are going
     best.json                   names the checkpoint with the smallest validation loss
 
-A system renames no directory over another that holds files, so one that is written again moves aside first, under a
-name that is still a checkpoint's: whenever the machine ends, the old one or the new one is found.
-
-Passes over the validation data with the smallest losses travel in `progress.json` of every checkpoint, so a resumed run
-goes on with them. A pass counts while its checkpoint is there: a save may fail after its pass, and an older one must
-not have made room for it.
-
-Needs no torch: a run is refused, or says from where it goes on, before anything large is imported.
+Whenever the machine ends, the old one or the new one is found. Passes over the validation data with the smallest losses
+travel in every `progress.json`; a pass counts while its checkpoint is there. Needs no torch.
 """
 
 import math

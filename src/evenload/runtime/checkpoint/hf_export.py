@@ -1,9 +1,5 @@
-"""The trained model as a Hugging Face directory: sharded safetensors, index and config.json; or a PEFT directory.
-
-Every stage's first replica writes its own tensors, so no rank ever holds the whole model; parts of matrices are joined
-by the first rank of the tensor-parallel group. Adapters are small: rank 0 collects them and writes the one file that
-`peft` reads.
-"""
+"""The trained model as a Hugging Face directory: sharded safetensors, index and config.json; or a PEFT directory. Every
+stage's first replica writes its own tensors, so no rank ever holds the whole model."""
 
 import json
 from pathlib import Path

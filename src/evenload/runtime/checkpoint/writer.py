@@ -1,16 +1,13 @@
 """`Saves`: when a run saves, and what becomes of it; `CheckpointWriter`: saves while training goes on.
 
-A save has two parts. *Staging*, in the training loop: this rank's part of weights and optimizer is copied into host
-memory, into buffers that are made once and used by every save. *Writing*, on a thread of its own: ranks agree that
-the place is ready, `torch.distributed.checkpoint` writes the copies through a process group of its own, rank 0 adds
-the small files, and only when every rank has written is the directory renamed and are older checkpoints removed.
+*Staging*, in the training loop, copies this rank's part of weights and optimizer into host buffers that every save
+uses. *Writing*, in a thread with a process group of its own: `torch.distributed.checkpoint` writes the copies, rank 0
+adds the small files, and when every rank has written the directory is renamed and older checkpoints are removed. One
+save at a time. When any rank fails, all ranks learn which and why, what was written is removed, and every earlier
+checkpoint is as it was.
 
-One save at a time: the next one waits for the one under way. Ranks may learn at different steps that a save has ended,
-but start the next one at the same step. When any rank fails, all ranks learn which and why, what was written is
-removed, and every earlier checkpoint is as it was.
-
-Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more;
-the thread takes CPU time and disk bandwidth. Why not `async_save`: docs/decisions/16-checkpoints-stops-and-losses.md.
+Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more.
+Why not `async_save`: docs/decisions/16-checkpoints-stops-and-losses.md.
 """
 
 import contextlib

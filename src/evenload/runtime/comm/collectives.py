@@ -1,12 +1,8 @@
 """Collectives over one tensor for all ranks, and a queue that runs them while the model computes.
 
-torch 2.13 calls `all_gather_single` and `reduce_scatter_single` what 2.11 and 2.12 call `all_gather_into_tensor` and
-`reduce_scatter_tensor`, with the same arguments.
-
-A `CollectiveQueue` runs calls one after the other, in the order in which they were put: on a GPU in a stream of their
-own, which waits for what the computing stream was given before; elsewhere in a thread, because gloo's collectives block
-their caller. Only one group's collectives may be in a queue: then their order is that of all its ranks, whatever else
-these do.
+A `CollectiveQueue` runs calls one after the other, in the order in which they were put: at once, on a GPU in a stream
+of their own, or in a thread, because gloo's collectives block their caller. Only one group's collectives may be in a
+queue: then their order is that of all its ranks.
 """
 
 import queue

@@ -1,12 +1,8 @@
 """Groups of ranks that share documents: static context parallelism and DP-Merge.
 
 A group is a block of replicas (first, number) with all their context ranks, on one pipeline rank. Blocks are aligned,
-of every size that divides the replicas, so a stage has as many as the divisors of dp add up to (15 of 8 replicas, 28
-of 12); all are made once at start, in the same order on every rank, and keyed by block. A plan only chooses among them,
-so no model state ever moves.
-
-Transfers are asynchronous: a caller starts one, computes, and waits. What a group moves is counted in bytes that this
-rank receives, padding included; a ring of n ranks receives as much as an all-gather among n.
+of every size that divides the replicas; all are made once at start, and a plan only chooses among them. Transfers are
+asynchronous, and counted in bytes that this rank receives, padding included.
 """
 
 import itertools

@@ -2,24 +2,14 @@
 
 Groups are made once at start, for all layouts, in the same order on every rank. Every directed channel between two
 virtual stages on different ranks has a group of its own, so no channel waits for another (docs/architecture.md, "Why
-nothing deadlocks"), also where NCCL would run all traffic of a pair of ranks in one order: with virtual stages the same
-two ranks are neighbours several times, in both directions. With `channels="fifo"` all channels between two ranks share
-one group. Ranks beyond a layout are idle in it: they hold nothing, and take part in what all ranks do together.
+nothing deadlocks"); with `channels="fifo"` all channels between two ranks share one. Different layouts never run at the
+same time, so the first, second, ... group of a set of ranks is made once (`GroupPool`). Price on gloo: 1.3 to 1.6 ms a
+group. Ranks beyond a layout are idle in it.
 
-A layout needs several groups of the same ranks, because transfers of one group may wait for each other: two channels
-between two neighbours, the sum over two replicas. Different layouts never run at the same time. So the first, second,
-... group of a set of ranks is made once (`GroupPool`), and every layout takes them in that order. Price on gloo: 1.3 to
-1.6 ms a group (docs/design/runtime.md); a layout that has another's groups costs nothing.
-
-On NCCL a channel's kernels wait on the device for the other end, and hold the processors that they run on meanwhile. So
-groups of channels get few of them, and a stream that comes before computation; others get what NCCL takes.
-
-NCCL makes a communicator at a group's first transfer, and both ends have to be in it: the host blocks until the other
-rank comes. In a step, two neighbours would each wait in the first receive of another channel, for ever. So every group
-moves one element at start (`warm_up`), in an order that is the same on all ranks that meet: collectives by kind, then
-the channels of a pipeline from its first stage to its last, each group once where channels or layouts share it. The
-order is total, so no circle of waits is possible. Price: one transfer of a few bytes a group and start (0.1 to 1 s a
-communicator on NCCL by its documentation).
+On NCCL a channel's kernels hold processors while they wait for the other end, so groups of channels get few of them,
+and a stream that comes before computation. NCCL makes a communicator at a group's first transfer, which blocks until
+the other rank comes; so every group moves one element at start (`warm_up`), in one total order: collectives by kind,
+then channels from the first stage to the last.
 """
 
 import itertools

@@ -1,12 +1,9 @@
 """`RankWatch`: an error that names who waited for what, and who gave no sign of life.
 
-Every wait for another rank runs inside `waiting`. When its transport breaks or its time is up, the error says which
-rank waited for what of which rank, and since when. Where ranks share a store, each also shows a *sign* in it every
-second (a count, and what it is doing); a rank that gives up reads the signs twice and adds whose count stood still
-(dead or stopped) and what the others were doing, so that the cause is named and not only the neighbour.
-
-Price: a microsecond a wait; one small write a rank and second to the store, less often in large worlds; four seconds
-after a failure.
+Every wait for another rank runs inside `waiting`, whose error says which rank waited for what of which rank, and since
+when. Where ranks share a store, each shows a *sign* in it every second (a count, and what it is doing); a rank that
+gives up reads the signs twice and adds whose count stood still and what the others were doing. Price: a microsecond a
+wait; one small write a rank and second; four seconds after a failure.
 """
 
 import threading

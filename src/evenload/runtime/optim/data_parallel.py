@@ -1,32 +1,17 @@
 """What replicas send each other in a step, overlapped with compute: gradients into shards, updated weights back.
 
-**Gradients** (`GradientReduction`, a reduce-scatter a unit). The loss of every rank is already divided by the label
-count of the *global* batch (known from the plan), so gradients are summed, never averaged: ranks may hold any number of
-packs, tokens or labels.
+**Gradients** (`GradientReduction`, a reduce-scatter a unit). Every rank's loss is already divided by the label count of
+the global batch, so gradients are summed, never averaged. A unit's gradients travel as soon as the last pack has added
+to them: the head's first, the embedding's last, in the same order on all ranks that hold them. No action waits for a
+sum, so no circle of waits is possible as long as no replica waits for another inside a pack (docs/decisions/03); steps
+whose packs replicas share reduce after the last action. Either way results are equal to the bit. Each unit's squares
+are summed behind its reduce-scatter, so that one number a rank is left for the norm. Never overlapped: what ties both
+ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
 
-A unit's gradients travel as soon as the last pack has added to them: the head's first, then layer by layer downwards,
-the embedding's last. That is the order in which a stage's last backward completes them, on every replica, so all ranks
-that hold the same units reduce them in one order, which nothing but the layout decides. Nobody waits for a sum before
-the last action of the step; so no action ever waits for another rank's sums. Where a device runs all its transfers in
-one queue a sum may stand in front of an action's transfer; that this makes no circle holds as long as no replica waits
-for another inside a pack (docs/decisions/03). Steps whose packs replicas share reduce after the last action. The
-calls and tensors are the same either way, so results are equal to the bit.
-
-The norm of the gradient is summed in two phases: each unit's squares behind its sum, on the same queue, and after the
-last action what is left of them, so that what follows the last sum is one number a rank and then the update. Never
-overlapped: what ties both ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
-
-**Weights** (`WeightGathers`, an all-gather a unit). An update runs unit by unit from the start of the model to its end,
-and each unit's gather is queued at once: embedding, layers upwards, head, the order in which the next step's first
-forward reads them, on every rank that holds them, so nobody negotiates. A forward waits for the gathers of its own unit
-and of those before it, and for no other. Whoever reads whole weights otherwise (checkpoints, exports, changes of the
-layout) calls `finish` first.
-
-Nothing deadlocks: a rank queues all gathers of an update before it begins any action of the next step, and a gather
-waits for nothing but the updates of the other ranks. So no chain of waits leads from a gather to an action, whatever
-packs and schedules the next step has and whoever shares them, also on devices that run a rank's transfers in one queue,
-where all gathers stand before all of the step's transfers. Gradients use the same group: the executor finishes the
-gathers before its first backward, so on every rank all gathers come before the first sum.
+**Weights** (`WeightGathers`, an all-gather a unit). An update runs from the embedding to the head, the order in which
+the next forward reads them, and queues each unit's gather at once; a forward waits for its own unit alone. Whoever
+reads whole weights otherwise calls `finish` first. All gathers of an update are queued before any action of the next
+step, and finished before its first backward, so they never wait for an action and always come before the first sum.
 """
 
 import functools

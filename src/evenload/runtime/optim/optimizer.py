@@ -1,26 +1,17 @@
 """`ShardedOptimizer`: AdamW, fused, or Muon on this rank's shard of every flat buffer (ZeRO-1, cut by unit).
 
-Muon updates the matrices of layers; embedding, head, norms and biases have AdamW in any case. With `train.ema_decay`
-every shard has a moving average with its weights.
+Muon updates the matrices of layers; everything else has AdamW. With `train.ema_decay` every shard has a moving average
+with its weights. bf16 parameters have fp32 master weights. Units are updated from the start of the model to its end,
+and the other shards of a unit are gathered as soon as its own is updated (`WeightGathers`).
 
-fp32 and fp64 parameters are updated in place in their shard; bf16 parameters have fp32 master weights. Clipping needs
-the norm of the whole gradient, so the first update comes after the last sum; from there on units are updated one by
-one, from the start of the model to its end, and every rank gathers the other shards of a unit as soon as its own is
-updated (`WeightGathers`), while later units are updated and, overlapped, the next step begins. What Muon gathers
-travels before all weights: they share a group.
-
-**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2). Momentum is elementwise, so it lies in shards as AdamW's
-moments do, and checkpoints and other layouts treat it alike. Orthogonalising needs whole matrices: the shards of what
-is to be orthogonalised are gathered once a buffer, and every rank orthogonalises the matrices of which it owns some
-elements: one that spans k shards is orthogonalised k times.
+**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2). Momentum lies in shards as AdamW's moments do. What is to be
+orthogonalised is gathered once a buffer, and every rank orthogonalises the matrices of which it owns some elements.
 
     momentum <- lerp(gradient, 1 - m)    direction = lerp(gradient, momentum, m)    (Nesterov, as `torch.optim.Muon`)
     update of a matrix = 0.2 sqrt(max(rows, columns)) NewtonSchulz(direction)       (as large as AdamW's)
 
 Newton-Schulz runs in bfloat16, in float64 for float64 models. Price: one more gather of gradients' size a step, which
-nothing hides, and five times three products of every matrix of which this rank owns a part. These are divided over the
-ranks only as far as a shard holds several matrices: on many ranks, each shard a part of one matrix, every rank pays for
-at least one whole matrix a buffer, however many ranks there are.
+nothing hides, and fifteen products of every matrix of which this rank owns a part.
 """
 
 import math

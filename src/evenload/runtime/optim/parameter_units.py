@@ -1,9 +1,8 @@
-"""`ParameterUnit`: one unit's parameters as two flat buffers, cut into data-parallel shards.
+"""Parameters of units as flat buffers, cut into data-parallel shards.
 
-Parameters become views of a flat buffer in compute precision, gradients (`parameter.main_grad`) views of
-a flat fp32 buffer (fp64 for fp64), so that reduction, sharding and the optimizer work on a few long
-tensors. Buffers are cut by unit, not by a byte range of the whole model: a change of stages moves whole
-units. One buffer takes weight decay (matrices), the other does not (norms, biases).
+Parameters become views of a flat buffer in compute precision, gradients (`parameter.main_grad`) views of a flat fp32
+buffer (fp64 for fp64). Buffers are cut by unit, because a change of stages moves whole units, and by whether they have
+weight decay (matrices) or not (norms, biases).
 """
 
 import itertools

@@ -1,28 +1,17 @@
 """Weights and optimizer state on their way to the ranks that lack them in a new layout.
 
 **Weights** (`bring_weights`), before the first step of the layout: read from the memory of a rank of the same machine
-where it is shared (`twin_memory`), else sent, straight into the memory where they stay.
+where it is shared (`twin_memory`), else sent, straight to where they stay.
 
     marks -> barrier -> sends and receives are posted -> reads -> waits -> (several machines: barrier -> relayed reads)
 
-The first barrier says that every rank has made its last update, the second that what is relayed has come. What ranks
-read stays until all have read it: whoever lets go of it waits for that.
-
-**Optimizer state** (`StateArrival`), behind the step that already runs in the new layout. A thread reads what lies in
-the machine's shared memory, sends and receives the rest in the order of the moves, and waits. Nothing of a step needs
-the state before its optimizer update, which waits for the thread. State of a shared piece lies where its elements are,
-so what a rank keeps is not touched, and old and new shares take no more than the elements of both.
+**Optimizer state** (`StateArrival`), in a thread behind the step that already runs in the new layout; only its update
+waits for it. On a GPU all of it is queued on a stream of its own, behind what made the old state.
 
     all have their weights (barrier) -> let old weights go -> state -> all have theirs (barrier) -> let old state go
 
-On gloo transfers run while others compute; their share of cores and memory is what hiding them costs. On a GPU all of
-it, memory included, is queued on a stream of its own: behind what made the old state, not behind the step, which in
-turn waits for it where the host needs the state, on the device alone.
-
-**Memory** (`Preallocated`), while the step before the switch still trains. Plans are made steps ahead, so a rank knows
-which layout comes. The update before the switch changes weights and optimizer state, but not where they will lie: a
-thread takes the memory of all that the rank will hold, page by page (page faults are half of a switch whose values are
-copied at the speed of memory), and reads frozen pieces from the machine's shared memory. It needs no other rank, so
+**Memory** (`Preallocated`), while the step before the switch still trains: a thread takes the memory of all that the
+rank will hold, page by page (page faults are half of a switch), and reads frozen pieces. It needs no other rank, so
 each decides for itself whether there is room.
 """
 

@@ -1,12 +1,8 @@
 """`measured_copies`: what a switch costs on this machine, by doing what it does: ranks read each other's memory, all at
-once and one alone, into memory that was touched and into fresh memory, give pieces of the model memory and take it, and
-arrange their stages anew.
+once and one alone, into memory that was touched and into fresh memory, and arrange their stages anew.
 
-Small switches are mostly what surrounds them, so that is rehearsed, too: a step has used the caches before, and ranks
-that are ready train already while others, on the same cores, are not. Without both a switch that copies nothing took
-1.6 to 1.9 times as long as predicted.
-
-Price: about two seconds at the start of a run that may change its layout.
+Rehearsed with cold caches and with ranks that are ready and train already on the same cores, as in a run; without both,
+predictions were 1.6 to 1.9 times too short. Price: about two seconds at the start of a run.
 """
 
 import statistics

@@ -1,22 +1,16 @@
-"""What reads the weights after a step and trains nothing: losses of the validation data, and samples.
+"""What reads the weights after a step and trains nothing: losses of the validation data, and samples. All ranks come to
+`Evaluation` together after every step; results are rank 0's to show.
 
-All ranks come to `Evaluation` together after every step. Results are rank 0's to show.
-
-**Validation** (`Validator`). Everything else stays as it was.
+**Validation** (`Validator`).
 
     read a batch -> plan it as a step of the layout that runs -> drop its backwards -> run the forwards -> add up losses
 
-The strategy and the limit of packs are those of training, without a limit of memory: forwards hold one pack and the
-keys and values of documents that are cut, less than training one pack of that size. The loader is its own and begins
-anew every time. Ranks read and plan together on the control group, in the training thread: the thread that makes coming
-training steps goes on with its own group. Documents that a strategy would put off to a later step are computed with
-their batch. Price: about a third of training steps of as many tokens, and their reading and planning, which nothing
-hides; so validation takes its share of a run's time by `validation.every_steps` and the size of its data.
+Strategy and limit of packs are those of training, without a limit of memory, of which forwards need less. The loader is
+its own and begins anew every time; ranks read and plan on the control group, in the training thread. Price: about a
+third of training steps of as many tokens, and their reading and planning, which nothing hides.
 
-**Samples** (`Sampler`), by the forwards that train. The prompt is one slice of a document, every new token the next
-slice, so keys and values of what stands are kept as those of a document that is cut. One stage, whole matrices; rank 0
-writes, the others wait for the next step. Price: a forward of one row for every new token, on a GPU bound by its
-launches.
+**Samples** (`Sampler`): the prompt is one slice of a document, every new token the next slice. Rank 0 writes, the
+others wait. Price: a forward of one row for every new token.
 """
 
 import time

@@ -1,10 +1,8 @@
 """`LivePiece`: a piece of the model (`plan.layouts.moves.Piece`) on one rank, with memory or without.
 
-A trained piece is one flat buffer, a frozen one the tensors that are not trained. Memory comes and goes with the piece;
-buffers are large enough for every number of data-parallel ranks that the run's layouts have, so that a piece that stays
-is cut anew without being moved. Weights lie in memory that the machine's ranks read where the piece has such a place
-(`twin_memory`). Memory may be taken a step ahead (`take`), so that a switch meets no page faults; else it is touched
-when it is received into or computed in.
+A trained piece is one flat buffer, a frozen one the tensors that are not trained. Buffers are large enough for every
+number of data-parallel ranks of the run's layouts, so that a piece that stays is cut anew without being moved. Memory
+may be taken a step ahead (`take`), so that a switch meets no page faults.
 """
 
 from collections.abc import Sequence

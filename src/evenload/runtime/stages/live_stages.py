@@ -6,17 +6,12 @@ Between two steps, on every rank, from the same plan of moves (`plan.layouts.mov
     the stall:       weights into place (`arrivals`) ─► stages, buffers
     the step after:  let old weights go, optimizer state behind the step (`arrivals`)
 
-Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU what is
-shared (`plan.layouts.moves`) lies in memory that the ranks of a machine read (`twin_memory`), the rest is sent.
-All ranks post their transfers in the order of the moves, all before they wait for one, so no circle of waits is
-possible; groups, layers as modules and hooks are from the start of the run. Every bit of weights and optimizer state
-arrives as it was.
+Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU shared
+pieces lie in memory that the ranks of a machine read (`twin_memory`), the rest is sent. All ranks post their transfers
+in the order of the moves before they wait for one, so no circle of waits is possible. Every bit of weights and
+optimizer state arrives as it was. Price: the stall is the copy of the weights that a rank lacks.
 
-Price: the stall is the copy of the weights that a rank lacks; the moves are planned in a millisecond. `benchmarks/
-reconfigure.py` measures it.
-
-`Monitor` gives what was measured of a run whose layout may change to its planner (FlexPipe section 3.2): step times,
-switches and memory go into a `LayoutTrack`, on rank 0, where steps are planned.
+`Monitor` gives what was measured of such a run to its planner (FlexPipe section 3.2), on rank 0.
 """
 
 import functools

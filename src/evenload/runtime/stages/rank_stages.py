@@ -1,9 +1,8 @@
 """`RankStages`: what one rank holds of the configured model, as stages that run packs and buffers that are summed.
 
-A run whose layout changes makes all modules at its start (`UnitModules`): those that the rank holds with their weights,
-the others as shells, whose parameters have no elements (`live_pieces`) until the unit comes to this rank. So a switch
-builds no modules; it gives parameters memory and takes it away, and hooks, classes of replay and tensor-parallel parts
-are put on once. Price: the modules of the layers elsewhere, without weights: kilobytes a layer, milliseconds at start.
+A run whose layout changes makes all modules at its start (`UnitModules`); those of units that the rank does not hold
+are shells, whose parameters have no elements until the unit comes (`live_pieces`). So a switch builds no modules.
+Price: kilobytes a layer, milliseconds at start.
 """
 
 from collections.abc import Collection

@@ -1,9 +1,6 @@
-"""`RankState`: what a rank holds of the model in the layout that runs, and what trains it; it changes between steps.
-
-It runs a step's packs, sums their gradients and updates its weights. A run of one layout holds the same from start to
-end. Where there are several, `LiveStages` moves weights and optimizer state, and everything that refers to them is
-exchanged here, at once.
-"""
+"""`RankState`: what a rank holds of the model in the layout that runs, and what trains it: it runs a step's packs, sums
+their gradients and updates its weights. Where a run has several layouts, `LiveStages` moves weights and optimizer state
+between steps, and everything that refers to them is exchanged here, at once."""
 
 import functools
 import math

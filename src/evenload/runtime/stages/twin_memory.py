@@ -1,23 +1,16 @@
 """`TwinMemory`: the pieces of the model in memory that all ranks of a machine read.
 
-Every rank has one such memory with a place for everything that it may ever hold: of each shared piece its weights, and
-the optimizer state of the whole piece, in which the rank's share lies where its elements are. So a piece that comes
-needs no new place, a share that is cut anew leaves what it keeps where it is, and what another rank has lies at the
-same offset in the memory of that rank.
+Every rank has one, with a place for everything that it may ever hold, at the same offsets on all ranks:
 
     marks | weights of piece 0 | exp_avg of piece 0 | exp_avg_sq of piece 0 | weights of piece 1 | ...
 
-A rank *marks* what it holds with the number of updates that it is of, before others read it, and readers check the
-mark: a twin is of exactly this step, or it is not read.
+A rank *marks* what it holds with the number of updates that it is of, and readers check the mark: a twin is of exactly
+this step, or it is not read.
 
-The memory (`SparseMemory`) is a file without a name (Linux's `memfd_create`), mapped by its process. Addresses are
-plenty and pages come with the first touch, so that whatever may ever lie there has a place of its own from the start;
-`release` gives pages back and keeps the place. Another process opens it once, through `/proc/PID/fd`, and reads from it
-straight into its own memory (`preadv`): one copy, no page of the other's is mapped, and what a system's monitor shows
-of a process stays its own. Nothing is left behind: there is no name to remove, and the kernel frees the pages when the
-last process that has it open has ended, however it ended. Until then what a dead process held can be read. The size of
-`/dev/shm` (64 MB in a container by default) does not matter; the pages count as the machine's, and as the container's,
-like any others.
+The memory (`SparseMemory`) is a file without a name (Linux's `memfd_create`), mapped by its process: pages come with
+the first touch, `release` gives them back and keeps the place. Other processes open it through `/proc/PID/fd` and read
+with `preadv`, one copy. Nothing is left behind: the kernel frees the pages when the last process that has it open has
+ended, however it ended. The size of `/dev/shm` does not matter.
 """
 
 import mmap
