@@ -111,7 +111,7 @@ def test_layers_given_to_stages_train_the_same_and_continue_from_an_even_split(g
     """Checkpoints know layers, not stages: 2 + 1 goes on as 1 + 2, equal up to summation order."""
     base = [f"train.output_dir={tmp_path}/moved", "parallel.pp=2"]
     uneven = [*base, "parallel.stage_layers=[1, 2]"]
-    assert layout_of(load_train_config(config_file, uneven), 3).stage_layers == ((0, 1), (1, 3))
+    assert layout_of(load_train_config(config_file, uneven).parallel, 3).stage_layers == ((0, 1), (1, 3))
     first = gloo_pool.run(2, train_steps, str(config_file), base, 3)[0]
     rest = gloo_pool.run(2, train_steps, str(config_file), uneven, STEPS)[0]
     assert first + rest == pytest.approx(plain_losses(load_train_config(config_file, base)), rel=1e-9)
@@ -127,7 +127,7 @@ def test_layers_given_to_stages_train_the_same_and_continue_from_an_even_split(g
 )
 def test_stage_layers_that_are_not_the_models_are_refused(config_file, value, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        layout_of(load_train_config(config_file, ["parallel.pp=2", f"parallel.stage_layers={value}"]), 4)
+        layout_of(load_train_config(config_file, ["parallel.pp=2", f"parallel.stage_layers={value}"]).parallel, 4)
 
 
 def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path):

@@ -77,7 +77,7 @@ def test_a_checkpoint_moves_between_virtual_and_plain_stages(gloo_pool, config_f
     """Checkpoints know layers, not stages: four virtual stages go on as two, and those as one rank."""
     base = [f"train.output_dir={tmp_path}/moved"]
     virtual = [*base, "parallel.pp=2", "parallel.virtual=2"]
-    assert layout_of(load_train_config(config_file, virtual), 4).stage_to_rank == (0, 1, 0, 1)
+    assert layout_of(load_train_config(config_file, virtual).parallel, 4).stage_to_rank == (0, 1, 0, 1)
     first = gloo_pool.run(2, train_steps, str(config_file), virtual, 2)[0]
     second = gloo_pool.run(2, train_steps, str(config_file), [*base, "parallel.pp=2"], 3)[0]
     uneven = [*base, "parallel.virtual=2", "parallel.stage_layers=[3, 1]"]
@@ -114,4 +114,4 @@ def test_a_model_of_virtual_stages_loads_in_transformers(gloo_pool, config_file,
 def test_virtual_stages_that_the_model_does_not_have_are_refused(config_file, value, message) -> None:
     overrides = ["parallel.pp=2", "parallel.virtual=2", value]
     with pytest.raises(ConfigError, match=message):
-        layout_of(load_train_config(config_file, overrides), 4)
+        layout_of(load_train_config(config_file, overrides).parallel, 4)

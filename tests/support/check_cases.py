@@ -54,7 +54,9 @@ def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh
     directory = Path(config_file).parent / "check"
     directory.mkdir(exist_ok=True)
     smaller = checked_scope(config, directory).config
-    mesh = create_meshes([layout_of(smaller, model_spec(smaller).num_layers)], torch.device("cpu"), TIMEOUT_S).start
+    mesh = create_meshes(
+        [layout_of(smaller.parallel, model_spec(smaller).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
     return smaller, mesh
 
 

@@ -108,7 +108,7 @@ def _fitted_to_started_ranks(config: TrainConfig) -> TrainConfig:
             `DynamicRendezvousHandler.next_rendezvous`).
     """
     here, num_layers = os.environ, model_spec(config).num_layers
-    num_ranks, full = int(here["WORLD_SIZE"]), layout_of(config, num_layers)
+    num_ranks, full = int(here["WORLD_SIZE"]), layout_of(config.parallel, num_layers)
     if int(here["GROUP_WORLD_SIZE"]) > 1 and here.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         raise ConfigError(
             f"torchrun's --max-restarts is {here['TORCHELASTIC_MAX_RESTARTS']}, but its agents keep one store for all "
@@ -119,7 +119,7 @@ def _fitted_to_started_ranks(config: TrainConfig) -> TrainConfig:
     if num_ranks < full.world_size and here["RANK"] == "0":
         warn(
             f"torchrun has started {counted(num_ranks, 'rank')}, layout {full.describe()} of [parallel] has "
-            f"{full.world_size}: they train in layout {layout_of(fitted, num_layers).describe()}"
+            f"{full.world_size}: they train in layout {layout_of(fitted.parallel, num_layers).describe()}"
         )
     return fitted
 

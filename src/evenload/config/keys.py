@@ -112,8 +112,7 @@ def require_known(
         every: all settings of the whole file; default: of `kind`.
 
     Raises:
-        ConfigError: an unknown key (the message names the one that was probably meant), or a value that is not among a
-            key's choices (the message names them, and the nearest).
+        ConfigError: an unknown key or choice; names the one that was probably meant.
     """
     hints, every = settings_of(kind), every or list(setting_paths(kind, prefix))
     for key, value in tree.items():
@@ -221,12 +220,12 @@ def plan_options(tree: Mapping[str, Any]) -> PlanOptions:
 
 
 def set_options(settings: Iterable[str]) -> list[str]:
-    """`--set wlb.release=queues` as an override of a training configuration."""
+    """Return `--set wlb.release=queues` as an override of a training configuration."""
     return [f"{_PLAN_PREFIX}{setting}" for setting in settings]
 
 
 def options_of_settings(settings: Iterable[str]) -> PlanOptions:
-    """Options of `--set` alone; errors as of `plan_options`."""
+    """Read options of `--set` alone; errors as of `plan_options`."""
     tree: dict[str, Any] = {"plan": {"options": {}}}
     for override in set_options(settings):
         apply_override(tree, override)

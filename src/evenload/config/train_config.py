@@ -19,6 +19,7 @@ from evenload.config.sections import (
     RunConfig,
     SamplesConfig,
     ValidationConfig,
+    require_least,
     validation_data,
     with_held_out,
 )
@@ -97,8 +98,7 @@ class ParallelConfig(Frozen):
     stage_devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.virtual < 1:
-            raise ConfigError(f"parallel.virtual is {self.virtual}, must be at least 1")
+        require_least("parallel", self, "at least 1", 1, "virtual")
         if self.stage_layers is None:
             return
         stages = self.pp * self.virtual
@@ -138,12 +138,9 @@ class PlanConfig(Frozen):
     options: PlanOptions = PlanOptions()
 
     def __post_init__(self) -> None:
-        if self.twin_bytes is not None and self.twin_bytes < 0:
-            raise ConfigError(f"plan.twin_bytes is {self.twin_bytes}, must be 0 or more; leave it out to share all")
-        for field in ("memory_bytes", "host_memory_bytes"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ConfigError(f"plan.{field} is {value}, must be at least 1; leave it out for what the machine has")
+        require_least("plan", self, "0 or more; leave it out to share all", 0, "twin_bytes")
+        most = "at least 1; leave it out for what the machine has"
+        require_least("plan", self, most, 1, "memory_bytes", "host_memory_bytes")
 
 
 class TrainConfig(Frozen):
@@ -256,14 +253,13 @@ def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) ->
     return msgspec.structs.replace(config, data=with_default_tokenizer(config.data, config.model.path))
 
 
-def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
-    """The configured layout; layers are split evenly where `parallel.stage_layers` is not set.
+def layout_of(parallel: ParallelConfig, num_layers: int) -> ParallelLayout:
+    """Return the configured layout; layers are split evenly where `parallel.stage_layers` is not set.
 
     Raises:
-        ConfigError: more stages than layers, stages that do not hold all layers, or devices of stages that are not
-            tested with the other sizes.
+        ConfigError: more stages than layers, stages that do not hold all layers, or untested devices of stages.
     """
-    p = config.parallel
+    p = parallel
     if p.stage_layers is None:
         return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual, devices=p.stage_devices)
     if sum(p.stage_layers) != num_layers:
