@@ -107,7 +107,7 @@ class BenchRank:
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
         for turn in range(rounds + 1):
             for name, (config, step) in sorted(steps.items(), reverse=bool(turn % 2)):
-                self.trainer.step_trainer.config = config
+                self.trainer.step_trainer.settings = config.train
                 for repeat in range(repeats):
                     prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, self.trainer.mesh))
                     trained = self.trainer.step_trainer.run(prepared, costs, learning_rate=0.0, goes_on=goes_on)

@@ -114,9 +114,9 @@ def resume_verdict(config_file: str, overrides: list[str], forgets_loader: bool)
     resume = Trainer.resume
 
     def resume_without_the_loader(trainer: Trainer):
-        fresh = trainer._loader.state()
+        fresh = trainer.loader.state()
         found = resume(trainer)
-        trainer._loader.load_state(fresh)
+        trainer.loader.load_state(fresh)
         return found
 
     if forgets_loader:

@@ -297,11 +297,12 @@ def _show_start(
     for line in other_layouts_lines(costs, trainer.meshes.layouts):
         console.print(line, soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
-    console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
-    for line in trainer.source_lines():
+    files = [file for part in trainer.loader.parts for file in part.files]
+    console.print(data_line(config.data, len(files), sum(file.size_bytes or 0 for file in files)), soft_wrap=True)
+    for line in trainer.loader.source_lines():
         console.print(f"source {line}", soft_wrap=True, markup=False)
     position = position_warning(trainer.hf_config, config.data.max_document_tokens)
-    for line in (position, *trainer.tokenizer_warnings, *trainer.label_warnings()):
+    for line in (position, *trainer.tokenizer_warnings, *trainer.loader.label_warnings()):
         warn(line, console)
     warn(trainer.resume_warning, console)
     for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):

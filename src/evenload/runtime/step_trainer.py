@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evenload.config.train_config import TrainConfig
+from evenload.config.sections import RunConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import process_bytes
 from evenload.data.batches import LoaderState
@@ -44,7 +44,7 @@ from evenload.runtime.step_metrics import (
     no_label_warning,
     step_row,
 )
-from evenload.runtime.step_source import PreparedStep
+from evenload.runtime.step_source import PreparedStep, replicas_share_packs
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
@@ -235,11 +235,11 @@ class StepTrainer:
         saves: which follow the state into another layout; a run that gives up names the newest.
     """
 
-    def __init__(self, config: TrainConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
-        self.config = config
+    def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
+        self.settings = run
         self.memory_cap_bytes = 0
         """Limit of this process; a switch is prepared in what a step leaves of it."""
-        self.non_finite = NonFiniteSteps(config.train.on_nonfinite, state.mesh)
+        self.non_finite = NonFiniteSteps(run.on_nonfinite, state.mesh)
         self._model, self._state, self._saves = model, state, saves
         self._process = ProcessMemory(model, state.mesh.device)
 
@@ -287,7 +287,7 @@ class StepTrainer:
         mesh, state = self._mesh, self._state
         look_ahead = state.looking_ahead(coming_layout, self._headroom_bytes(plan))
         look_ahead()
-        overlaps = overlaps_of(self.config.train, coefficients, shares_packs=prepared.shares_packs, goes_on=goes_on)
+        overlaps = overlaps_of(self.settings, coefficients, shares_packs=replicas_share_packs(plan), goes_on=goes_on)
         found = state.gradients(prepared.step, look_ahead, is_overlapped=overlaps.sums)
         switch, warning = self.settle(), ""
         if found.is_finite:

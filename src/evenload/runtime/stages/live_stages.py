@@ -16,7 +16,7 @@ optimizer state arrives as it was. Price: the stall is the copy of the weights t
 
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenload.config.optimizer import OptimizerConfig
-from evenload.config.train_config import TrainConfig
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import ModelConfig
 from evenload.cost.coefficients import CopySpec, CostCoefficients, most_layers
 from evenload.cost.validity import completed_between_layouts
 from evenload.errors import ConfigError
@@ -52,9 +53,10 @@ from evenload.runtime.stages.arrivals import (
 )
 from evenload.runtime.stages.copy_timings import measured_copies
 from evenload.runtime.stages.live_pieces import MASTER_NAME, LivePiece, live_pieces, share_of_rank
-from evenload.runtime.stages.rank_stages import RankStages, build_models, unit_modules
+from evenload.runtime.stages.rank_stages import RankStages, build_models, dtype_of, unit_modules
 from evenload.runtime.stages.twin_memory import TwinMemory, gather_from_all, open_twins, placed
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
 from evenload.types.timeline import Timeline
 
@@ -156,21 +158,17 @@ def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
 class LiveStages:
     """One rank's part of the model. `held` is what runs now, in the layout of `mesh`."""
 
-    def __init__(self, config: TrainConfig, meshes: Meshes) -> None:
+    def __init__(
+        self, model: ModelConfig, run: RunConfig, spec: ModelSpec, meshes: Meshes, twin_bytes: int | None
+    ) -> None:
         self.mesh = mesh = meshes.start
-        built = build_models(config, mesh)
-        models = built.models
-        self._modules = unit_modules(
-            tuple(models.values()),
-            dtype=built.dtype,
-            lora=config.model.lora,
-            tp_rank=mesh.tp_rank,
-            tp=mesh.layout.tp,
-        )
-        # Of stages that others hold now, too.
+        built = build_models(model, run, spec, mesh)
+        models, tp = built.models, mesh.layout.tp
+        parts = tuple(models.values())
+        self._modules = unit_modules(parts, dtype=dtype_of(model), lora=model.lora, tp_rank=mesh.tp_rank, tp=tp)
         # Of all stages, so that a piece takes as much room on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
-        buffers = flatten_units(tuple(models.values()), mesh.data_size, data_sizes)
+        buffers = flatten_units(parts, mesh.data_size, data_sizes)
         self._pieces = live_pieces(self._modules, buffers, data_sizes, mesh.device)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         self._backend = built.backend
@@ -178,10 +176,9 @@ class LiveStages:
         make_layers_replayable(self._modules.layers, self._state, self._modules.architecture, mesh.tensor)
         self.held = RankStages(
             built.hf_config,
-            built.model,
-            {index: self._stage(model) for index, model in models.items()},
+            {index: self._stage(part) for index, part in models.items()},
             buffers,
-            frozen_bytes(tuple(models.values())),
+            frozen_bytes(parts),
         )
         self._arrival: StateArrival | None = None
         self._meshes = meshes
@@ -189,12 +186,12 @@ class LiveStages:
         self._expected: Mesh | None = None
         self._switch: Switch | None = None
         self._num_steps = 0
-        self._twin_memory, shared, self.twins = open_shared_memory(config.plan.twin_bytes, self._pieces, meshes)
+        self._twin_memory, shared, self.twins = open_shared_memory(twin_bytes, self._pieces, meshes)
         self.moved = SwitchPieces(
             pieces=tuple(live.piece for live in self._pieces),
             shared=frozenset(shared),
             ranks_per_machine=mesh.ranks_per_machine,
-            tp=mesh.layout.tp,
+            tp=tp,
         )
 
     def initial_state(self) -> list[dict[str, Tensor]]:
@@ -247,7 +244,12 @@ class LiveStages:
             if not live.is_held and mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
         ]
         state = {index: ranges for index in range(len(self._pieces)) if (ranges := self._coming_state(index, mesh))}
-        if self._taken_bytes(gained, state) <= headroom_bytes:
+        taken_bytes = sum(self._pieces[index].held_bytes for index in gained) + sum(
+            self._pieces[index].piece.state_bytes * (stop - start)
+            for index, ranges in state.items()
+            for start, stop in ranges
+        )
+        if taken_bytes <= headroom_bytes:
             after = None if self._arrival is None else self._arrival.thread
             moves = self._moves_to(mesh)
             self._ahead = Preallocated(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
@@ -328,13 +330,6 @@ class LiveStages:
             return []
         had = share_of_rank(self.mesh, live.piece) if live.is_held else (0, 0)
         return without(share_of_rank(mesh, live.piece), had)
-
-    def _taken_bytes(self, gained: Sequence[int], state: Mapping[int, Sequence[tuple[int, int]]]) -> int:
-        """Return the bytes of weights with their gradients, and of optimizer state."""
-        total = sum(self._pieces[index].held_bytes for index in gained)
-        for index, ranges in state.items():
-            total += self._pieces[index].piece.state_bytes * sum(stop - start for start, stop in ranges)
-        return total
 
     def _preallocated_for(self, mesh: Mesh) -> Preallocated | None:
         """Wait for what was taken ahead, or give it back where it was for another layout."""

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenload.config.layouts import require_optimizer
-from evenload.config.train_config import TrainConfig
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import ModelConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
@@ -26,6 +27,7 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
 from evenload.runtime.stages.rank_stages import RankStages, build_rank_stages
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,21 +56,30 @@ class StepGradients:
 class RankState:
     """Holds one rank's part, first in the layout in which the run starts.
 
+    Args:
+        spec: the model as the cost model sees it.
+        twin_bytes: that a machine's processes may share; None = no limit.
+
     Raises:
         ConfigError, UnsupportedModelError: model, weights or options cannot be trained like this.
     """
 
-    def __init__(self, config: TrainConfig, meshes: Meshes) -> None:
-        self._config, self._meshes = config, meshes
+    def __init__(
+        self,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        run: RunConfig,
+        spec: ModelSpec,
+        meshes: Meshes,
+        twin_bytes: int | None = None,
+    ) -> None:
+        self._settings, self._meshes = optimizer, meshes
         self.mesh: Mesh = meshes.start
-        self.live = LiveStages(config, meshes) if len(meshes.layouts) > 1 else None
-        self.held: RankStages = build_rank_stages(config, self.mesh) if self.live is None else self.live.held
-        require_optimizer(config, self.held.model, len(meshes.layouts))
+        self.live = LiveStages(model, run, spec, meshes, twin_bytes) if len(meshes.layouts) > 1 else None
+        self.held: RankStages = build_rank_stages(model, run, spec, self.mesh) if self.live is None else self.live.held
         self.executor = Executor(self.held.stages, self.mesh)
         state = None if self.live is None else self.live.initial_state()
-        self.optimizer = ShardedOptimizer(
-            self.held.buffers, self.mesh, config.optimizer, state, average_decay=config.train.ema_decay
-        )
+        self.optimizer = ShardedOptimizer(self.held.buffers, self.mesh, optimizer, state, average_decay=run.ema_decay)
         self.layout = self.mesh.layout
         """That runs now; its generation is that of the last plan."""
 
@@ -169,7 +180,7 @@ class RankState:
 
         Returns what a switch before the step took, on all ranks, None where there was none. Collective where there was
         one."""
-        found = None if self.live is None else self.live.settle(self._config.optimizer)
+        found = None if self.live is None else self.live.settle(self._settings)
         if found is None:
             return None
         self.optimizer, switch = found
