@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evenload.runtime.comm import collectives as module
-from evenload.runtime.comm.collectives import InlineQueue, StreamQueue, ThreadQueue, collective_queue
+from evenload.runtime.comm.collectives import CollectiveQueue, StreamQueue, ThreadQueue, collective_queue
 from evenload.runtime.device import HostClock
 from fake_streams import Device
 
@@ -118,7 +118,7 @@ def test_a_closed_queue_ends_its_thread_without_what_has_not_begun():
 
 def test_not_beside_compute_a_call_runs_where_it_is_put():
     queue, done = collective_queue(CPU, is_overlapped=False), []
-    assert isinstance(queue, InlineQueue)
+    assert type(queue) is CollectiveQueue
     queue.put(lambda: done.append(threading.current_thread()))
     assert done == [threading.current_thread()]
     assert len(queue.wait()) == 1

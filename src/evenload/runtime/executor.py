@@ -17,7 +17,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from evenload.runtime.comm.channels import Carried, Channels
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import HostClock, step_clock, to_device
+from evenload.runtime.optim.data_parallel import WeightGathers
 from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
@@ -105,29 +106,6 @@ class RankRun:
         return self.read_trace()
 
 
-class Weights(Protocol):
-    """Updated weights on their way to this rank (`optim.data_parallel`)."""
-
-    def await_unit(self, unit: int) -> None:
-        """Wait until a unit's weights are there."""
-
-    def finish(self) -> None:
-        """Wait until all are."""
-
-
-class _WholeWeights:
-    """Nothing is on its way."""
-
-    def await_unit(self, unit: int) -> None:
-        """It is there."""
-
-    def finish(self) -> None:
-        """All are there."""
-
-
-WHOLE: Weights = _WholeWeights()
-
-
 class Executor:
     """Runs plans on one rank, which has virtual stages by index; none where it is idle in the mesh's layout."""
 
@@ -152,21 +130,21 @@ class Executor:
         step: RankStep,
         before_action: Callable[[], None] = lambda: None,
         on_final: OnFinal = lambda unit: None,
-        weights: Weights = WHOLE,
+        weights: WeightGathers | None = None,
     ) -> RankRun:
         """Run this rank's actions of a step; gradients are added to `main_grad`.
 
         Args:
             before_action: called before every action; takes no time.
             on_final: called with every unit whose gradients are complete, inside of actions or after them.
-            weights: knows which are there yet; all are on return.
+            weights: that are still gathered; all are there on return. None = all are there already.
         """
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
-            stage.begin_step(document_tokens, weights.await_unit)
+            stage.begin_step(document_tokens, *([] if weights is None else [weights.await_unit]))
         held = HeldBytes()
         before_bytes = self._context_bytes()
         stores = self._open_stores(step, held)
@@ -181,7 +159,7 @@ class Executor:
             self._mesh.watch.record(action)
             channels.before_action(at)
             stage, store = self._stages[action.stage], stores[action.stage]
-            if action.kind != "F":
+            if weights is not None and action.kind != "F":
                 weights.finish()
             if action.kind == "W":
                 start = self._clock.mark()
@@ -207,7 +185,8 @@ class Executor:
                 for unit in reversed(self._stages[done].model.units):
                     on_final(unit)
             rows.append(_Row(action, start, self._clock.mark(), tuple(held.held_by_kind.values())))
-        weights.finish()  # also of stages without packs in this step
+        if weights is not None:
+            weights.finish()  # also of stages without packs in this step
         channels.close()
         self._check_empty(stores.values(), held)
         return RankRun(

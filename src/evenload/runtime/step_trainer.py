@@ -33,7 +33,6 @@ from evenload.runtime.device import (
     seconds_now,
 )
 from evenload.runtime.executor import HeadOutput, RankRun
-from evenload.runtime.optim.data_parallel import overlaps_of
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
@@ -287,12 +286,14 @@ class StepTrainer:
         mesh, state = self._mesh, self._state
         look_ahead = state.looking_ahead(coming_layout, self._headroom_bytes(plan))
         look_ahead()
-        overlaps = overlaps_of(self.settings, coefficients, shares_packs=replicas_share_packs(plan), goes_on=goes_on)
-        found = state.gradients(prepared.step, look_ahead, is_overlapped=overlaps.sums)
+        # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
+        can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
+        can_gather = coefficients.gather_overlap is not None and goes_on
+        found = state.gradients(prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction)
         switch, warning = self.settle(), ""
         if found.is_finite:
             self.non_finite.record_finite()
-            ended = state.update(found, learning_rate, is_overlapped=overlaps.gathers)
+            ended = state.update(found, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
             found = replace(found, gathers=[*found.gathers, *ended])
         else:
             warning = self.non_finite.skip_or_stop(planned, found.run, found.loss, found.grad_norm, self._saves.newest)

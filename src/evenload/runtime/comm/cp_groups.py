@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,14 +22,6 @@ from evenload.types.document import ReplicaBlock, block_sizes
 from evenload.types.layout import ParallelLayout
 
 
-class Waits(Protocol):
-    """A group whose transfers are waited for."""
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for the others; `RankLostError` where one of them died or is stuck."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Transfer:
     """One transfer under way; `what` is for messages: "the keys and values of forward pack 3 (layer 0)"."""
@@ -38,11 +29,11 @@ class Transfer:
     result: Tensor
     works: tuple[dist.Work, ...]
     sent: Tensor
-    group: "Waits"
+    waiting: Callable[[str], AbstractContextManager[None]]
     what: str
 
     def wait(self) -> Tensor:
-        with self.group.waiting(self.what):
+        with self.waiting(self.what):
             for work in self.works:
                 work.wait()
         return self.result
@@ -96,7 +87,7 @@ class ContextGroup:
         with self.waiting(f"a connection for {what}"):
             started = start()
         works = tuple(started) if isinstance(started, list) else (started,)
-        return Transfer(result, works, sent, self, what)  # type: ignore[arg-type]
+        return Transfer(result, works, sent, self.waiting, what)  # type: ignore[arg-type]
 
 
 def rank_grid(layout: ParallelLayout) -> NDArray[np.int64]:

@@ -235,21 +235,6 @@ class Meshes:
         return found
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Shared:
-    """What all meshes of a run have in common; fields as those of `Mesh`."""
-
-    rank: int
-    device: torch.device
-    control: dist.ProcessGroup
-    planning: dist.ProcessGroup
-    saving: dist.ProcessGroup
-    moving: dist.ProcessGroup | None
-    channels: ChannelMode
-    watch: RankWatch
-    ranks_per_machine: int
-
-
 def create_meshes(
     layouts: Sequence[ParallelLayout],
     device: torch.device,
@@ -285,17 +270,17 @@ def create_meshes(
     everyone = list(range(world_size))
     control, planning = (pool.make(everyone, "gloo") for _ in range(2))
     rank = dist.get_rank()
-    shared = _Shared(
-        rank=rank,
-        device=device,
-        control=control,
-        planning=planning,
-        saving=pool.make(everyone, "gloo", timedelta(seconds=saving_timeout_s or timeout_s)),
-        moving=pool.make(everyone) if len(layouts) > 1 else None,
-        channels=channels,
-        watch=RankWatch(rank, f"rank {rank}", world_size, signs),
-        ranks_per_machine=ranks_per_machine or world_size,
-    )
+    shared: dict[str, Any] = {
+        "rank": rank,
+        "device": device,
+        "control": control,
+        "planning": planning,
+        "saving": pool.make(everyone, "gloo", timedelta(seconds=saving_timeout_s or timeout_s)),
+        "moving": pool.make(everyone) if len(layouts) > 1 else None,
+        "channels": channels,
+        "watch": RankWatch(rank, f"rank {rank}", world_size, signs),
+        "ranks_per_machine": ranks_per_machine or world_size,
+    }
     meshes = []
     for layout in layouts:
         if layout.world_size > world_size:
@@ -304,13 +289,13 @@ def create_meshes(
             )
         pool.begin_layout()
         meshes.append(_mesh_of(layout.arrangement, shared, pool))
-    shared.watch.name = meshes[0].place
+    meshes[0].watch.name = meshes[0].place
     return Meshes(meshes, pool.num_groups)
 
 
-def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
-    """One layout's mesh. Collective."""
-    rank, grid = shared.rank, rank_grid(layout)
+def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) -> Mesh:
+    """One layout's mesh; `shared` are the fields that all have in common. Collective."""
+    rank, watch, grid = shared["rank"], shared["watch"], rank_grid(layout)
     is_idle = rank >= layout.world_size
     pp_rank, dp_rank, cp_rank, tp_rank = (
         (-1, -1, 0, rank % layout.tp) if is_idle else (int(place) for place in np.unravel_index(rank, grid.shape))
@@ -327,28 +312,20 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
     tensor = None
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
-        tensor = TensorGroup(made, shared.watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
-    lines, tie = _stage_groups(layout, rank, pool, shared.channels)
+        tensor = TensorGroup(made, watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
+    lines, tie = _stage_groups(layout, rank, pool, shared["channels"])
     return Mesh(
+        **shared,
         layout=layout,
-        rank=rank,
         pp_rank=pp_rank,
         dp_rank=dp_rank,
         cp_rank=cp_rank,
         tp_rank=tp_rank,
-        device=shared.device,
-        control=shared.control,
-        planning=shared.planning,
-        saving=shared.saving,
-        moving=shared.moving,
         data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
         lines=lines,
-        channels=shared.channels,
-        context=create_context_groups(layout, rank, pool.take, shared.watch),
+        context=create_context_groups(layout, rank, pool.take, watch),
         tensor=tensor,
         tie=tie,
-        watch=shared.watch,
-        ranks_per_machine=shared.ranks_per_machine,
     )
 
 
@@ -427,16 +404,12 @@ def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) 
 
 
 def most_of_ranks(value: float, mesh: Mesh) -> float:
-    """The largest that any rank has; whole numbers to 2^53 stay exact. Collective over the control group."""
-    return _reduced(value, dist.ReduceOp.MAX, mesh)
+    """Return the largest that any rank has; whole numbers to 2^53 stay exact. Collective over the control group."""
+    reduced = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=mesh.control)
+    return float(reduced)
 
 
 def least_of_ranks(value: float, mesh: Mesh) -> float:
     """As `most_of_ranks`, the smallest."""
-    return _reduced(value, dist.ReduceOp.MIN, mesh)
-
-
-def _reduced(value: float, op: dist.ReduceOp.RedOpType, mesh: Mesh) -> float:
-    reduced = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(reduced, op=op, group=mesh.control)
-    return float(reduced)
+    return -most_of_ranks(-value, mesh)

@@ -85,7 +85,7 @@ class TensorGroup:
         gathered, rows = rows.new_empty((self.shard.size * rows.shape[0], *rows.shape[1:])), rows.contiguous()
         with self.waiting(what):
             work = all_gather_single(gathered, rows, group=self._group, async_op=True)
-        return Transfer(gathered, (work,), rows, self, what)
+        return Transfer(gathered, (work,), rows, self.waiting, what)
 
     def start_all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Transfer:
         """counts[r] rows for every rank r, in rank order -> [size · counts[own], ...] from all ranks, in rank order,
@@ -96,7 +96,7 @@ class TensorGroup:
         with self.waiting(what):
             work = dist.all_to_all_single(received, rows, sizes, counts, group=self._group, async_op=True)
         assert work is not None
-        return Transfer(received, (work,), rows, self, what)
+        return Transfer(received, (work,), rows, self.waiting, what)
 
     def all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         with self.waiting(what):

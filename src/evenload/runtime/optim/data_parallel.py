@@ -15,11 +15,11 @@ step, and finished before its first backward, so they never wait for an action a
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -27,34 +27,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.config.sections import RunConfig
-from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.collectives import Span, all_gather_single, collective_queue, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import FlatBuffer
-
-
-class Overlaps(NamedTuple):
-    """Whether a step's reduce-scatters overlap its packs, and the all-gathers of its weights those of the next step."""
-
-    sums: bool
-    gathers: bool
-
-
-def overlaps_of(settings: RunConfig, coefficients: CostCoefficients, *, shares_packs: bool, goes_on: bool) -> Overlaps:
-    """The same on all ranks.
-
-    Args:
-        shares_packs: replicas wait for each other inside of packs, where sums may make a circle (docs/decisions/03).
-        coefficients: without `overlap` nothing is reduced or gathered beside packs;
-            `cli.worker_setup.run_coefficients` measures it.
-        goes_on: another step follows.
-    """
-    sums, gathers = coefficients.reduction_overlap is not None, coefficients.gather_overlap is not None
-    return Overlaps(
-        sums=settings.overlap_reduction and sums and not shares_packs,
-        gathers=settings.overlap_gather and gathers and goes_on,
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +58,12 @@ class GradientReduction:
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self._buffers, self._mesh = buffers, mesh
         self._is_overlapped = is_overlapped
+        self._has_wide_stages = mesh.layout.has_wide_stages
         self._shards = [buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size) for buffer in buffers]
-        # From the end of the model to its start, the buffers of a unit as they stand.
-        self._left = sorted((at for at in range(len(buffers)) if self._is_summed(buffers[at])), key=self._depth)
+        # From the end of the model to its start, the buffers of a unit as they stand. Tied ends of wide stages are
+        # summed at once in `finish`.
+        summed = [at for at, buffer in enumerate(buffers) if not (buffer.tied and self._has_wide_stages)]
+        self._left = sorted(summed if mesh.data_size > 1 else [], key=lambda at: -buffers[at].unit)
         self._queued: list[int] = []
         self._released: set[int] = set()
         self._squares: dict[int, Tensor] = {}
@@ -104,18 +82,18 @@ class GradientReduction:
             self._put_released()
 
     def finish(self) -> list[Tensor]:
-        """Sum what is left and wait for all; this rank's shard of every buffer's gradient, [padded / (dp·cp)] each, in
-        its place of the buffer; the rest of the buffer is of no use any more. Collective over the groups of `mesh`."""
+        """Sum what is left and wait for all; return this rank's shard of every buffer's gradient, [padded / (dp·cp)]
+        each, a view of the buffer, whose rest is of no use any more. Collective over the groups of `mesh`."""
         buffers, shards, mesh = self._buffers, self._shards, self._mesh
         self._released |= {buffer.unit for buffer in buffers}
         self._put_released()
         self._spans = self._queue.wait()
-        if mesh.layout.has_wide_stages and mesh.tie is not None:
-            _sum_tied_ends(buffers, mesh)
         for buffer, shard in zip(buffers, shards, strict=True):
-            if buffer.tied and not mesh.layout.has_wide_stages:
+            if buffer.tied:
                 assert mesh.tie is not None
-                dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=mesh.tie)
+                # Where both ends have not as many ranks, their shards are not the same elements: the whole weight.
+                tied = buffer.grads[: buffer.num_elements] if self._has_wide_stages else shard
+                dist.all_reduce(tied, op=dist.ReduceOp.SUM, group=mesh.tie)
         whole = [shard for buffer, shard in zip(buffers, shards, strict=True) if not buffer.is_part]
         if mesh.tensor is not None and whole:
             # They are small: in one transfer.
@@ -125,8 +103,23 @@ class GradientReduction:
         return shards
 
     def norm_and_loss(self, loss: Tensor) -> tuple[float, float]:
-        """After `finish`: `global_norm_and_loss`, of which each unit's part was computed behind its sum."""
-        return global_norm_and_loss(self._buffers, self._shards, loss, self._mesh, self._squares)
+        """After `finish`, return the Euclidean norm of the gradient over all parameters of the model, each counted
+        once, and the sum of all ranks' shares of the loss; the same on every rank. Collective over the control group.
+
+        Args:
+            loss: fp64 scalar on the device, this rank's share.
+        """
+        mesh = self._mesh
+        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        total[1] = loss
+        for at, (buffer, shard) in enumerate(zip(self._buffers, self._shards, strict=True)):
+            # A tied weight is held by the first and the last stage with the same summed gradient, and what is not cut
+            # by every rank of a tensor-parallel group.
+            if not (buffer.tied and mesh.is_last_stage) and (buffer.is_part or mesh.tp_rank == 0):
+                total[0] += self._squares[at] if at in self._squares else _square_sum(shard)
+        total = total.cpu()  # The step's only read of the device before its end: clipping and metrics need it.
+        dist.all_reduce(total, group=mesh.control)
+        return float(total[0].sqrt()), float(total[1])
 
     def trace(self) -> ReductionTrace:
         """Return when sums ran, after `finish`. Waits for a GPU."""
@@ -135,17 +128,6 @@ class GradientReduction:
             start_s=np.array(self._queue.clock.seconds([span.start for span in self._spans]), np.float64),
             end_s=np.array(self._queue.clock.seconds([span.end for span in self._spans]), np.float64),
         )
-
-    def _is_summed(self, buffer: FlatBuffer) -> bool:
-        """Over the ranks that hold the same units."""
-        return self._mesh.data_size > 1 and not (buffer.tied and self._mesh.layout.has_wide_stages)
-
-    def _changes_later(self, buffer: FlatBuffer) -> bool:
-        """What is added to its sum over replicas: of tied ends, and of norms in a tensor-parallel group."""
-        return buffer.tied or (self._mesh.tensor is not None and not buffer.is_part)
-
-    def _depth(self, at: int) -> int:
-        return -self._buffers[at].unit
 
     def _put_released(self) -> None:
         while self._left and self._buffers[self._left[0]].unit in self._released:
@@ -157,50 +139,15 @@ class GradientReduction:
         # In place, so that sums during a backward take no memory from it.
         buffer, shard = self._buffers[at], self._shards[at]
         reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=self._mesh.data)
-        if self._is_overlapped and not self._changes_later(buffer):
-            self._squares[at] = square_sum(shard)
+        # Tied ends, and norms in a tensor-parallel group, are added to later.
+        changes_later = buffer.tied or (self._mesh.tensor is not None and not buffer.is_part)
+        if self._is_overlapped and not changes_later:
+            self._squares[at] = _square_sum(shard)
 
 
-def _sum_tied_ends(buffers: Sequence[FlatBuffer], mesh: Mesh) -> None:
-    """Over all ranks of both ends at once, in place: where these are not as many at either end, their shards are not
-    the same elements. Price: an all-reduce of the whole weight in place of a reduce-scatter and one of shards."""
-    for buffer in buffers:
-        if buffer.tied:
-            dist.all_reduce(buffer.grads[: buffer.num_elements], op=dist.ReduceOp.SUM, group=mesh.tie)
-
-
-def square_sum(shard: Tensor) -> Tensor:
+def _square_sum(shard: Tensor) -> Tensor:
     """Sum of a gradient's squares, fp64 scalar on the device."""
     return torch.linalg.vector_norm(shard, dtype=torch.float64).square()
-
-
-def global_norm_and_loss(
-    buffers: Sequence[FlatBuffer],
-    shards: list[Tensor],
-    loss: Tensor,
-    mesh: Mesh,
-    squares: Mapping[int, Tensor] | None = None,
-) -> tuple[float, float]:
-    """Euclidean norm of the gradient over all parameters of the model, each counted once, and the sum of all ranks'
-    shares of the loss; the same numbers on every rank, so that all decide alike whether to take the step.
-
-    Collective over the control group.
-
-    Args:
-        loss: fp64 scalar on the device, this rank's share.
-        squares: `square_sum` of the shards of which it is known, by their place.
-    """
-    known = squares or {}
-    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    total[1] = loss
-    for at, (buffer, shard) in enumerate(zip(buffers, shards, strict=True)):
-        # A tied weight is held by the first and the last stage with the same summed gradient, and what is not cut by
-        # every rank of a tensor-parallel group.
-        if not (buffer.tied and mesh.is_last_stage) and (buffer.is_part or mesh.tp_rank == 0):
-            total[0] += known[at] if at in known else square_sum(shard)
-    total = total.cpu()  # The step's only read of the device before its end: clipping and metrics need it.
-    dist.all_reduce(total, group=mesh.control)
-    return float(total[0].sqrt()), float(total[1])
 
 
 @dataclass(frozen=True, eq=False)
