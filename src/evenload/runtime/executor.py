@@ -41,13 +41,9 @@ from evenload.types.timeline import KINDS
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """Records what one rank did in a step; times in seconds on its own monotonic clock.
-
-    Args:
-        kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
-        memory_bytes: int64[n], activations held when each action ended; memory_kind_bytes: int64[n, kinds], the same
-            by kind of `held_bytes.STORE_KINDS`.
-    """
+    """Records what one rank did in a step; seconds on its own monotonic clock. kind: uint8[n], index into `KINDS`;
+    stage, pack: int32[n]; start_s, end_s: float64[n]; memory_bytes: int64[n], activations held when each action ended;
+    memory_kind_bytes: int64[n, kinds], by kind of `held_bytes.STORE_KINDS`."""
 
     kind: NDArray[np.uint8]
     stage: NDArray[np.int32]
@@ -59,13 +55,8 @@ class RankTrace:
 
 
 class HeadOutput(NamedTuple):
-    """Holds what the head of a last stage gave for one backward pack; to find what is not finite.
-
-    Args:
-        ranges: (doc_id, start, stop) of the rows of this rank.
-        loss: its share of the global mean loss, fp64 scalar on the device.
-        row_sums: of the gradient, [rows]; not finite in the rows in which the gradient is not.
-    """
+    """Holds what the head of a last stage gave for one backward pack, to find what is not finite: ranges of this rank's
+    rows, its share of the global mean loss, fp64 scalar, and sums of the gradient's rows, [rows]."""
 
     pack: int
     ranges: tuple[Range, ...]
@@ -78,8 +69,7 @@ class RankRun:
     """Result of one rank's part of a step.
 
     Args:
-        peak_bytes: the most the activation stores held.
-        peak_by_kind: the most they held of each kind, at different times.
+        peak_bytes: the most the activation stores held; peak_by_kind: of each kind, at different times.
         peak_host_bytes: the most that was offloaded to host memory.
         most_sends_kept: sent tensors that any one channel kept at once.
         context_bytes: received from ranks that share documents with this one.
@@ -132,13 +122,9 @@ class Executor:
         on_final: OnFinal = lambda unit: None,
         weights: WeightGathers | None = None,
     ) -> RankRun:
-        """Run this rank's actions of a step; gradients are added to `main_grad`.
-
-        Args:
-            before_action: called before every action; takes no time.
-            on_final: called with every unit whose gradients are complete, inside of actions or after them.
-            weights: that are still gathered; all are there on return. None = all are there already.
-        """
+        """Run this rank's actions of a step; gradients are added to `main_grad`. `before_action` is called before every
+        action, `on_final` with every unit whose gradients are complete. `weights` are still gathered, and all there on
+        return; None = they are there."""
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
@@ -276,13 +262,9 @@ def _trace(rows: list[_Row], clock: HostClock) -> RankTrace:
 def forward_losses(
     step: RankStep, stages: Mapping[int, PipelineStage], mesh: Mesh, stream: torch.cuda.Stream | None = None
 ) -> Tensor:
-    """This rank's share of the sum of label losses of every document of a plan without backwards, in the plan's order;
-    float64[n] on the CPU. The shares of all ranks add up to the sums. Collective with the ranks of its pipeline.
-
-    Args:
-        stages: this rank's virtual stages by index, with whole weights.
-        stream: on which receives are posted; None on a CPU.
-    """
+    """Return this rank's share of the sum of label losses of every document of a plan without backwards, in the plan's
+    order; float64[n] on the CPU. The shares of all ranks add up to the sums. `stages` have whole weights; receives are
+    posted on `stream`, None on a CPU. Collective with the ranks of its pipeline."""
     plan, mine = step.plan, step.packs
     packs = plan.pack_plans[mesh.dp_rank]
     actions = plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]

@@ -41,10 +41,8 @@ class StepReport:
         saved: the checkpoint that was completed meanwhile.
         failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
         warning: what else should be seen, such as a batch without labels.
-        switch: the change of the layout before the step, if there was one.
-        decision: about the layout before the step; None where it cannot change.
-        validation: losses of the validation data after the step, where they were due.
-        samples: what the model wrote after the step, where that was due.
+        switch, decision: the change of the layout before the step, and how it was decided; None where there is none.
+        validation, samples: of the weights after the step, where they were due.
     """
 
     row: dict[str, int | float | str | None]
@@ -62,17 +60,14 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """Holds what one rank reports at the end of a step.
-
-    Whether to stop and to save travels with what ranks exchange anyway, so all decide alike.
+    """Holds what one rank reports at the end of a step. Whether to stop and to save travels with it, so all decide
+    alike.
 
     Args:
-        step_time_s: what the step took on its clock.
+        step_time_s, barrier_s: what the step, and the barrier at its start, took on its clock.
         peak_bytes: of tensors.
         data_wait_s: that it waited for the step before.
-        barrier_s: in the barrier at the step's start.
         stop_signal: why it is to end after the step; 0 = it is not.
-        is_time_to_save: by its clock.
         process_bytes: the most that the process held; fixed_bytes: of it without tensors; 0 = not known.
     """
 
@@ -123,13 +118,9 @@ def gather_timeline(
     static_bytes: int,
     mesh: Mesh,
 ) -> Timeline | None:
-    """All ranks' traces as one timeline on rank 0, None elsewhere. Collective over the control group.
-
-    Args:
-        gathers: of updates whose weights became whole in this step.
-        zero_s: this rank's clock at the step's start.
-        static_bytes: weights, gradients and optimizer state of this rank.
-    """
+    """Join all ranks' traces as one timeline on rank 0, None elsewhere. `gathers` are of updates whose weights became
+    whole in this step, `zero_s` is this rank's clock at its start, `static_bytes` are weights, gradients and optimizer
+    state. Collective."""
     mine = replace(
         trace,
         start_s=trace.start_s - zero_s,
@@ -242,9 +233,7 @@ def step_row(
     Args:
         peaks: of all devices of the run together, idle ones included.
         end: of all ranks.
-        exchange_s: in which ranks meet before the step and exchange behind it what they measured: part of the row's
-            step time, and in no prediction.
-        plan_s: of its planning, which runs ahead.
+        exchange_s: in which ranks meet before the step and exchange behind it what they measured; in no prediction.
         predicted_process_bytes: of the fullest process; None = not known.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)

@@ -80,15 +80,9 @@ class NonFiniteSteps:
         grad_norm: float,
         before_giving_up: Callable[[], Path | None],
     ) -> str:
-        """Stop at a step that is not finite, or count its documents as dropped and return a warning. Collective.
-
-        Args:
-            loss, grad_norm: of the whole step, the same on every rank.
-            before_giving_up: called before the error, on every rank; gives the newest checkpoint.
-
-        Raises:
-            NonFiniteStepError: on every rank.
-        """
+        """Count the documents of a step that is not finite as dropped and return a warning, or raise
+        `NonFiniteStepError`, on every rank; before that `before_giving_up` is called, which gives the newest
+        checkpoint. Collective."""
         plan = planned.plan
         text = _account(plan, run, loss, grad_norm, planned.origin, self.mesh)
         self._in_a_row += 1
@@ -191,22 +185,15 @@ class ProcessMemory:
         self._predicted_bytes = 0
 
     def begin_step(self, static_bytes: int) -> None:
-        """The peak is that of this step from now on.
-
-        Args:
-            static_bytes: weights, gradients and optimizer state.
-        """
+        """From now on the peak is that of this step, with so many bytes of weights, gradients and optimizer state."""
         if self.fixed_bytes is None:
             resident = None if self._device.type == "cuda" else resident_bytes()
             self.fixed_bytes = 0 if resident is None else max(0, resident - static_bytes)
         forget_peak_process_bytes(self._device)
 
     def predicted_bytes(self, plan: StepPlan, fixed_bytes: int | None) -> int | None:
-        """Return what the fullest process holds by now, after this plan; None where that is not known.
-
-        Args:
-            fixed_bytes: of the rank that has most.
-        """
+        """Return what the fullest process holds by now, after this plan, from the fixed bytes of the rank that has
+        most; None where that is not known."""
         if not fixed_bytes:
             return None
         self._predicted_bytes = max(self._predicted_bytes, process_bytes(self._model, plan, fixed_bytes))
@@ -214,13 +201,7 @@ class ProcessMemory:
 
 
 class TrainedStep(NamedTuple):
-    """Holds what became of a step.
-
-    Args:
-        report: on rank 0; None elsewhere.
-        agreed: what ranks report of it together; the same on all of them.
-        is_skipped: it was not finite, and the weights are as before.
-    """
+    """Holds what became of a step: rank 0's report, None elsewhere, and what ranks report of it together."""
 
     report: StepReport | None
     agreed: RankEnd
@@ -228,11 +209,7 @@ class TrainedStep(NamedTuple):
 
 
 class StepTrainer:
-    """Trains steps on one rank of a run.
-
-    Args:
-        saves: which follow the state into another layout; a run that gives up names the newest.
-    """
+    """Trains steps on one rank of a run; `saves` follow the state into another layout."""
 
     def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.settings = run
@@ -258,7 +235,7 @@ class StepTrainer:
         goes_on: bool = False,
         coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
     ) -> TrainedStep:
-        """Train one step. Collective.
+        """Train one step. Collective. Raises as `Trainer.train`.
 
         Args:
             learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
@@ -267,9 +244,6 @@ class StepTrainer:
             goes_on: another step follows, so updated weights may still be on their way on return; who reads them
                 otherwise takes them from `state`, which waits.
             coming_layout: of the next step, once it is known; called often.
-
-        Raises:
-            NonFiniteStepError, RankLostError: as `Trainer.train`.
         """
         planned, plan = prepared.planned, prepared.planned.plan
         watch = self._mesh.watch
@@ -334,13 +308,8 @@ class StepTrainer:
     def _exchange(
         self, found: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
     ) -> tuple[RankEnd, Timeline | None]:
-        """Return what all ranks report of a step together, and its timeline on rank 0, None elsewhere. Collective.
-
-        Args:
-            came_s: this rank's clock when it came to the barrier at the step's start.
-            zero_s: behind it, which is the step's zero.
-            data_wait_s, stop_signal: as of `run`.
-        """
+        """Return what all ranks report of a step together, and its timeline on rank 0, None elsewhere; this rank came
+        to the barrier at `came_s`, and left it at `zero_s`. Collective."""
         mesh, static_bytes = self._mesh, self._state.static_bytes()
         own = RankEnd(
             step_time_s=seconds_now(mesh.device) - zero_s,

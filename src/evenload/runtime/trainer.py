@@ -133,13 +133,9 @@ class Trainer:
         return GlobalBatchLoader(self.config.data, self._tokenizer, peers=peers, vocab_size=self.model.vocab_size)
 
     def resume(self) -> Path | None:
-        """Load the latest checkpoint of the output directory and return its path, or None where there is none.
-
-        Afterwards `coefficients` are those of the run that saved it. Collective.
-
-        Raises:
-            ConfigError: there is a checkpoint, but `train.resume` is off; or it is damaged, or of another model.
-        """
+        """Load the latest checkpoint of the output directory, `coefficients` included, and return its path, or None
+        where there is none. `ConfigError` where `train.resume` is off, or it is damaged or of another model.
+        Collective."""
         path = checkpoint_for_all(self._checkpoints, self.mesh, may_resume=self.config.train.resume)
         if path is None:
             return None
@@ -164,18 +160,18 @@ class Trainer:
         stop_requested: Callable[[], int] = lambda: 0,
         on_late_pass: Callable[[Validation], None] = lambda validation: None,
     ) -> Iterator[StepReport | None]:
-        """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Collective.
+        """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Consume the iterator
+        to its end: ranks prepare steps ahead, together. Collective.
 
         Args:
             coefficients: of the cost model; the same on every rank.
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
-                Consume the iterator to its end: ranks prepare steps ahead, together.
-            stop_requested: number of a signal after which this rank shall stop, or 0. Asked once a step, and before
-                every batch of validation data, the rest of which is then left out; when any rank got one, all end
-                after that step, and `stop_signal` says which signal it was.
-            on_late_pass: called on rank 0 with a pass over the validation data that was due after the last step of an
-                earlier start, and is made before the first one here.
+            stop_requested: number of a signal after which this rank shall stop, or 0; called once a step, and before
+                every batch of validation data, the rest of which is then left out. When any rank got one, all end, and
+                `stop_signal` says which it was.
+            on_late_pass: called on rank 0 with a pass over the validation data that an earlier start left out, before
+                the first step.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.

@@ -65,16 +65,12 @@ class Progress(Frozen):
     """`progress.json`: what a run needs besides tensors and the loader to go on.
 
     Args:
-        steps_done: optimizer steps taken.
-        layout: that saved, as `ParallelLayout.describe` says it.
         strategy: that planned the last steps.
         skipped_steps: of the steps done, those whose update was not applied because it was not finite.
         planner: documents that wait for a later step, and what the planner learnt about lengths.
         flex: the layout after the steps done and what the planner remembers of it, where it may change.
-        totals: of tokens and seconds until then.
         layouts_known: what trained steps showed of layouts, after each of the last steps.
-        best: passes over the validation data with the smallest losses, best first; those count whose checkpoints are
-            there.
+        best: passes over the validation data with the smallest losses, best first.
         validated_steps: steps done when the validation data was last gone through; 0 = never.
         validation_digest: of the settings under which losses in `best` were found; "" = there is no validation.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
@@ -105,13 +101,8 @@ class RunPosition:
 
 
 def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path | None:
-    """Return the checkpoint that every rank resumes from, or None where the run starts from the beginning. Collective.
-
-    Rank 0 looks for it: a slow file system may show the others another one.
-
-    Raises:
-        ConfigError: there is one, but `may_resume` is off.
-    """
+    """Return the checkpoint that every rank resumes from, as rank 0 sees it, or None where the run starts from the
+    beginning. `ConfigError` where there is one, but `may_resume` is off. Collective."""
     newest = checkpoint_to_resume(directory, may_resume=may_resume)
     name = [newest and newest.name]
     with mesh.watch.waiting("the name of the checkpoint to resume from"):

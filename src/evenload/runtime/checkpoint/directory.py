@@ -183,14 +183,10 @@ class BestCheckpoint(Frozen):
 def with_pass(
     saved: Iterable[BestPass], steps_done: int, loss: float | None, keep: int
 ) -> tuple[tuple[BestPass, ...], bool]:
-    """Passes, best first, with another one whose checkpoint is still to be written, and whether it is among the best
-    `keep`; of equal losses the earlier counts. If it is, the one that it drives out stays on the list: its checkpoint
-    is the best one again where the new one's cannot be written. A pass after as many steps is replaced: a resumed run
-    makes it again.
-
-    Args:
-        saved: passes whose checkpoints are there.
-    """
+    """Add a pass whose checkpoint is still to be written to those saved, best first; return them and whether it is
+    among the best `keep`; of equal losses the earlier counts. If it is, the one that it drives out stays on the list,
+    as its checkpoint is the best one again where the new one's cannot be written. A pass after as many steps is
+    replaced."""
     found = [one for one in saved if one.steps_done != steps_done]
     if loss is not None and math.isfinite(loss):
         found.append(BestPass(steps_done=steps_done, loss=loss))

@@ -121,14 +121,9 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class TensorPieces:
-    """One tensor of the checkpoint as this rank holds it.
-
-    Args:
-        shape: of the whole tensor.
-        is_replicated: every replica of this rank holds the same pieces, so that one of them writes.
-        is_written_elsewhere: another rank (of the tensor-parallel group, of the first stage) holds the same and writes
-            it.
-    """
+    """One tensor of the checkpoint, of this whole shape, as this rank holds it. `is_replicated`: every replica of this
+    rank holds the same pieces, so that one of them writes; `is_written_elsewhere`: another rank holds the same and
+    writes it."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -147,12 +142,8 @@ def whole_tensor(tensor: Tensor) -> TensorPieces:
 def pieces_of_range(
     values: Tensor, first: int, local_shape: Sequence[int], split: TensorSplit | None
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """The shape of a whole tensor, and a range of this rank's part of it as boxes.
-
-    Args:
-        values: flat, the elements `[first, first + n)` of the part in row-major order.
-        local_shape: of the part; split: which part it is, None = all.
-    """
+    """Return the shape of a whole tensor, and as boxes the elements `[first, first + n)`, flat in `values`, of this
+    rank's part of it; `split` says which part, None = all."""
     shape, base = list(local_shape), [0] * len(local_shape)
     if split is not None:
         shape[split.dim], base[split.dim] = split.whole_size, split.start

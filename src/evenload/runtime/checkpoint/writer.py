@@ -63,13 +63,8 @@ _PROBE_BYTES = 4_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A complete checkpoint and what it cost.
-
-    Args:
-        num_bytes: of all ranks' tensors.
-        stall_s: seconds this rank's training waited: for an earlier save, and for the copy.
-        write_s: seconds from the copy to the rename.
-    """
+    """A complete checkpoint: bytes of all ranks' tensors, seconds this rank's training waited (for an earlier save, and
+    for the copy), and seconds from the copy to the rename."""
 
     path: Path
     steps_done: int
@@ -289,14 +284,9 @@ class Saves:
         return bool(interval_s) and time.monotonic() - self._saved_at_s >= interval_s
 
     def after_step(self, steps_done: int, *, is_time: bool) -> tuple[SavedCheckpoint | None, str]:
-        """Start a checkpoint where one is due; (what was completed, what failed) since the last step. Collective.
-
-        Args:
-            is_time: of the rank whose clock counts.
-
-        Raises:
-            CheckpointError: one failed and `train.on_failed_checkpoint` is "stop".
-        """
+        """Start a checkpoint where one is due, by the clock of the rank that counts (`is_time`) or by steps; return
+        (what was completed, what failed) since the last step. `CheckpointError` where one failed and
+        `train.on_failed_checkpoint` is "stop". Collective."""
         from_s, every = time.perf_counter(), self._settings.checkpoint_every_steps
         if not (is_time or (every and steps_done % every == 0)):
             return self._end(only_if_done=True)
@@ -310,11 +300,8 @@ class Saves:
         self._settled = self._end()
 
     def save(self, steps_done: int, *, again: bool = False) -> Path:
-        """Have a complete checkpoint of the steps done, or `CheckpointError` in any case. Collective.
-
-        Args:
-            again: write it although there is one: what goes with the weights has changed.
-        """
+        """Have a complete checkpoint of the steps done, or `CheckpointError` in any case; written `again` where what
+        goes with the weights has changed. Collective."""
         self._end()
         if again or self._saved_steps != steps_done:
             self._start(time.perf_counter())

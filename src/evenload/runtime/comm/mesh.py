@@ -42,12 +42,7 @@ _Key = tuple[tuple[int, ...], bool]
 
 
 class GroupPool:
-    """Groups by ranks. Every rank makes the same calls in the same order, members or not.
-
-    Args:
-        backend: of tensors on the ranks' devices.
-        timeout: how long a rank waits for another.
-    """
+    """Groups by ranks. Every rank makes the same calls in the same order, members or not."""
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
         self._backend, self._timeout = backend, timeout
@@ -97,20 +92,15 @@ class Mesh:
 
     Args:
         pp_rank, dp_rank, cp_rank, tp_rank: this rank's place; an idle rank has -1 of the first two.
-        control: all ranks, on the CPU (clocks, norms, metrics).
-        planning: all ranks, on the CPU, used by the thread that prepares coming steps.
-        saving: all ranks, on the CPU, used by the thread that writes checkpoints.
-        moving: all ranks, on their devices, used by what moves between two layouts; None = the layout never changes.
-        data: ranks that hold the same weights, all context ranks of all replicas; gradients are summed here. Of an
-            idle rank itself alone.
-        lines: by channel of this rank, hidden states first: a group of the sending and the receiving rank. None where
-            one rank holds both stages.
-        channels: whether every channel has a group of its own ("directed") or all channels of two ranks share one
-            ("fifo").
+        control, planning, saving: all ranks, on the CPU; the latter two for the threads that prepare steps and write
+            checkpoints.
+        moving: all ranks, on their devices, for what moves between two layouts; None = the layout never changes.
+        data: ranks that hold the same weights, all context ranks of all replicas. Of an idle rank itself alone.
+        lines: by channel of this rank, hidden states first, a group of both ends; none where one rank holds both
+            stages.
         context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
         tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
-        tie: the ranks of the first and the last stage (tied embeddings), all of both where stages have several; None
-            elsewhere, or where one rank holds both.
+        tie: all ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
         watch: every wait for other ranks runs inside `watch.waiting`, which names them when they fail.
         ranks_per_machine: neighbours in rank order that share a machine.
     """
@@ -202,12 +192,7 @@ class Mesh:
 
 
 class Meshes:
-    """The meshes of all layouts that a run may take, of one rank.
-
-    Args:
-        meshes: the first is that in which the run starts.
-        num_groups: process groups of all of them.
-    """
+    """The meshes of all layouts that a run may take, of one rank; the first is that in which the run starts."""
 
     def __init__(self, meshes: Sequence[Mesh], num_groups: int = 0) -> None:
         self.start = meshes[0]
@@ -249,12 +234,11 @@ def create_meshes(
 
     Args:
         layouts: the run starts in the first, which has a place for every process; others may leave ranks idle.
-        timeout_s: how long a rank waits for another before it gives up with an error.
-        saving_timeout_s: the same while a checkpoint is written, when a rank may wait for a slow disk of another;
-            None = `timeout_s`.
+        timeout_s: how long a rank waits for another before it gives up; saving_timeout_s: while a checkpoint is
+            written.
         signs: a store of all ranks in which they show that they live; used by nothing else.
         ranks_per_machine: None = all ranks are on this machine.
-        backend: that `torch.distributed` knows, of tensors on the device; None = NCCL for GPUs, gloo for CPUs.
+        backend: of tensors on the device; None = NCCL for GPUs, gloo for CPUs.
 
     Raises:
         ConfigError: the number of processes does not fit.

@@ -61,11 +61,7 @@ def row_owners(ranges: Iterable[Range], size: int) -> NDArray[np.int64]:
 
 
 class TensorGroup:
-    """This rank's view of its group.
-
-    Attributes:
-        chunk_rows: rows of a pack that a chunk has at least; alike on all ranks.
-    """
+    """This rank's view of its group; chunks have at least `chunk_rows` of a pack's rows, alike on all ranks."""
 
     chunk_rows = CHUNK_ROWS
 
@@ -110,11 +106,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, eq=False)
 class RowChunk:
-    """A run of a pack's rows whose transfers are made together.
-
-    Args:
-        rows, own: of the pack's T rows, and of this rank's.
-    """
+    """A run of a pack's T rows whose transfers are made together, and which of this rank's rows these are."""
 
     rows: slice
     own: slice

@@ -34,14 +34,9 @@ class _Sign(msgspec.Struct, array_like=True):
 
 
 class RankWatch:
-    """Knows what this rank is doing, for its own errors and for those of the others.
-
-    Args:
-        rank: global.
-        name: how errors call it, such as "rank 3 (dp 1, stage 1)"; may change with the layout.
-        world_size: ranks whose signs are read.
-        store: shared by all ranks; used by this object alone. None = errors know this rank only.
-    """
+    """Knows what this rank is doing, for its own errors and for those of the others, and calls it by `name`, which may
+    change with the layout. Signs are shown in `store`, shared by all ranks and used by this object alone; None = errors
+    know this rank only."""
 
     def __init__(
         self,
@@ -74,15 +69,8 @@ class RankWatch:
 
     @contextmanager
     def waiting(self, what: str, peers: str = "all ranks") -> Iterator[None]:
-        """Around a transfer or a collective.
-
-        Args:
-            what: such as "the hidden states of forward pack 7"; "of step 12" is added where it does not say so.
-            peers: who has to do their part, such as "rank 1".
-
-        Raises:
-            RankLostError: instead of the transport's error. Other errors pass.
-        """
+        """Surround a transfer or a collective; raise `RankLostError` instead of the transport's error, others pass.
+        `what` is such as "the hidden states of forward pack 7", `peers` have to do their part, such as "rank 1"."""
         thread, from_s = threading.get_ident(), time.monotonic()
         step = f" of step {self.step}" if self.step >= 0 and " of step " not in what else ""
         text = f"{what}{step} from {peers}"

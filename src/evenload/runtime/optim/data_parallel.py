@@ -34,11 +34,8 @@ from evenload.runtime.optim.parameter_units import FlatBuffer
 
 @dataclass(frozen=True, eq=False)
 class ReductionTrace:
-    """When one rank's sums ran, in their order; seconds on its own monotonic clock.
-
-    Args:
-        unit: int32[n], numbers of `StageModel.units`; start_s, end_s: float64[n].
-    """
+    """When one rank's sums ran, in their order: units (`StageModel.units`), int32[n], and seconds on its own monotonic
+    clock, float64[n]."""
 
     unit: NDArray[np.int32]
     start_s: NDArray[np.float64]
@@ -46,14 +43,9 @@ class ReductionTrace:
 
 
 class GradientReduction:
-    """One step's sums over replicas and, for tied weights, over both stages that hold them.
-
-    Where a tensor-parallel group holds a parameter whole (norms), every rank has the gradient of its rows or heads, and
-    they are summed too. To be used as a context, which lets go of what an error leaves behind.
-
-    Args:
-        is_overlapped: reduce what is released while the rest is computed; else all of it in `finish`.
-    """
+    """Sums one step's gradients over replicas, tied weights over both stages that hold them, and what a tensor-parallel
+    group holds whole (norms) over its ranks. A context, which lets go of what an error leaves behind. Reduces what is
+    released while the rest is computed where `is_overlapped`; else all of it in `finish`."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self._buffers, self._mesh = buffers, mesh
@@ -104,11 +96,8 @@ class GradientReduction:
 
     def norm_and_loss(self, loss: Tensor) -> tuple[float, float]:
         """After `finish`, return the Euclidean norm of the gradient over all parameters of the model, each counted
-        once, and the sum of all ranks' shares of the loss; the same on every rank. Collective over the control group.
-
-        Args:
-            loss: fp64 scalar on the device, this rank's share.
-        """
+        once, and the sum of all ranks' shares of the loss (`loss`: fp64 scalar on the device); the same on every rank.
+        Collective."""
         mesh = self._mesh
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         total[1] = loss
@@ -152,13 +141,8 @@ def _square_sum(shard: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GatherTrace:
-    """When one rank's gathers of one update ran, in their order, and when something of this rank waited for them;
-    seconds on its own monotonic clock.
-
-    Args:
-        unit: int32[n], numbers of `StageModel.units`; start_s, end_s: float64[n].
-        wait_start_s, wait_end_s: float64[m].
-    """
+    """When one rank's gathers of one update ran, in their order, as `ReductionTrace`, and when something of this rank
+    waited for them, float64[m]."""
 
     unit: NDArray[np.int32]
     start_s: NDArray[np.float64]
@@ -168,11 +152,8 @@ class GatherTrace:
 
 
 class WeightGathers:
-    """The gathers of one update on one rank.
-
-    Args:
-        is_overlapped: while the next packs are computed; else each where it is put.
-    """
+    """The gathers of one update on one rank; while the next packs are computed where `is_overlapped`, else each where
+    it is put."""
 
     def __init__(self, mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self.is_overlapped = is_overlapped and mesh.data_size > 1

@@ -35,12 +35,8 @@ _AS_LARGE_AS_ADAMW = 0.2
 
 @torch.no_grad()
 def muon_update(buffer: FlatBuffer, gradient: Tensor, momentum: Tensor, decay: float, mesh: Mesh) -> Tensor:
-    """Return what the learning rate is multiplied with, for this rank's shard of a buffer, [shard] like the gradient.
-    Collective over the data group; `momentum` changes.
-
-    Args:
-        decay: of momentum.
-    """
+    """Return what the learning rate is multiplied with, for this rank's shard of a buffer, [shard] like the gradient;
+    `momentum`, with this decay, changes. Collective over the data group."""
     momentum.lerp_(gradient, 1 - decay)
     direction = gradient.lerp(momentum, decay)
     whole = direction
@@ -86,13 +82,9 @@ AVERAGE = "average"
 
 
 class ShardedOptimizer:
-    """Optimizer state of one rank, for the buffers of `flatten_units`; none where it holds none.
-
-    Args:
-        state: of every buffer, its shards by the names of `state_tensors`; None = the run begins.
-        num_steps: updates done so far.
-        average_decay: of the moving average of the weights; None = there is none.
-    """
+    """Optimizer state of one rank, for the buffers of `flatten_units`, after `num_steps` updates. `state` has every
+    buffer's shards by the names of `state_tensors`; None = the run begins. `average_decay` is of the moving average of
+    the weights; None = there is none."""
 
     def __init__(
         self,
@@ -132,11 +124,8 @@ class ShardedOptimizer:
     def step(
         self, shards: list[Tensor], grad_norm: float, learning_rate: float, *, is_overlapped: bool = False
     ) -> None:
-        """Clip, update with shards of reduced gradients, and gather the rest. Collective over the data group.
-
-        Args:
-            is_overlapped: what is gathered may still be on its way on return; `gathers` knows.
-        """
+        """Clip, update with shards of reduced gradients, and gather the rest, which may still be on its way on return
+        where `is_overlapped` (`gathers` knows). Collective over the data group."""
         self.gathers.finish()
         self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
         self.num_steps += 1

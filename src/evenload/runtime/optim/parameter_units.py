@@ -76,15 +76,10 @@ class FlatBuffer(BufferGroup):
 
 
 def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Sequence[int] = ()) -> list[FlatBuffer]:
-    """Move the parameters of one rank's stages into flat buffers and give each a `main_grad`.
-
-    A parameter of two units (a tied embedding whose head is on the same rank) belongs to the first. Gradients that
-    autograd produces itself (norm weights, adapters) are added to `main_grad` by a hook; linears and the embedding
-    write there directly. Frozen parameters stay where they are.
-
-    Args:
-        dp: ranks that the buffers are cut for; others: for which they may be cut later, in the same memory.
-    """
+    """Move the parameters of one rank's stages into flat buffers, cut for `dp` ranks and in memory that suffices for
+    `others`, and give each a `main_grad`. A parameter of two units (a tied embedding whose head is on the same rank)
+    belongs to the first. Gradients that autograd produces itself (norm weights, adapters) are added to `main_grad` by a
+    hook; linears and the embedding write there directly. Frozen parameters stay where they are."""
     stages = [stages] if isinstance(stages, StageModel) else stages
     buffers = []
     for group in buffer_groups(stages):

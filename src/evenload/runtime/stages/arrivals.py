@@ -53,13 +53,8 @@ def bring_weights(
     num_updates: int,
     there: Collection[int] = (),
 ) -> int:
-    """Bytes that this rank received. Collective; `RankLostError` where a rank does not come.
-
-    Args:
-        pieces: those that this rank gains have their memory.
-        num_updates: made so far.
-        there: indices of the pieces that were read ahead.
-    """
+    """Bring the weights that this rank gains, whose pieces have their memory; return the bytes received. Pieces with
+    index in `there` were read ahead. Collective; `RankLostError` where a rank does not come."""
     waiting = mesh.watch.waiting
     if twins is not None:
         # Those that are gained have memory, and no values yet.
@@ -118,24 +113,18 @@ _STATE_WAIT = "optimizer state of the new layout"
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """Holds what a switch left behind on this rank.
-
-    Args:
-        pieces: indices of those that it holds no more.
-        memory: theirs that nobody else reads; it goes with this object.
-    """
+    """Holds what a switch left behind on this rank: indices of `pieces` that it holds no more, and their private
+    `memory`, which goes with this object."""
 
     pieces: Sequence[int] = ()
     memory: Sequence[object] = ()
 
 
 class StateArrival:
-    """One switch's optimizer state on one rank.
+    """Moves one switch's optimizer state on one rank.
 
     Args:
-        old, new: meshes of both layouts.
-        before: by piece, what this rank owned in the old one.
-        twins: shared memory of the machine; None = everything is sent.
+        before: by piece, what this rank owned in the old layout.
         num_updates: that state and weights are of.
         leaving: what can go when all ranks have their weights.
     """
@@ -307,10 +296,9 @@ Ranges = Mapping[int, Sequence[tuple[int, int]]]
 
 
 class Preallocated:
-    """Takes memory for one switch, on one rank.
+    """Takes memory for one switch to the layout of `mesh`, on one rank.
 
     Args:
-        mesh: of the layout that comes.
         gained: indices of the pieces that come.
         state: elements of shared pieces whose optimizer state comes.
         after: must have ended before any memory is taken, which it may be giving back.

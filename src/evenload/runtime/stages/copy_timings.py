@@ -35,11 +35,10 @@ def measured_copies(
     rehearsals: Mapping[int, Callable[[], object]],
     stand_ins: Sequence[LivePiece],
 ) -> CopySpec:
-    """Collective over all ranks; every rank returns the same. Before the first update, where some piece is shared.
+    """Measure before the first update, where some piece is shared; every rank returns the same. Collective.
 
     Args:
-        rehearsals: what a switch does except moving, by the layers that a rank comes to hold; it leaves things as they
-            are.
+        rehearsals: what a switch does except moving, by the layers that a rank comes to hold.
         stand_ins: pieces as the model's layers are, which nobody holds; at least one.
     """
     reading = _Reading(pieces, twins, mesh)
@@ -120,12 +119,8 @@ def _nothing() -> None:
 
 
 def _slowest_s(work: Callable[[], object], mesh: Mesh, scratch: torch.Tensor, *, trains_on: bool = False) -> float:
-    """From when all have come until the last is done.
-
-    Args:
-        scratch: more than caches hold; used up before, so that they hold nothing of the work, as behind a step.
-        trains_on: whoever is done computes, as in its step, while others are not.
-    """
+    """From when all have come until the last is done. `scratch` is more than caches hold, and used up before, as behind
+    a step; `trains_on`: whoever is done computes, as in its step, while others are not."""
     scratch.add_(1)
     dist.barrier(group=mesh.control)
     from_s = time.perf_counter()

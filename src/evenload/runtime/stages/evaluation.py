@@ -64,11 +64,7 @@ def require_whole_model(data: DataConfig, layouts: Sequence[ParallelLayout]) -> 
 
 
 class Sampler:
-    """Writes the samples of a run with `[samples]`.
-
-    Args:
-        opening: ids that the run's texts begin with, and so the prompts.
-    """
+    """Writes the samples of a run with `[samples]`; its texts, and so the prompts, begin with the ids `opening`."""
 
     def __init__(
         self,
@@ -294,14 +290,9 @@ def _agreed(stop_signal: int, mesh: Mesh) -> int:
 
 
 class EvaluationResult(NamedTuple):
-    """Holds the results of an evaluation after a step.
-
-    Args:
-        validation: None = no pass was due, or it was abandoned.
-        is_best: the pass is among the best, so its checkpoint is kept.
-        samples: of rank 0; () = none were due.
-        stop_signal: that came during the pass, as all ranks agreed; 0 = none.
-    """
+    """Holds the results of an evaluation after a step: of rank 0 the samples, whether the pass is among the best, so
+    that its checkpoint is kept, and the signal that came during it; no validation = no pass was due, or it was
+    abandoned."""
 
     validation: Validation | None = None
     is_best: bool = False
@@ -311,10 +302,9 @@ class EvaluationResult(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EvaluatedRun:
-    """Holds what evaluations take from the run, the same from its first step to its last.
+    """Holds what evaluations take from the run.
 
     Args:
-        state: whose weights are read.
         planner_of: that plans steps in a layout.
         is_last: no step of the run comes after those done; called where that decides.
         stop_requested: the signal that this rank got, or 0; all abandon a pass where any got one.
@@ -329,11 +319,8 @@ class EvaluatedRun:
 
 
 class Evaluation:
-    """Evaluates the weights of one run, on one rank.
-
-    Args:
-        keep_best: so many checkpoints with the smallest losses stay in the directory `checkpoints`.
-    """
+    """Evaluates the weights of one run, on one rank; `keep_best` checkpoints with the smallest losses stay in
+    `checkpoints`."""
 
     def __init__(
         self, validator: Validator | None, sampler: Sampler | None, *, keep_best: int, checkpoints: Path
@@ -369,14 +356,8 @@ class Evaluation:
         return self._validator is not None and self._validator.settings.is_due(steps_done)
 
     def after_step(self, steps_done: int, run: EvaluatedRun, *, is_stopping: bool) -> EvaluationResult:
-        """Evaluate what is due after a step. Collective.
-
-        Args:
-            is_stopping: all ranks have agreed to end; the start that goes on makes the pass.
-
-        Raises:
-            DataError, InfeasiblePlanError: as `Validator.run`.
-        """
+        """Evaluate what is due after a step; nothing where all ranks have agreed to end, as the start that goes on
+        makes the pass. Collective; raises as `Validator.run`."""
         if is_stopping:
             return EvaluationResult()
         samples = self._write_samples(steps_done, run.state)

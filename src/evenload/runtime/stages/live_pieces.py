@@ -32,14 +32,8 @@ MASTER_NAME = "master"
 
 
 class LivePiece:
-    """One piece.
-
-    Args:
-        parameters: the same objects for the whole run.
-        group: of a trained piece; None = frozen.
-        data_sizes: numbers of data-parallel ranks that it may be cut for.
-        is_held: its parameters have values from the start.
-    """
+    """One piece; its parameters are the same objects for the whole run, and have values from the start where it
+    `is_held`. No `group` = it is frozen; `data_sizes` are the numbers of data-parallel ranks that it may be cut for."""
 
     def __init__(
         self,

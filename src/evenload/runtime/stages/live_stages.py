@@ -63,13 +63,8 @@ from evenload.types.timeline import Timeline
 
 @dataclass(frozen=True)
 class Twins:
-    """Summarises for a user what lies in shared memory.
-
-    Args:
-        num_shared, num_pieces: pieces of the model.
-        num_bytes: the most of one machine, in any layout.
-        reason: why nothing is shared, where no budget was set; "" else.
-    """
+    """Summarises for a user how many pieces lie in shared memory, and the most bytes of one machine in any layout;
+    `reason` says why nothing is shared where no budget was set."""
 
     num_shared: int
     num_pieces: int
@@ -80,16 +75,9 @@ class Twins:
 def open_shared_memory(
     budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes
 ) -> tuple[TwinMemory | None, Collection[int], Twins | None]:
-    """Open shared memory for as many pieces as the budget holds; return it, their indices and a summary.
-
-    All that this rank holds of them lies there afterwards. None where ranks have nothing to share. Collective.
-
-    Args:
-        budget_bytes: of a machine; None = no limit.
-
-    Raises:
-        ConfigError: a budget is set, and ranks of a machine cannot read each other's memory.
-    """
+    """Open shared memory for as many pieces as a machine's budget holds, None = no limit, and put what this rank holds
+    of them there; return it, their indices and a summary, None where ranks have nothing to share. `ConfigError` where a
+    budget is set and ranks cannot read each other's memory. Collective."""
     mesh = meshes.start
     if mesh.device.type != "cpu" or mesh.ranks_per_machine == 1 or budget_bytes == 0:
         return None, (), None
@@ -120,12 +108,10 @@ class Switch:
     """A change of the layout before a step, on this rank; `joined_switch` joins those of all ranks.
 
     Args:
-        before, after: descriptions of the layouts.
         stall_s: seconds until the weights were in place and the step could begin.
         wait_s: seconds for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
-        predicted_stall_s: as `plan.layouts.switch_prices` counts it.
-        predicted_state_s: until all optimizer state is there; it hides behind the step as far as that lasts.
+        predicted_stall_s, predicted_state_s: by `plan.layouts.switch_prices`; the latter hides behind the step.
     """
 
     before: str
@@ -228,11 +214,9 @@ class LiveStages:
         return measured_copies(self._pieces, self._twin_memory, self.mesh, rehearsals, stand_ins)
 
     def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], headroom_bytes: int) -> None:
-        """Where the next step is known to run in another layout, do ahead what can be done, if it takes no more than
-        there is room for. Not collective: it changes how long a switch takes, and nothing else. Takes no time.
-
-        On a GPU nothing is done: its memory has no page faults, and what is taken would count as the step's, whose
-        measured peak corrects decisions (`plan.layouts.measured_layouts`)."""
+        """Where the next step is known to run in another layout, take its memory if there is room. Not collective;
+        takes no time. On a GPU nothing is done: its memory has no page faults, and what is taken would count as the
+        step's peak."""
         if self.mesh.device.type != "cpu":
             return
         if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):
@@ -256,13 +240,8 @@ class LiveStages:
 
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
         """Become the layout of `mesh`; weights are in place on return, optimizer state when `settle` returns.
-        Collective. `RankLostError` where a rank does not come.
-
-        Args:
-            optimizer: of the layout so far, of no use afterwards.
-            coefficients: for what is predicted, over the links that they know.
-            from_s: `time.perf_counter` when training stopped for it.
-        """
+        `optimizer` is of no use afterwards; `from_s`: `time.perf_counter` when training stopped for it. Collective.
+        `RankLostError` where a rank does not come."""
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
         old, moves = self.mesh, self._moves_to(mesh)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
@@ -366,14 +345,8 @@ class LiveStages:
 
 
 class Monitor:
-    """Follows the layouts of one run.
-
-    Args:
-        planner: that decides.
-        start: the layout that runs now.
-        steps_ahead: of a step's training its plan may be made.
-        known: of a checkpoint.
-    """
+    """Follows the layouts of one run, from the layout `start` on. Plans may be made `steps_ahead` of training; `known`
+    is a checkpoint's."""
 
     def __init__(
         self, planner: FlexPlanner, start: ParallelLayout, steps_ahead: int, known: Sequence[KnownAfter]
@@ -388,13 +361,9 @@ class Monitor:
     def note(
         self, planned: PlannedStep, measured: Timeline, switch: Switch | None, peak_bytes: int | None
     ) -> LayoutDecision | None:
-        """Take a trained step into account; its decision, with what was measured of it. Every step, in order.
-
-        Args:
-            switch: before the step; None = there was none.
-            peak_bytes: measured, of the fullest rank; None where what is counted is not what is predicted (on a CPU,
-                without temporary buffers). That of a step with a switch is not used: it has both layouts' state.
-        """
+        """Take a trained step into account, every step in order; return its decision, with what was measured of it.
+        `peak_bytes` of the fullest rank, None where what is counted is not what is predicted; not used in a step with a
+        switch, which has both layouts' state."""
         plan, decision, measured_switch = planned.plan, planned.decision, None
         if switch is not None:
             moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s

@@ -37,12 +37,8 @@ from evenload.types.model import ModelSpec
 
 
 def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
-    """A `ConfigError` on all ranks where they would load different revisions. Collective over the control group.
-
-    Args:
-        path: `model.path`.
-        folder: what this rank loads; `path` itself where it lies here.
-    """
+    """Raise `ConfigError` on all ranks where they would load different revisions of `model.path`; `folder` is what this
+    rank loads, the path itself where it lies here. Collective."""
     # A folder of a cache is called as the revision is.
     mine = None if folder == path else Path(folder).name
     everyone: list[str | None] = [None] * mesh.num_ranks
@@ -126,12 +122,7 @@ def unit_modules(
     tp_rank: int,
     tp: int,
 ) -> UnitModules:
-    """The units of a rank's stages as they are, and shells of all others.
-
-    Args:
-        models: of all its stages, with weights; at least one.
-        dtype, lora, tp_rank, tp: with which they were made.
-    """
+    """Return the units of a rank's stages, all of them and with weights, as they are, and shells of all others."""
     some = next(iter(models))
     config, architecture = some.config, some.architecture
     whole = empty_model(config, dtype)
@@ -185,13 +176,8 @@ Stage = TypeVar("Stage", bound=PipelineStage)
 
 @dataclass(frozen=True, eq=False)
 class RankStages(Generic[Stage]):
-    """Holds one rank's part of the model.
-
-    Args:
-        stages: virtual stages by index, ascending.
-        buffers: their trained parameters and gradients.
-        frozen_bytes: of parameters that are not trained.
-    """
+    """Holds one rank's part of the model: virtual stages by index, ascending, buffers of their trained parameters and
+    gradients, and the bytes of those that are not trained."""
 
     hf_config: PretrainedConfig
     stages: dict[int, Stage]

@@ -32,14 +32,8 @@ from evenload.types.model import ModelSpec
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepGradients:
-    """Holds what one rank has of a step before its update.
-
-    Args:
-        shards: of every buffer's summed gradient.
-        grad_norm, loss: of the whole step, the same on every rank.
-        sums: when gradients were summed.
-        gathers: of updates whose weights became whole in this step; none that was taken before.
-    """
+    """Holds what one rank has of a step before its update: shards of every buffer's summed gradient; norm and loss of
+    the whole step; when gradients were summed, and gathers whose weights became whole in this step."""
 
     run: RankRun
     shards: list[Tensor]
@@ -54,15 +48,8 @@ class StepGradients:
 
 
 class RankState:
-    """Holds one rank's part, first in the layout in which the run starts.
-
-    Args:
-        spec: the model as the cost model sees it.
-        twin_bytes: that a machine's processes may share; None = no limit.
-
-    Raises:
-        ConfigError, UnsupportedModelError: model, weights or options cannot be trained like this.
-    """
+    """Holds one rank's part, first in the layout in which the run starts; `spec` is the model as the cost model sees
+    it. `ConfigError` or `UnsupportedModelError` where model, weights or options cannot be trained like this."""
 
     def __init__(
         self,
@@ -102,12 +89,8 @@ class RankState:
     def gradients(
         self, step: RankStep | None, before_action: Callable[[], None] = lambda: None, *, is_overlapped: bool = False
     ) -> StepGradients:
-        """Run this rank's part of a step, None where it is idle, and sum gradients. Collective.
-
-        Args:
-            before_action: called before every action; takes no time.
-            is_overlapped: reduce during packs.
-        """
+        """Run this rank's part of a step, None where it is idle, and sum gradients, during packs where `is_overlapped`;
+        `before_action` is called before every action. Collective."""
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
             buffer.grads.zero_()
@@ -156,11 +139,8 @@ class RankState:
         return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, headroom_bytes)
 
     def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
-        """Go on in another layout, or in another generation of this one. Collective.
-
-        Raises:
-            InvalidPlanError: another layout in the same generation.
-        """
+        """Go on in another layout, or in another generation of this one. `InvalidPlanError` for another layout in the
+        same generation. Collective."""
         from_s, mesh = time.perf_counter(), self._meshes.of(layout)
         if mesh is not self.mesh:
             if layout.generation == self.layout.generation:
@@ -176,10 +156,8 @@ class RankState:
         self.layout = layout
 
     def settle(self) -> Switch | None:
-        """Take the optimizer of the layout that runs, after a step's gradients and before its update.
-
-        Returns what a switch before the step took, on all ranks, None where there was none. Collective where there was
-        one."""
+        """After a step's gradients and before its update, take the optimizer of the layout that runs; return what a
+        switch before the step took, on all ranks, None where there was none. Collective where there was one."""
         found = None if self.live is None else self.live.settle(self._settings)
         if found is None:
             return None

@@ -32,14 +32,8 @@ _RELEASED_AT_ONCE = 2**22
 
 
 class SparseMemory:
-    """Maps memory of this process that others may read.
-
-    Args:
-        num_bytes: of places, not of memory.
-
-    Raises:
-        OSError: the system has no such memory, or not so many addresses.
-    """
+    """Maps memory of this process that others may read, with places of `num_bytes`. `OSError` where the system has no
+    such memory, or not so many addresses."""
 
     def __init__(self, num_bytes: int) -> None:
         if not hasattr(os, "memfd_create"):
@@ -69,14 +63,8 @@ class SparseMemory:
 
 
 class OthersMemory:
-    """The `SparseMemory` of another process of this machine, to read.
-
-    Args:
-        address: as the other process gives it.
-
-    Raises:
-        OSError: this process may not see it, or it is another process's (of another container, say).
-    """
+    """The `SparseMemory` of another process of this machine, to read. `OSError` where this process may not see it, or
+    the address is another process's (of another container, say)."""
 
     def __init__(self, address: tuple[int, int, int]) -> None:
         process, descriptor, number = address
@@ -125,13 +113,8 @@ class Place:
 
 
 class TwinMemory:
-    """Holds the memory of one rank, and reads that of others.
-
-    Args:
-        own: of this rank.
-        others: by rank, of those of this machine with the same tensor-parallel place, itself included.
-        places: by index, of the shared pieces.
-    """
+    """Holds the memory of one rank, and reads that of `others`: those of this machine with the same tensor-parallel
+    place, itself included. `places` are of the shared pieces, by index."""
 
     def __init__(
         self, own: SparseMemory, others: Mapping[int, OthersMemory], places: Mapping[int, Place], num_pieces: int
@@ -154,11 +137,8 @@ class TwinMemory:
         self._marks[piece] = _ABSENT if num_updates is None else num_updates
 
     def read(self, piece: int, part: str, source: int, start: int, into: Tensor, num_updates: int) -> None:
-        """Copy elements from `start` on of a part of a piece from another rank.
-
-        Raises:
-            TwinError: what is there is not of so many updates.
-        """
+        """Copy elements from `start` on of a part of a piece from another rank. `TwinError` where what is there is not
+        of so many updates."""
         other, mark = self._others[source], torch.empty(1, dtype=torch.int64)
         other.read(piece * mark.itemsize, mark)
         if int(mark) != num_updates:
@@ -195,12 +175,8 @@ class PieceMemory:
 def placed(
     parts: Sequence[Mapping[str, torch.dtype] | None], capacities: Sequence[int]
 ) -> tuple[dict[int, Place], int]:
-    """Places for pieces, one after the other, each part from a page of its own on; bytes of all.
-
-    Args:
-        parts: of every piece, by name; None = it is not shared.
-        capacities: elements of every piece.
-    """
+    """Find places for pieces of so many elements each, one after the other, each part from a page of its own on; None
+    of `parts` = it is not shared. Return them by index, and the bytes of all."""
     end = _pages(len(parts) * torch.int64.itemsize)
     places = {}
     for index, (dtypes, capacity) in enumerate(zip(parts, capacities, strict=True)):
