@@ -137,8 +137,7 @@ def require_known(
 
 
 def settings_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Keys of a table and their types, its own first and those it inherits behind them; those of `plan.options` include
-    a table for every strategy with own options."""
+    """Return a table's keys and types, its own first; `plan.options` has a table per strategy with options."""
     hints = get_type_hints(kind)
     hints = {name: hints[name] for name in (*kind.__annotations__, *hints)}
     if kind is PlanOptions:
@@ -210,8 +209,7 @@ def apply_override(tree: dict[str, Any], override: str, every: Sequence[str] = (
 
 
 def plan_options(tree: Mapping[str, Any]) -> PlanOptions:
-    """Options from nested tables: `{"candidates": 3, "wlb": {"release": "queues"}}`. `ConfigError` for an unknown key
-    or choice (with the nearest known one), or a bad value."""
+    """Read `{"candidates": 3, "wlb": {"release": "queues"}}`. `ConfigError` for an unknown key or a bad value."""
     require_known(tree, PlanOptions, _PLAN_PREFIX)
     own = option_tables()
     shared = {key: value for key, value in tree.items() if key not in own}

@@ -50,13 +50,10 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
 
 
 def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks: int) -> ParallelLayout:
-    """An entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks are enough for, at least one.
-
-    Args:
-        start: of the run; has the same cp and tp.
+    """Read an entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks suffice for, at least one.
 
     Raises:
-        ConfigError: it cannot be read, changes cp or tp, or does not hold the model's layers.
+        ConfigError: it cannot be read, changes cp or tp of `start`, or does not hold the model's layers.
     """
     written = read_layout_text(text)
     for axis in ("cp", "tp"):

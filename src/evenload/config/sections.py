@@ -216,8 +216,7 @@ class LoraConfig(Frozen):
 
 
 def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
-    """A model that trains rank·(in + out) elements of every linear with an adapter, and nothing else. `ConfigError` for
-    a target module that the layer does not have."""
+    """Return a model that trains adapters alone. `ConfigError`: a target module that the layer does not have."""
     if lora is None:
         return model
     sizes = linear_sizes(model)
@@ -241,14 +240,7 @@ def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
-    """Names of the linears that get adapters, in the order of a layer.
-
-    Args:
-        known: by name, the linears of a layer that may have one.
-
-    Raises:
-        ConfigError: `target_modules` names something else.
-    """
+    """Name the linears of `known` that get adapters. `ConfigError`: `target_modules` names something else."""
     for name in lora.target_modules:
         if name not in known:
             raise ConfigError(
@@ -352,11 +344,7 @@ class ValidationConfig(RecordSettings):
 
 
 def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfig:
-    """How the validation data is read: once, by the training processes themselves.
-
-    Raises:
-        ConfigError: settings of both do not go together.
-    """
+    """Return how the validation data is read: once, by the training processes. `ConfigError`: settings clash."""
     own = {name: value for name, value in msgspec.structs.asdict(validation).items() if value is not None}
     for name in _OWN:
         own.pop(name, None)
@@ -374,11 +362,7 @@ def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfi
 
 
 def with_held_out(data: DataConfig, validation: ValidationConfig | None) -> DataConfig:
-    """The data of training, without what is held out for validation.
-
-    Raises:
-        ConfigError: `[data]` says another share, or reads what is held out.
-    """
+    """Return the data of training, without what is held out for validation. `ConfigError`: settings clash."""
     if data.reads == "held_out":
         raise ConfigError('data.reads is "held_out", so the run would train on what is held out; leave it out')
     share = None if validation is None else validation.share

@@ -208,8 +208,7 @@ class TrainConfig(Frozen):
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
     def with_run_memory(self, model: ModelSpec) -> ModelSpec:
-        """A model whose memory counts the moving average of the weights, if there is one, and what attention holds in a
-        GPU's kernels, if it runs in them; where its shape keeps `auto` from them, plans leave memory unused."""
+        """Return a model whose memory counts the weights' average, and what attention's GPU kernels hold."""
         in_kernels = self.train.device == "cuda" and self.train.attention != "reference"
         in_kernels = in_kernels and self.model.dtype == "bfloat16"
         ordered = in_kernels and self.train.deterministic
@@ -239,8 +238,7 @@ def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> TrainConfig:
-    """A configuration from nested tables, as a TOML file has them, which stay as they are; otherwise as
-    `load_train_config`."""
+    """Read nested tables, as a TOML file has them, which stay as they are; otherwise as `load_train_config`."""
     tree = copy.deepcopy(dict(tree))
     every = tuple(setting_paths(TrainConfig))
     for override in overrides:

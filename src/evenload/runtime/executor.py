@@ -55,8 +55,8 @@ class RankTrace:
 
 
 class HeadOutput(NamedTuple):
-    """Holds what the head of a last stage gave for one backward pack, to find what is not finite: ranges of this rank's
-    rows, its share of the global mean loss, fp64 scalar, and sums of the gradient's rows, [rows]."""
+    """Holds what a last stage's head gave for one backward pack: this rank's share of the loss, fp64 scalar, and the
+    sums of the gradient's rows, [rows]."""
 
     pack: int
     ranges: tuple[Range, ...]

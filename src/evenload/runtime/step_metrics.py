@@ -81,22 +81,18 @@ class RankEnd:
     fixed_bytes: int
 
     def joined(self, mesh: Mesh) -> "RankEnd":
-        """Return the largest value of any rank of each field, but the shortest barrier: that of the rank which came
-        last, and waited for nobody. Collective over the control group."""
-        values = torch.tensor([float(getattr(self, field.name)) for field in fields(self)], dtype=torch.float64)
-        signs = torch.tensor([-1.0 if field.name == "barrier_s" else 1.0 for field in fields(self)]).double()
-        values *= signs
+        """Return the largest value of any rank of each field, but the shortest barrier, of the last. Collective."""
+        names = [field.name for field in fields(self)]
+        signs = torch.tensor([-1.0 if name == "barrier_s" else 1.0 for name in names], dtype=torch.float64)
+        values = signs * torch.tensor([float(getattr(self, name)) for name in names], dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.control)
-        values *= signs
-        kinds = (type(getattr(self, field.name)) for field in fields(self))
-        named = zip(fields(self), kinds, values.tolist(), strict=True)
-        return RankEnd(**{field.name: kind(value) for field, kind, value in named})
+        of_all = zip(names, (values * signs).tolist(), strict=True)
+        return RankEnd(**{name: type(getattr(self, name))(value) for name, value in of_all})
 
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """Holds what matrix products reach on devices, and what their data sheet promises; None = there is none for this
-    device or precision."""
+    """Holds what matrix products reach, and what the data sheet promises; None = there is none."""
 
     measured_flops_per_s: float
     data_sheet_flops_per_s: float | None
@@ -151,11 +147,7 @@ def gather_timeline(
         sides.append(side_tasks("weight_wait", place[0], np.full(len(waits.end_s), place[1]), stage, -1, *waits))
     names = [field.name for field in fields(SideTasks)]
     side = SideTasks(**{name: np.concatenate([getattr(one, name) for one in sides]) for name in names})
-    return Timeline(
-        **joined,
-        step_time_s=step_time_s,
-        side=side,
-    )
+    return Timeline(**joined, step_time_s=step_time_s, side=side)
 
 
 class _Spans(NamedTuple):
@@ -184,8 +176,7 @@ def _overlapped(sums: ReductionTrace, gathers: Sequence[GatherTrace], zero_s: fl
 
 
 def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[_Spans]) -> SideTasks:
-    """Transfers of all ranks that hold the same layers, which are the same: one begins when the last rank has come and
-    the one before it is done."""
+    """Transfers of ranks with the same layers: one begins when all have come and the one before is done."""
     end_s = np.maximum.reduce([one.end_s for one in spans])
     start_s = np.maximum.reduce([one.start_s for one in spans])
     start_s[1:] = np.maximum(start_s[1:], end_s[:-1])

@@ -23,8 +23,7 @@ from evenload.types.plan import StepPlan
 def prepare_step(
     plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: Mesh, exchange: Exchange = "all_gather"
 ) -> RankStep:
-    """This rank's part of a step, ready to run once, from the tokens of every document of its replica.
-    `InvalidPlanError` for a plan of another layout, or one that this model cannot run."""
+    """Make this rank's part of a step from its replica's tokens. `InvalidPlanError`: of another layout or model."""
     if plan.layout.arrangement != mesh.layout:
         raise InvalidPlanError(
             f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"

@@ -192,8 +192,7 @@ class ProcessMemory:
         forget_peak_process_bytes(self._device)
 
     def predicted_bytes(self, plan: StepPlan, fixed_bytes: int | None) -> int | None:
-        """Return what the fullest process holds by now, after this plan, from the fixed bytes of the rank that has
-        most; None where that is not known."""
+        """Return what the fullest process holds after this plan; None where that is not known."""
         if not fixed_bytes:
             return None
         self._predicted_bytes = max(self._predicted_bytes, process_bytes(self._model, plan, fixed_bytes))

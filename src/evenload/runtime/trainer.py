@@ -133,9 +133,8 @@ class Trainer:
         return GlobalBatchLoader(self.config.data, self._tokenizer, peers=peers, vocab_size=self.model.vocab_size)
 
     def resume(self) -> Path | None:
-        """Load the latest checkpoint of the output directory, `coefficients` included, and return its path, or None
-        where there is none. `ConfigError` where `train.resume` is off, or it is damaged or of another model.
-        Collective."""
+        """Load the latest checkpoint, `coefficients` included; return its path, or None. `ConfigError` where
+        `train.resume` is off, or it is damaged or of another model. Collective."""
         path = checkpoint_for_all(self._checkpoints, self.mesh, may_resume=self.config.train.resume)
         if path is None:
             return None
@@ -302,8 +301,7 @@ class Trainer:
         return run_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
 
     def save(self) -> Path:
-        """Have a complete checkpoint of the steps done, or `CheckpointError` whatever `train.on_failed_checkpoint` is.
-        Collective."""
+        """Have a complete checkpoint of the steps done, or `CheckpointError`. Collective."""
         return self._saves.save(self.steps_done)
 
     def _position(self) -> RunPosition:

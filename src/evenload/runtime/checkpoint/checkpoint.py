@@ -92,8 +92,7 @@ class Progress(Frozen):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunPosition:
-    """Everything of a checkpoint that is not a tensor: `loader` is the encoded state after the steps done,
-    `coefficients` are None before the run has any."""
+    """Everything of a checkpoint that is not a tensor; no coefficients = the run has none yet."""
 
     progress: Progress
     loader: bytes
@@ -101,8 +100,8 @@ class RunPosition:
 
 
 def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path | None:
-    """Return the checkpoint that every rank resumes from, as rank 0 sees it, or None where the run starts from the
-    beginning. `ConfigError` where there is one, but `may_resume` is off. Collective."""
+    """Return the checkpoint that all resume from, as rank 0 sees it, or None. `ConfigError`: not allowed.
+    Collective."""
     newest = checkpoint_to_resume(directory, may_resume=may_resume)
     name = [newest and newest.name]
     with mesh.watch.waiting("the name of the checkpoint to resume from"):
@@ -144,8 +143,7 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedOpt
 
 
 def _require_same_state(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:
-    """The run's optimizer finds all of its state, and the checkpoint has none that would be dropped, of every parameter
-    that this rank updates and the checkpoint has."""
+    """The run's optimizer finds all of its state, and none is dropped, of the parameters that this rank updates."""
     mine, there = _kinds_of_state(wanted), _kinds_of_state(saved)
     for parameter, kinds in mine.items():
         found = there.get(parameter, set())
@@ -205,14 +203,12 @@ def whole_pieces(buffer: FlatBuffer) -> Iterator[tuple[str, TensorPieces]]:
 
 
 def _is_written_elsewhere(buffer: FlatBuffer, mesh: Mesh) -> bool:
-    """By the first rank of the tensor-parallel group, which holds the same, or the first stage, which has the embedding
-    that a tied head is: both ends need not cut it alike."""
+    """By the first rank of the tensor-parallel group, or by the first stage, which has a tied head's matrix."""
     return (mesh.tp_rank > 0 and not buffer.is_part) or (buffer.tied and mesh.is_last_stage)
 
 
 def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:
-    """This rank's part of what several ranks hold: every piece has one writer. All replicas come to the same division
-    without talking: each tensor goes to the replica with the fewest bytes."""
+    """Return this rank's part: each replicated tensor goes to the replica with the fewest bytes."""
     assigned_bytes = [0] * mesh.data_size
     mine = {}
     for name, tensor in tensors.items():

@@ -39,8 +39,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def checkpoint_to_resume(directory: Path, *, may_resume: bool) -> Path | None:
-    """The latest checkpoint of a run's directory, None = it starts from the beginning; `ConfigError` where there is
-    one, but `train.resume` is off."""
+    """Return the latest checkpoint, None = there is none; `ConfigError` where `train.resume` is off."""
     found = latest_checkpoint(directory)
     if found is not None and not may_resume:
         raise ConfigError(
@@ -104,18 +103,16 @@ def partial_path(directory: Path, steps_done: int) -> Path:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a checkpoint whose files are all on the disk its name. One that has it counts until then, and is removed by
-    `prune_checkpoints`."""
+    """Give a written checkpoint its name. One that has it counts until then; `prune_checkpoints` removes it."""
     if final.exists():
-        final.rename(_replaced_path(final))
+        final.rename(final.with_name(f".{final.name}.replaced"))
         sync(final.parent)
     partial.rename(final)
     sync(final.parent)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what interrupted saves and removals left behind; a checkpoint that was to be replaced, and was not, gets
-    its name back."""
+    """Delete what interrupted saves left behind; a checkpoint that was not replaced gets its name back."""
     for path in _replaced_checkpoints(directory):
         final = checkpoint_path(directory, steps_in_name(path))
         if not _is_complete(path) or _is_complete(final):
@@ -147,10 +144,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _replaced_path(final: Path) -> Path:
-    return final.with_name(f".{final.name}.replaced")
 
 
 def _remove(path: Path) -> None:

@@ -29,8 +29,7 @@ def export_run(
     mesh: Mesh,
     suffix: str = "",
 ) -> Path:
-    """Write the model with its tokeniser, or the trained adapter, into a new directory of `output`, whose name ends
-    with the suffix; return it. Collective."""
+    """Write the model, or the adapter, into a directory of `output` with this suffix; return it. Collective."""
     if model.lora is not None:
         directory = output / f"adapter{suffix}"
         export_adapter(directory, buffers, model.lora, model.path, mesh)

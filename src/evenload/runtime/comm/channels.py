@@ -32,8 +32,7 @@ _NAMES = {"F": "the hidden states of forward", "B": "the gradient of backward"}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Carried:
-    """What all transfers of a rank have in common: [rows, hidden_size] of a dtype on a device. Receives are posted on
-    `stream`; None = the device has none."""
+    """What all transfers of a rank have in common; receives are posted on `stream`, None = there is none."""
 
     hidden_size: int
     dtype: torch.dtype

@@ -56,8 +56,7 @@ class GroupPool:
         self._taken.clear()
 
     def take(self, ranks: list[int], *, is_channel: bool = False) -> dist.ProcessGroup:
-        """A group of these ranks, in ascending order, that the layout at hand has not taken yet; for a channel, or for
-        anything else."""
+        """Return a group of these ranks, ascending, that the layout at hand has not taken yet."""
         # Only where channels have options of their own are their groups no good for others.
         key = tuple(ranks), is_channel and self._backend == "nccl"
         groups = self._made.setdefault(key, [])
@@ -352,8 +351,7 @@ def _stage_groups(
 
 
 def warm_up(meshes: Mesh | Meshes) -> int:
-    """Use every group of this rank once, layout by layout; the number of transfers made. Collective; `RankLostError`
-    where a rank does not come."""
+    """Use every group of this rank once; return how many. Collective; `RankLostError`: a rank does not come."""
     of_layouts = [meshes] if isinstance(meshes, Mesh) else [meshes.of(layout) for layout in meshes.layouts]
     used: set[dist.ProcessGroup] = set()
     for mesh in of_layouts:

@@ -34,8 +34,7 @@ from evenload.runtime.optim.parameter_units import FlatBuffer
 
 @dataclass(frozen=True, eq=False)
 class ReductionTrace:
-    """When one rank's sums ran, in their order: units (`StageModel.units`), int32[n], and seconds on its own monotonic
-    clock, float64[n]."""
+    """When one rank's sums ran, in their order: units, int32[n], and seconds on its own clock, float64[n]."""
 
     unit: NDArray[np.int32]
     start_s: NDArray[np.float64]
@@ -141,8 +140,7 @@ def _square_sum(shard: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GatherTrace:
-    """When one rank's gathers of one update ran, in their order, as `ReductionTrace`, and when something of this rank
-    waited for them, float64[m]."""
+    """When one rank's gathers of an update ran, as `ReductionTrace`, and when this rank waited, float64[m]."""
 
     unit: NDArray[np.int32]
     start_s: NDArray[np.float64]
@@ -152,8 +150,7 @@ class GatherTrace:
 
 
 class WeightGathers:
-    """The gathers of one update on one rank; while the next packs are computed where `is_overlapped`, else each where
-    it is put."""
+    """The gathers of one update on one rank, overlapped with the next packs or each where it is put."""
 
     def __init__(self, mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self.is_overlapped = is_overlapped and mesh.data_size > 1
@@ -192,8 +189,7 @@ class WeightGathers:
             self._last.clear()
 
     def take_traces(self, mesh: Mesh) -> list[GatherTrace]:
-        """Return traces that nobody has taken, none in another layout than that of the update; finish all. Waits for a
-        GPU."""
+        """Finish; return traces that nobody has taken, none in another layout. Waits for a GPU."""
         self.finish()
         if self._is_taken or mesh is not self._mesh:
             return []

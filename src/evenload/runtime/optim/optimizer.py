@@ -14,6 +14,7 @@ Newton-Schulz runs in bfloat16, in float64 for float64 models. Price: one more g
 nothing hides, and fifteen products of every matrix of which this rank owns a part.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,9 +96,7 @@ class ShardedOptimizer:
         num_steps: int = 0,
         average_decay: float | None = None,
     ) -> None:
-        self._buffers = buffers
-        self._mesh = mesh
-        self._config = config
+        self._buffers, self._mesh, self._config = buffers, mesh, config
         self.num_steps = num_steps
         """Updates done so far; the same on every rank."""
         self.gathers = WeightGathers(mesh)
@@ -105,7 +104,7 @@ class ShardedOptimizer:
         self._masters: list[Tensor] = []
         given: Sequence[Mapping[str, Tensor]] = [{} for _ in buffers] if state is None else state
         for buffer, known in zip(buffers, given, strict=True):
-            master = buffer.shard(buffer.values, mesh.data_rank, mesh.data_size)
+            master = self._shard(buffer)
             if buffer.has_master:
                 master = known["master"] if known else master.to(buffer.grads.dtype)
             self._masters.append(master)
@@ -124,8 +123,7 @@ class ShardedOptimizer:
     def step(
         self, shards: list[Tensor], grad_norm: float, learning_rate: float, *, is_overlapped: bool = False
     ) -> None:
-        """Clip, update with shards of reduced gradients, and gather the rest, which may still be on its way on return
-        where `is_overlapped` (`gathers` knows). Collective over the data group."""
+        """Clip, update shards, gather the rest, still under way where `is_overlapped`. Collective (data group)."""
         self.gathers.finish()
         self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
         self.num_steps += 1
@@ -150,7 +148,7 @@ class ShardedOptimizer:
                 if self._average_decay is not None:
                     self._averages[at].lerp_(master, 1 - self._average_decay)
                 if buffer.has_master:
-                    buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size).copy_(master)
+                    self._shard(buffer).copy_(master)
                 self.gathers.put(buffer)
         self.gathers.seal()
 
@@ -163,11 +161,10 @@ class ShardedOptimizer:
 
     def _make_muon_updates(self, shards: list[Tensor]) -> None:
         """Of gradients that Muon takes, in their place; in the order of units, the same on all ranks that hold them."""
-        for numbers, _ in self._units.values():
-            for at in numbers:
-                if self._has_muon(self._buffers[at]):
-                    momentum, decay = self._states[at]["momentum"], self._config.momentum
-                    shards[at].copy_(muon_update(self._buffers[at], shards[at], momentum, decay, self._mesh))
+        for at in itertools.chain.from_iterable(numbers for numbers, _ in self._units.values()):
+            if self._has_muon(self._buffers[at]):
+                momentum, decay = self._states[at]["momentum"], self._config.momentum
+                shards[at].copy_(muon_update(self._buffers[at], shards[at], momentum, decay, self._mesh))
 
     def _of_unit(self, unit: int) -> tuple[list[int], torch.optim.AdamW | None]:
         """Which of the buffers are a unit's, and what updates those without Muon; None where there are none."""
@@ -199,8 +196,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def average_as_weights(self) -> Iterator[None]:
-        """While inside, the weights of all ranks are the moving average; afterwards what they were, to the bit.
-        Collective over the data group, on the way in and out."""
+        """Have all ranks' weights be the moving average inside, restored to the bit afterwards. Collective."""
         assert self._average_decay is not None, "there is a moving average with train.ema_decay alone"
         self.gathers.finish()
         kept = [self._shard(buffer).clone() for buffer in self._buffers]
@@ -212,10 +208,9 @@ class ShardedOptimizer:
 
     def _put_whole(self, shards: Sequence[Tensor]) -> None:
         gathers = WeightGathers(self._mesh)
-        for numbers, _ in self._units.values():
-            for at in numbers:
-                self._shard(self._buffers[at]).copy_(shards[at])
-                gathers.put(self._buffers[at])
+        for at in itertools.chain.from_iterable(numbers for numbers, _ in self._units.values()):
+            self._shard(self._buffers[at]).copy_(shards[at])
+            gathers.put(self._buffers[at])
         gathers.seal()
         gathers.finish()
 

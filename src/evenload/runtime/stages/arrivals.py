@@ -15,6 +15,7 @@ rank will hold, page by page (page faults are half of a switch), and reads froze
 each decides for itself whether there is room.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,8 +31,6 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import padded_size
 from evenload.runtime.stages.live_pieces import LivePiece, share_of_rank
 from evenload.runtime.stages.twin_memory import WEIGHTS, PieceMemory, TwinMemory, touch
-
-_WEIGHTS_WAIT = "weights of layout {}"
 
 
 def mark_held(pieces: Sequence[LivePiece], twins: TwinMemory, num_updates: int, but: Collection[int] = ()) -> None:
@@ -55,12 +54,12 @@ def bring_weights(
 ) -> int:
     """Bring the weights that this rank gains, whose pieces have their memory; return the bytes received. Pieces with
     index in `there` were read ahead. Collective; `RankLostError` where a rank does not come."""
-    waiting = mesh.watch.waiting
+    waiting = functools.partial(mesh.watch.waiting, f"weights of layout {mesh.layout.describe()}")
     if twins is not None:
         # Those that are gained have memory, and no values yet.
         gained = {move.piece for move in (*moves.weights, *moves.relayed) if move.target == mesh.rank}
         mark_held(pieces, twins, num_updates, gained)
-        with waiting(_WEIGHTS_WAIT.format(mesh.layout.describe())):
+        with waiting():
             dist.barrier(group=mesh.control)
     ops, reads = [], []
     for number, move in enumerate(moves.weights):
@@ -72,18 +71,18 @@ def bring_weights(
             continue
         way = dist.irecv if mesh.rank == move.target else dist.isend
         ops += [dist.P2POp(way, tensor, other, mesh.moving, tag=number) for tensor in pieces[move.piece].weights()]
-    with waiting(_WEIGHTS_WAIT.format(mesh.layout.describe())):
+    with waiting():
         works = dist.batch_isend_irecv(ops) if ops else []
     for move in reads:
         _read(pieces, move, twins, num_updates, there)
-    with waiting(_WEIGHTS_WAIT.format(mesh.layout.describe())):
+    with waiting():
         for work in works:
             work.wait()
     if twins is not None and mesh.num_ranks > mesh.ranks_per_machine:
         for move in moves.weights:
             if mesh.rank == move.target:
                 twins.mark(move.piece, mark_of(pieces[move.piece], num_updates))
-        with waiting(_WEIGHTS_WAIT.format(mesh.layout.describe())):
+        with waiting():
             dist.barrier(group=mesh.control)
         for move in moves.relayed:
             if mesh.rank == move.target:
@@ -113,8 +112,7 @@ _STATE_WAIT = "optimizer state of the new layout"
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """Holds what a switch left behind on this rank: indices of `pieces` that it holds no more, and their private
-    `memory`, which goes with this object."""
+    """Holds what a switch left behind here: indices of pieces that are held no more, and their private memory."""
 
     pieces: Sequence[int] = ()
     memory: Sequence[object] = ()
@@ -154,8 +152,7 @@ class StateArrival:
         self.thread.start()
 
     def wait(self) -> tuple[dict[int, Shards], float]:
-        """By piece what this rank owns in the new layout, and the seconds that this call waited for it. Raises what
-        went wrong."""
+        """Return by piece what this rank owns in the new layout, and the seconds waited. Raises what went wrong."""
         from_s = time.perf_counter()
         self.thread.join()
         if self._error is not None:
@@ -246,8 +243,7 @@ class StateArrival:
         return live.is_held and bool(live.state_names)
 
     def _target(self, index: int) -> tuple[tuple[int, int], Shards]:
-        """The elements that this rank is to own, and where their state goes: where it has its place, or the old memory
-        where it is the same."""
+        """The elements that this rank is to own, and where their state goes."""
         live = self._pieces[index]
         wanted = self._share(self._new, index)
         size = padded_size(live.piece.num_elements, self._new.data_size) // self._new.data_size

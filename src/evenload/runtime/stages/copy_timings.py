@@ -44,36 +44,29 @@ def measured_copies(
     reading = _Reading(pieces, twins, mesh)
     first = mesh.rank % mesh.ranks_per_machine == 0
     scratch = torch.zeros(_LEAST_BYTES, dtype=torch.uint8)
-    machine_s = [_slowest_s(reading.run, mesh, scratch, trains_on=True) for _ in range(_REPEATS)]
-    alone_s = [_slowest_s(reading.run if first else _nothing, mesh, scratch) for _ in range(_REPEATS)]
-    fresh_s = [_slowest_s(_touch_fresh, mesh, scratch) for _ in range(_REPEATS)]
+
+    def medians_s(repeats: int, *works: Callable[[], object], trains_on: bool = False) -> list[float]:
+        """In turn, so that what disturbs one disturbs the others."""
+        rounds = [[_slowest_s(work, mesh, scratch, trains_on=trains_on) for work in works] for _ in range(repeats)]
+        return [statistics.median(one) for one in zip(*rounds, strict=True)]
+
+    (machine_s,) = medians_s(_REPEATS, reading.run, trains_on=True)
+    (alone_s,) = medians_s(_REPEATS, reading.run if first else lambda: None)
+    (fresh_s,) = medians_s(_REPEATS, _touch_fresh)
+    gained_s, left_s = medians_s(
+        _REPEATS, lambda: [piece.gain() for piece in stand_ins], lambda: [piece.drop() for piece in stand_ins]
+    )
     least, most = min(rehearsals), max(rehearsals)
-    pieces_s = [
-        (
-            _slowest_s(lambda: [piece.gain() for piece in stand_ins], mesh, scratch),
-            _slowest_s(lambda: [piece.drop() for piece in stand_ins], mesh, scratch),
-        )
-        for _ in range(_REPEATS)
-    ]
-    gained_s, left_s = (statistics.median(one) for one in zip(*pieces_s, strict=True))
-    # In turn, so that what disturbs one disturbs the other.
-    switches_s = [
-        (
-            _slowest_s(rehearsals[least], mesh, scratch, trains_on=True),
-            _slowest_s(rehearsals[most], mesh, scratch, trains_on=True),
-        )
-        for _ in range(_REHEARSALS)
-    ]
-    least_s, most_s = (statistics.median(one) for one in zip(*switches_s, strict=True))
+    least_s, most_s = medians_s(_REHEARSALS, rehearsals[least], rehearsals[most], trains_on=True)
     layer_s = max(0.0, most_s - least_s) / max(1, most - least)
     read_alone = reading.num_bytes if first else 0
     read = torch.tensor([reading.num_bytes, read_alone, read_alone > 0, _LEAST_BYTES, first], dtype=torch.float64)
     dist.all_reduce(read, group=mesh.control)
     everyone_bytes, alone_bytes, reading_machines, fresh_bytes, machines = read.tolist()
     return CopySpec(
-        rank_bytes_per_s=alone_bytes / reading_machines / statistics.median(alone_s),
-        machine_bytes_per_s=everyone_bytes / reading_machines / statistics.median(machine_s),
-        taken_bytes_per_s=fresh_bytes / machines / statistics.median(fresh_s),
+        rank_bytes_per_s=alone_bytes / reading_machines / alone_s,
+        machine_bytes_per_s=everyone_bytes / reading_machines / machine_s,
+        taken_bytes_per_s=fresh_bytes / machines / fresh_s,
         fixed_s=max(0.0, least_s - layer_s * least),
         layer_s=layer_s,
         gained_s=gained_s / len(stand_ins),
@@ -83,8 +76,7 @@ def measured_copies(
 
 
 class _Reading:
-    """Reads on one rank the shared pieces that the next rank with any holds, round and round; nothing where no rank
-    of its machine holds one (`plan.twin_bytes` may leave out all that a machine has)."""
+    """Reads the shared pieces that the next rank with any on this machine holds, round and round."""
 
     def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:
         held = [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None]
@@ -114,13 +106,8 @@ def _touch_fresh() -> None:
     touch(SparseMemory(_LEAST_BYTES).tensor(0, _LEAST_BYTES, torch.uint8))
 
 
-def _nothing() -> None:
-    """Others are timed."""
-
-
 def _slowest_s(work: Callable[[], object], mesh: Mesh, scratch: torch.Tensor, *, trains_on: bool = False) -> float:
-    """From when all have come until the last is done. `scratch` is more than caches hold, and used up before, as behind
-    a step; `trains_on`: whoever is done computes, as in its step, while others are not."""
+    """From when all have come, with cold caches, until the last is done; `trains_on`: others compute meanwhile."""
     scratch.add_(1)
     dist.barrier(group=mesh.control)
     from_s = time.perf_counter()

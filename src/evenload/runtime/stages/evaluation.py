@@ -51,8 +51,7 @@ from evenload.types.text import counted
 
 
 def require_whole_model(data: DataConfig, layouts: Sequence[ParallelLayout]) -> None:
-    """Raise `ConfigError` where in some layout of a run with `[samples]` no process holds the whole model, or where
-    records are ids, whose text nobody knows."""
+    """Raise `ConfigError` where no process can write samples in some layout, or their text is not known."""
     for layout in layouts:
         if layout.num_stages > 1 or layout.tp > 1:
             raise ConfigError(
@@ -136,8 +135,7 @@ def greedy_tokens(
 
 
 class Validator:
-    """Computes validation losses on one rank; `tokenizer` is the run's. Collective; `DataError` where the data has
-    no document, or its first ones cannot be read."""
+    """Computes validation losses on one rank. Collective; `DataError` where the data has no readable document."""
 
     def __init__(
         self,
@@ -290,9 +288,7 @@ def _agreed(stop_signal: int, mesh: Mesh) -> int:
 
 
 class EvaluationResult(NamedTuple):
-    """Holds the results of an evaluation after a step: of rank 0 the samples, whether the pass is among the best, so
-    that its checkpoint is kept, and the signal that came during it; no validation = no pass was due, or it was
-    abandoned."""
+    """Holds what an evaluation after a step gave; no validation = no pass was due, or it was abandoned."""
 
     validation: Validation | None = None
     is_best: bool = False
@@ -319,8 +315,7 @@ class EvaluatedRun:
 
 
 class Evaluation:
-    """Evaluates the weights of one run, on one rank; `keep_best` checkpoints with the smallest losses stay in
-    `checkpoints`."""
+    """Evaluates the weights of one run; `keep_best` checkpoints with the smallest losses stay in `checkpoints`."""
 
     def __init__(
         self, validator: Validator | None, sampler: Sampler | None, *, keep_best: int, checkpoints: Path
@@ -356,16 +351,14 @@ class Evaluation:
         return self._validator is not None and self._validator.settings.is_due(steps_done)
 
     def after_step(self, steps_done: int, run: EvaluatedRun, *, is_stopping: bool) -> EvaluationResult:
-        """Evaluate what is due after a step; nothing where all ranks have agreed to end, as the start that goes on
-        makes the pass. Collective; raises as `Validator.run`."""
+        """Evaluate what is due after a step, nothing where all end. Collective; raises as `Validator.run`."""
         if is_stopping:
             return EvaluationResult()
         samples = self._write_samples(steps_done, run.state)
         return self.run_if_due(steps_done, run)._replace(samples=samples)
 
     def run_if_due(self, steps_done: int, run: EvaluatedRun) -> EvaluationResult:
-        """The pass that is due after so many steps and was not made yet, also by the run that did them: it may have
-        been stopped, or have left off. Collective; raises as `after_step`."""
+        """Make the pass that is due after so many steps and was not made yet, also by an earlier start. Collective."""
         if self._validator is None or steps_done in (0, self.validated_steps):
             return EvaluationResult()
         settings = self._validator.settings

@@ -32,8 +32,7 @@ MASTER_NAME = "master"
 
 
 class LivePiece:
-    """One piece; its parameters are the same objects for the whole run, and have values from the start where it
-    `is_held`. No `group` = it is frozen; `data_sizes` are the numbers of data-parallel ranks that it may be cut for."""
+    """One piece, whose parameters are the same objects for the whole run; no `group` = it is frozen."""
 
     def __init__(
         self,
@@ -156,8 +155,7 @@ class LivePiece:
         self._attach(values, grads)
 
     def drop(self) -> object:
-        """Let memory go; parameters stay the same objects. Private memory lives as long as what is returned, shared
-        memory until it is released: somebody may be reading it."""
+        """Let memory go: private memory with what is returned, shared memory when it is released."""
         kept = self._memory, [parameter.data for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)

@@ -75,9 +75,8 @@ class Twins:
 def open_shared_memory(
     budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes
 ) -> tuple[TwinMemory | None, Collection[int], Twins | None]:
-    """Open shared memory for as many pieces as a machine's budget holds, None = no limit, and put what this rank holds
-    of them there; return it, their indices and a summary, None where ranks have nothing to share. `ConfigError` where a
-    budget is set and ranks cannot read each other's memory. Collective."""
+    """Share as many pieces as a machine's budget holds, None = no limit; return the memory, their indices and a
+    summary. `ConfigError` where a budget is set and ranks cannot read each other's memory. Collective."""
     mesh = meshes.start
     if mesh.device.type != "cpu" or mesh.ranks_per_machine == 1 or budget_bytes == 0:
         return None, (), None
@@ -126,19 +125,14 @@ class Switch:
 
 def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
     """Join what all ranks report of one switch: their longest seconds, the sum of their bytes. Collective."""
-    seconds = torch.tensor([switch.stall_s, switch.wait_s, switch.predicted_stall_s], dtype=torch.float64)
-    received = torch.tensor([switch.weight_bytes, switch.state_bytes])
+    longest, added = ("stall_s", "wait_s", "predicted_stall_s"), ("weight_bytes", "state_bytes")
+    seconds = torch.tensor([getattr(switch, name) for name in longest], dtype=torch.float64)
+    received = torch.tensor([getattr(switch, name) for name in added])
     with mesh.watch.waiting("what the change of the layout took"):
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=mesh.control)
         dist.all_reduce(received, group=mesh.control)
-    return replace(
-        switch,
-        stall_s=float(seconds[0]),
-        wait_s=float(seconds[1]),
-        predicted_stall_s=float(seconds[2]),
-        weight_bytes=int(received[0]),
-        state_bytes=int(received[1]),
-    )
+    of_all = dict(zip(longest, seconds.tolist(), strict=True)) | dict(zip(added, received.tolist(), strict=True))
+    return replace(switch, **of_all)
 
 
 class LiveStages:
@@ -181,8 +175,7 @@ class LiveStages:
         )
 
     def initial_state(self) -> list[dict[str, Tensor]]:
-        """For a new `ShardedOptimizer` of the start's buffers: zeros, and weights as masters, where the pieces have
-        their places."""
+        """Make a new optimizer's state, in its places: zeros, and weights as masters."""
         found = []
         for buffer in self.held.buffers:
             live, shard = self._live_of(buffer), buffer.shard(buffer.values, self.mesh.data_rank, self.mesh.data_size)
@@ -214,9 +207,8 @@ class LiveStages:
         return measured_copies(self._pieces, self._twin_memory, self.mesh, rehearsals, stand_ins)
 
     def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], headroom_bytes: int) -> None:
-        """Where the next step is known to run in another layout, take its memory if there is room. Not collective;
-        takes no time. On a GPU nothing is done: its memory has no page faults, and what is taken would count as the
-        step's peak."""
+        """Take the memory of the next step's layout, if it is known and there is room. Not collective. On a GPU nothing
+        is done: it has no page faults, and what is taken would count as the step's peak."""
         if self.mesh.device.type != "cpu":
             return
         if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):
@@ -239,9 +231,9 @@ class LiveStages:
             self._ahead = Preallocated(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
 
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
-        """Become the layout of `mesh`; weights are in place on return, optimizer state when `settle` returns.
-        `optimizer` is of no use afterwards; `from_s`: `time.perf_counter` when training stopped for it. Collective.
-        `RankLostError` where a rank does not come."""
+        """Become the layout of `mesh`; optimizer state is there when `settle` returns, and `optimizer` of no use.
+        Training stopped for it at `from_s` of `time.perf_counter`. Collective. `RankLostError` where a rank does not
+        come."""
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
         old, moves = self.mesh, self._moves_to(mesh)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
@@ -345,8 +337,7 @@ class LiveStages:
 
 
 class Monitor:
-    """Follows the layouts of one run, from the layout `start` on. Plans may be made `steps_ahead` of training; `known`
-    is a checkpoint's."""
+    """Follows the layouts of one run from `start` on; plans may be made `steps_ahead` of training."""
 
     def __init__(
         self, planner: FlexPlanner, start: ParallelLayout, steps_ahead: int, known: Sequence[KnownAfter]

@@ -37,18 +37,17 @@ from evenload.types.model import ModelSpec
 
 
 def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
-    """Raise `ConfigError` on all ranks where they would load different revisions of `model.path`; `folder` is what this
-    rank loads, the path itself where it lies here. Collective."""
+    """Raise `ConfigError` on all ranks where their `folder`s are of different revisions of `path`. Collective."""
     # A folder of a cache is called as the revision is.
     mine = None if folder == path else Path(folder).name
     everyone: list[str | None] = [None] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
     if len(set(everyone)) == 1:
         return
-    by_revision = {
-        one: [rank for rank, other in enumerate(everyone) if other == one] for one in dict.fromkeys(everyone)
-    }
-    found = "; ".join(f"{one or 'a folder of that name'} on ranks {ranks}" for one, ranks in by_revision.items())
+    found = "; ".join(
+        f"{one or 'a folder of that name'} on ranks {[rank for rank, other in enumerate(everyone) if other == one]}"
+        for one in dict.fromkeys(everyone)
+    )
     first = next(one for one in everyone if one is not None)
     raise ConfigError(
         f"model.path '{path}' is not the same on all ranks: {found}; name one revision, such as model.path = "
@@ -58,8 +57,7 @@ def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnitModules:
-    """All units; of a tied model embedding and head have one weight. `held` are the parameters, by `id`, that have
-    values; the others have memory that nothing touched, on the CPU."""
+    """All units; of a tied model embedding and head have one weight. `held`: ids of parameters with values."""
 
     config: PretrainedConfig
     architecture: Architecture
@@ -79,8 +77,7 @@ class UnitModules:
         return [module for module in found if module is not None]
 
     def named_units(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return every unit's (embedding, layers, norm with head) pairs of Hugging Face name and parameter; a tied
-        matrix is the embedding's."""
+        """Return every unit's pairs of Hugging Face name and parameter; a tied matrix is the embedding's."""
         names = self.architecture.names
         positions = [] if self.positions is None else _named(names.positions_path, self.positions)
         head = [] if self.config.tie_word_embeddings else _named("lm_head", self.head)
@@ -91,8 +88,7 @@ class UnitModules:
         ]
 
     def stage_models(self, layout: ParallelLayout, pp_rank: int) -> dict[int, StageModel]:
-        """The virtual stages of a pipeline rank in a layout, ascending; none of an idle rank. As `build_rank_models`
-        makes them."""
+        """Return the virtual stages of a pipeline rank in a layout, as `build_rank_models` makes them."""
         models: dict[int, StageModel] = {}
         for stage in layout.stages_of_rank(pp_rank):
             layers = layout.stage_layers[stage]
@@ -176,8 +172,7 @@ Stage = TypeVar("Stage", bound=PipelineStage)
 
 @dataclass(frozen=True, eq=False)
 class RankStages(Generic[Stage]):
-    """Holds one rank's part of the model: virtual stages by index, ascending, buffers of their trained parameters and
-    gradients, and the bytes of those that are not trained."""
+    """Holds one rank's part of the model: virtual stages by index, ascending, and their trained parameters."""
 
     hf_config: PretrainedConfig
     stages: dict[int, Stage]

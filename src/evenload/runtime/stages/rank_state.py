@@ -32,8 +32,7 @@ from evenload.types.model import ModelSpec
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepGradients:
-    """Holds what one rank has of a step before its update: shards of every buffer's summed gradient; norm and loss of
-    the whole step; when gradients were summed, and gathers whose weights became whole in this step."""
+    """Holds one rank's gradients of a step before its update; norm and loss are of the whole step."""
 
     run: RankRun
     shards: list[Tensor]
@@ -48,8 +47,7 @@ class StepGradients:
 
 
 class RankState:
-    """Holds one rank's part, first in the layout in which the run starts; `spec` is the model as the cost model sees
-    it. `ConfigError` or `UnsupportedModelError` where model, weights or options cannot be trained like this."""
+    """Holds one rank's part. `ConfigError`, `UnsupportedModelError`: model or options cannot be trained like this."""
 
     def __init__(
         self,
@@ -89,8 +87,7 @@ class RankState:
     def gradients(
         self, step: RankStep | None, before_action: Callable[[], None] = lambda: None, *, is_overlapped: bool = False
     ) -> StepGradients:
-        """Run this rank's part of a step, None where it is idle, and sum gradients, during packs where `is_overlapped`;
-        `before_action` is called before every action. Collective."""
+        """Run this rank's part of a step, None where it is idle, and sum gradients. Collective."""
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
             buffer.grads.zero_()
@@ -113,8 +110,7 @@ class RankState:
         )
 
     def losses(self, step: RankStep | None, num_documents: int) -> Tensor:
-        """The sum of label losses of each of so many documents of a step without backwards; float64[n], the same on
-        every rank. Collective; None where this rank is idle."""
+        """Sum label losses by document, float64[n], the same on every rank; no step where idle. Collective."""
         self.optimizer.gathers.finish()
         sums = torch.zeros(num_documents, dtype=torch.float64)
         if step is not None:
@@ -134,13 +130,11 @@ class RankState:
         return f"the ranks that hold stage {self.mesh.pipeline_stage}"
 
     def looking_ahead(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
-        """Return what to call often in a step: where the next one runs in another layout, it begins what can be done
-        before it in so many bytes."""
+        """Return what to call often in a step: it prepares a coming change of layout in so many bytes."""
         return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, headroom_bytes)
 
     def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
-        """Go on in another layout, or in another generation of this one. `InvalidPlanError` for another layout in the
-        same generation. Collective."""
+        """Go on in another layout or generation. `InvalidPlanError`: another layout in one generation. Collective."""
         from_s, mesh = time.perf_counter(), self._meshes.of(layout)
         if mesh is not self.mesh:
             if layout.generation == self.layout.generation:
@@ -156,8 +150,7 @@ class RankState:
         self.layout = layout
 
     def settle(self) -> Switch | None:
-        """After a step's gradients and before its update, take the optimizer of the layout that runs; return what a
-        switch before the step took, on all ranks, None where there was none. Collective where there was one."""
+        """Before a step's update, take the layout's optimizer; return what a switch took, on all ranks. Collective."""
         found = None if self.live is None else self.live.settle(self._settings)
         if found is None:
             return None

@@ -32,8 +32,7 @@ _RELEASED_AT_ONCE = 2**22
 
 
 class SparseMemory:
-    """Maps memory of this process that others may read, with places of `num_bytes`. `OSError` where the system has no
-    such memory, or not so many addresses."""
+    """Maps memory of this process that others may read, with places of `num_bytes`. `OSError`: not possible here."""
 
     def __init__(self, num_bytes: int) -> None:
         if not hasattr(os, "memfd_create"):
@@ -63,8 +62,7 @@ class SparseMemory:
 
 
 class OthersMemory:
-    """The `SparseMemory` of another process of this machine, to read. `OSError` where this process may not see it, or
-    the address is another process's (of another container, say)."""
+    """The `SparseMemory` of another process of this machine, to read. `OSError`: not visible, or another's."""
 
     def __init__(self, address: tuple[int, int, int]) -> None:
         process, descriptor, number = address
@@ -87,8 +85,7 @@ class OthersMemory:
 
 
 def touch(tensor: Tensor) -> None:
-    """Take the memory of a contiguous tensor on the CPU, so that writing to it later meets no page faults; its values
-    are lost. Other threads run meanwhile."""
+    """Take the memory of a contiguous tensor on the CPU; its values are lost. Other threads run meanwhile."""
     if tensor.numel():
         flat = tensor.view(torch.uint8)
         flat[::PAGE_BYTES].zero_()
@@ -113,8 +110,7 @@ class Place:
 
 
 class TwinMemory:
-    """Holds the memory of one rank, and reads that of `others`: those of this machine with the same tensor-parallel
-    place, itself included. `places` are of the shared pieces, by index."""
+    """Holds one rank's memory, and reads that of `others`: of this machine, with the same tensor-parallel place."""
 
     def __init__(
         self, own: SparseMemory, others: Mapping[int, OthersMemory], places: Mapping[int, Place], num_pieces: int
@@ -137,8 +133,7 @@ class TwinMemory:
         self._marks[piece] = _ABSENT if num_updates is None else num_updates
 
     def read(self, piece: int, part: str, source: int, start: int, into: Tensor, num_updates: int) -> None:
-        """Copy elements from `start` on of a part of a piece from another rank. `TwinError` where what is there is not
-        of so many updates."""
+        """Copy elements from `start` on of a rank's part. `TwinError` where it is not of so many updates."""
         other, mark = self._others[source], torch.empty(1, dtype=torch.int64)
         other.read(piece * mark.itemsize, mark)
         if int(mark) != num_updates:
