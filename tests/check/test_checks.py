@@ -144,7 +144,7 @@ def test_a_restart_that_forgets_its_place_in_the_data_is_caught(gloo_pool, confi
 def surveyed(config_file: Path, *overrides: str, cap_bytes: int = 2**34):
     config = load_train_config(config_file, [*PIPELINE, *overrides])
     model = model_spec(config)
-    return survey_batches(config, model, layout_of(config, model.num_layers), COSTS, cap_bytes)
+    return survey_batches(config, model, layout_of(config.parallel, model.num_layers), COSTS, cap_bytes)
 
 
 def test_an_epoch_is_accounted_for(config_file):

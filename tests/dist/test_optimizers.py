@@ -32,7 +32,9 @@ def updated_in_bf16(config_file: str, overrides: list[str]) -> dict[str, np.ndar
     """All tensors after the configured steps; of data-parallel ranks. bf16 as its bits."""
     config = load_train_config(Path(config_file), overrides)
     hf = load_config(config.model.path)
-    mesh = create_meshes([layout_of(config, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S).start
+    mesh = create_meshes(
+        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
     stage = build_stage_model(
         hf, layers=(0, hf.num_hidden_layers), dtype=torch.bfloat16, device=mesh.device, weights=None, seed=0
     )

@@ -34,7 +34,9 @@ class Trained(NamedTuple):
 def train_and_keep(config_file: str, overrides: list[str], stop_after: int) -> Trained:
     """Train without resuming."""
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_meshes([layout_of(config, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S).start
+    mesh = create_meshes(
+        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
     trainer, losses, told, beside = Trainer(config, mesh), [], [], 0
     for report in trainer.train(COSTS, 2**34, stop_after):
         beside += bool(trainer.state.optimizer.gathers._last)

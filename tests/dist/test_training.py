@@ -189,7 +189,7 @@ def test_a_checkpoint_moves_between_any_layouts(gloo_pool, config_file, expected
 )
 def test_stages_that_the_model_does_not_have_are_refused(config_file, settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        layout_of(load_train_config(config_file, ["parallel.pp=2", *settings]), 4)
+        layout_of(load_train_config(config_file, ["parallel.pp=2", *settings]).parallel, 4)
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2, "virtual": 2}, {"tp": 2, "pp": 2}], ids=str)
@@ -259,7 +259,9 @@ def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
 
 def make_trainer(config_file: str, overrides: list[str]):
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_meshes([layout_of(config, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S).start
+    mesh = create_meshes(
+        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
     return Trainer(config, mesh), mesh
 
 

@@ -135,8 +135,3 @@ def test_the_faster_memory_plan_is_the_layouts_and_both_are_told():
     assert (both.save_documents_s, both.save_layers_s) == (one.save_documents_s, other.save_layers_s)
     assert one.save_layers_s is other.save_documents_s is None
     assert not none.fits_saving
-
-
-def test_portions_of_the_optimizer_are_refused_in_words():
-    with pytest.raises(ConfigError, match="'optimizer', but optimizer state stays on its device"):
-        FlexOptions(memory_plans=("layers", "optimizer"))

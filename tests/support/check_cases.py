@@ -52,7 +52,9 @@ def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh
     directory = Path(config_file).parent / "check"
     directory.mkdir(exist_ok=True)
     smaller = checked_scope(config, directory).config
-    mesh = create_meshes([layout_of(smaller, model_spec(smaller).num_layers)], torch.device("cpu"), TIMEOUT_S).start
+    mesh = create_meshes(
+        [layout_of(smaller.parallel, model_spec(smaller).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
     return smaller, mesh
 
 
@@ -86,9 +88,9 @@ def resume_verdict(config_file: str, overrides: list[str], forgets_loader: bool)
     resume = Trainer.resume
 
     def resume_without_the_loader(trainer: Trainer):
-        fresh = trainer._loader.state()
+        fresh = trainer.loader.state()
         found = resume(trainer)
-        trainer._loader.load_state(fresh)
+        trainer.loader.load_state(fresh)
         return found
 
     if forgets_loader:

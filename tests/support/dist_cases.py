@@ -11,7 +11,7 @@ from evenload.attention.backends import select_backend
 from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
-from evenload.runtime.executor import WHOLE, Executor, RankRun, Weights, forward_losses
+from evenload.runtime.executor import Executor, RankRun, forward_losses
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
@@ -114,7 +114,7 @@ class RankUnderTest:
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
         with GradientReduction(self.buffers, mesh, is_overlapped=is_overlapped) as reduction:
             prepared = prepare_step(plan, tokens, mesh, exchange)  # type: ignore[arg-type]
-            run = self.run_prepared(prepared, reduction.release, self._arriving_weights() if is_overlapped else WHOLE)
+            run = self.run_prepared(prepared, reduction.release, self._arriving_weights() if is_overlapped else None)
             shards = reduction.finish()
         norm, _ = reduction.norm_and_loss(torch.zeros(()))
         gradients = {}
@@ -143,7 +143,9 @@ class RankUnderTest:
         step = prepare_step(forward_only(plan), tokens, self._mesh, exchange)  # type: ignore[arg-type]
         return forward_losses(step, self.stages, self._mesh).numpy()
 
-    def run_prepared(self, step: RankStep, on_final: OnFinal = lambda unit: None, weights: Weights = WHOLE) -> RankRun:
+    def run_prepared(
+        self, step: RankStep, on_final: OnFinal = lambda unit: None, weights: WeightGathers | None = None
+    ) -> RankRun:
         """A prepared step on a fresh gradient."""
         for buffer in self.buffers:
             buffer.grads.zero_()

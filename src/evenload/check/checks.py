@@ -506,7 +506,9 @@ def run_checks(
     surveyed: list[list[Verdict]] = [[]]
     if mesh.rank == 0:
         model = model_spec(config)
-        survey = survey_batches(config, model, layout_of(config, model.num_layers), coefficients, users_cap_bytes)
+        survey = survey_batches(
+            config, model, layout_of(config.parallel, model.num_layers), coefficients, users_cap_bytes
+        )
         surveyed[0] = [check_ledger(survey), check_memory(survey, users_cap_bytes, config.plan.strategy)]
     dist.broadcast_object_list(surveyed, src=0, group=mesh.control)
     return verdicts + surveyed[0]
@@ -522,7 +524,7 @@ def _shared_plans(
         longest = max(document.num_tokens for document in documents)
         limit = max(options.min_slice_tokens, longest // 3, 16)
         short = msgspec.structs.replace(options, max_pack_tokens=limit).with_own(SlimpackOptions(cuts="asymmetric"))
-        host = run_host(config, mesh.layout, mesh.ranks_per_machine)
+        host = run_host(config.plan, mesh.ranks_per_machine)
         wanted = [(name, name, options) for name in dict.fromkeys((config.plan.strategy, *_COMPARED))]
         plans, left_out = shared[0]
         for title, strategy, chosen in (*wanted, (_SHORT_SLICES, SLIMPACK.name, short)):

@@ -308,7 +308,7 @@ class StepRunner:
     """Runs steps of a configuration without training, with its attention or another."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, backend: RangeAttention | None = None) -> None:
-        held = build_rank_stages(config, mesh, ObservedStage, backend)
+        held = build_rank_stages(config.model, config.train, model_spec(config), mesh, ObservedStage, backend)
         self._mesh, self._buffers, self._stages = mesh, held.buffers, held.stages
         self._executor = Executor(self._stages, mesh)
         self._exchange: Exchange = config.parallel.cp_exchange
