@@ -6,7 +6,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evenload.calibrate.links import GRID_BYTES, QUICK_BYTES, link_from, median_link, transfers_of
-from evenload.cost.coefficients import TransferCurve
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
@@ -26,18 +25,14 @@ def test_a_line_gives_its_latency_and_bandwidth_back(bandwidth, latency_s, sizes
 
 def test_skrulls_table_is_a_constant_and_a_bandwidth():
     """Skrull Table 5, all-gather: 2 MB to 1 GB in microseconds; a line is within a quarter of every entry, and its
-    threshold lies where times begin to double with sizes."""
+    constant is half of the time where times begin to double with sizes."""
     sizes = tuple(2**n << 20 for n in range(1, 11))
     times = (53.29, 72.52, 97.86, 199.3, 286.2, 488.6, 910.6, 1758.4, 3416.4, 6467.9)
     seconds = tuple(time_us * 1e-6 for time_us in times)
     link = link_from(sizes, seconds)
-    curve = TransferCurve(
-        kind="context", ranks=8, num_bytes=sizes, seconds=seconds, latency_s=link.latency_s,
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-    )  # fmt: skip
     for size, time_s in zip(sizes, seconds, strict=True):
         assert link.latency_s + size / link.bandwidth_bytes_per_s == pytest.approx(time_s, rel=0.25)
-    assert 2 << 20 < curve.threshold_bytes < 16 << 20
+    assert 2 << 20 < link.latency_s * link.bandwidth_bytes_per_s < 16 << 20
 
 
 def test_more_bytes_that_take_no_longer_are_not_free():

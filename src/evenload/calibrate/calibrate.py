@@ -103,12 +103,19 @@ def highest_noise(ranks: Sequence[RankMeasurement]) -> Noise:
 
 
 def coefficients_of(
-    ranks: Sequence[RankMeasurement], model: ModelSpec, device_name: str, layout: ParallelLayout, tile: int = 1
+    ranks: Sequence[RankMeasurement],
+    model: ModelSpec,
+    device_name: str,
+    layout: ParallelLayout,
+    tile: int = 1,
+    *,
+    is_cpu: bool = False,
 ) -> CostCoefficients:
     """Fit one set of coefficients to all ranks' timings.
 
     Args:
         tile: query rows of one attention block.
+        is_cpu: gloo's threads share the cores that compute, so no transfer of K and V is counted as hidden.
     """
     tp = layout.tp
     head = [point for rank in ranks for point in rank.head]
@@ -152,7 +159,9 @@ def coefficients_of(
             noise=highest_noise(ranks),
         ),
     )
-    return msgspec.structs.replace(fitted, weight_share=_weight_share(ranks, fitted, tp))
+    hidden_share = 0.0 if is_cpu else fitted.context_hidden_share
+    share = _weight_share(ranks, fitted, tp)
+    return msgspec.structs.replace(fitted, weight_share=share, context_hidden_share=hidden_share)
 
 
 def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float | None:
@@ -290,11 +299,7 @@ def calibrate(
     while not attempts or (highest_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
         attempts.append(_measured(stages, model, mesh, rounds, demand))
     everyone = min(attempts, key=lambda ranks: highest_noise(ranks).size)
-    fitted = coefficients_of(everyone, model, device_name, mesh.layout)
-    if mesh.device.type == "cpu":
-        # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
-        # compute, so that what hides varies with the load. None is counted.
-        fitted = msgspec.structs.replace(fitted, context_hidden_share=0.0)
+    fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
     return Calibration(fitted, largest)
 

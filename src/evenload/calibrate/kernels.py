@@ -17,10 +17,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
+from evenload.attention.range_attention import KeyRange, Scoring
 from evenload.calibrate.fit import median_seconds, timed
 from evenload.calibrate.rounds import PackClock, Packs, num_tokens_of, pack_tokens, time_round, whole
 from evenload.cost.layer_counts import (
@@ -28,7 +27,6 @@ from evenload.cost.layer_counts import (
     activation_bytes_per_token,
     kv_bytes_per_token,
     local_kv_heads,
-    slice_pairs,
 )
 from evenload.errors import EvenloadError
 from evenload.runtime.device import forget_peak_bytes, use_deterministic_kernels
@@ -44,13 +42,6 @@ Work = Mapping[int, Callable[[], object]]
 
 HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
 QUICK_HEAD_ROWS = (64, 512, 2048)
-MATMUL_TOKENS = (16, 128, 1024, 4096)
-ATTENTION_GRID = (
-    *((64, 0), (192, 0), (1024, 0), (1024, 3072), (2048, 0), (4096, 0)),
-    # Few rows behind many keys, up to two tiles of most kernels (WLB-LLM Fig. 10).
-    *((rows, keys - rows) for keys in (1024, 4096) for rows in (16, 64, 128, 256)),
-)
-"""(queries, prefix)."""
 _OPTIMIZER_PARAMETERS = 1 << 22  # more than caches hold, as in a step
 _COPIED_BYTES = 1 << 25
 
@@ -94,67 +85,6 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     n, dtype = (8192, dtype) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2.0 * n**3 / median_seconds(lambda: a @ b, device)
-
-
-def matmul_token_flops(model: ModelSpec, tp: int) -> float:
-    """Count the FLOPs a token of the product with the widest matrix of a layer, on one rank."""
-    return 2.0 * _widest(model, tp) * model.hidden_size
-
-
-def _widest(model: ModelSpec, tp: int) -> int:
-    return max(1, model.ffn_hidden_size // tp)
-
-
-def matmul_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype, most_flops: float) -> Work:
-    """Make work of a product with the widest matrix of a layer, by tokens.
-
-    Args:
-        most_flops: of a product; the smallest is timed in any case.
-    """
-    weight = torch.randn(_widest(model, tp), model.hidden_size, device=device, dtype=dtype)
-
-    def of(tokens: int) -> Callable[[], object]:
-        rows = torch.randn(tokens, model.hidden_size, device=device, dtype=dtype)
-        return lambda: torch.nn.functional.linear(rows, weight)
-
-    sizes = [n for n in MATMUL_TOKENS if n == MATMUL_TOKENS[0] or n * matmul_token_flops(model, tp) <= most_flops]
-    return {tokens: of(tokens) for tokens in sizes}
-
-
-def attention_flops(model: ModelSpec, tp: int, rows: int, prefix: int) -> float:
-    """Count the FLOPs of the forward of so many queries behind a prefix, on one rank; a backward has 2.5 times as
-    many."""
-    start = np.array([prefix], np.int64)
-    pairs = float(slice_pairs(start, start + rows, 0).sum())
-    return 4.0 * (model.num_heads // tp) * model.head_dim * pairs
-
-
-class AttentionWork:
-    """Attention of one document's rows behind a prefix, with the backend of the layers.
-
-    Args:
-        rows, prefix: queries, and keys before them.
-        heads, kv_heads: of this rank.
-    """
-
-    def __init__(
-        self, backend: RangeAttention, rows: int, prefix: int, heads: int, kv_heads: int, head_dim: int,
-        device: torch.device, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        self._backend, self._scoring = backend, Scoring(head_dim**-0.5)
-        self._q = torch.randn(rows, heads, head_dim, device=device, dtype=dtype)
-        k, v = (torch.randn(prefix + rows, kv_heads, head_dim, device=device, dtype=dtype) for _ in range(2))
-        self._ranges = (KeyRange(slice(0, rows), k, v),)
-        self._out, self._lse = backend.forward(self._q, self._ranges, self._scoring)
-
-    @torch.no_grad()
-    def forward(self) -> None:
-        self._backend.forward(self._q, self._ranges, self._scoring)
-
-    @torch.no_grad()
-    def backward(self) -> None:
-        for _ in self._backend.backward(self._out, self._q, self._ranges, self._out, self._lse, self._scoring):
-            pass
 
 
 def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], object], int]:
@@ -220,13 +150,22 @@ _PRICE_REPEATS = 11
 def deterministic_price(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
     """Return seconds in one order / in any order, medians of interleaved repeats. Leaves deterministic kernels switched
     on."""
-    heads, kv_heads = model.num_heads // tp, local_kv_heads(model, tp)
-    work = AttentionWork(stage.backend, rows, 0, heads, kv_heads, model.head_dim, stage.device, stage.dtype)
+    backend, dim, scoring = stage.backend, model.head_dim, Scoring(model.head_dim**-0.5)
+    make = functools.partial(torch.randn, dtype=stage.dtype, device=stage.device)
+    q, (k, v) = make(rows, model.num_heads // tp, dim), make(2, rows, local_kv_heads(model, tp), dim)
+    ranges = (KeyRange(slice(0, rows), k, v),)
+    out, lse = backend.forward(q, ranges, scoring)
+
+    @torch.no_grad()
+    def backward() -> None:
+        for _ in backend.backward(out, q, ranges, out, lse, scoring):
+            pass
+
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for repeat in range(_PRICE_REPEATS + 1):
         for wanted in seconds:
             use_deterministic_kernels(wanted)
-            took_s = timed(work.backward, stage.device)
+            took_s = timed(backward, stage.device)
             if repeat:  # the first one warms up
                 seconds[wanted].append(took_s)
     return statistics.median(seconds[True]) / statistics.median(seconds[False])

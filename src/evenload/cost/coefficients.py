@@ -136,29 +136,13 @@ class TimedPack(Frozen):
     left_out_s: float
 
 
-class KernelRate(Frozen):
-    """What a kernel reaches at one size.
-
-    Args:
-        rows: tokens, or queries; prefix: keys before the first query, for attention.
-    """
-
-    kernel: Literal["matmul", "attention forward", "attention backward"]
-    rows: int
-    prefix: int
-    flops_per_s: float
-
-
 class TransferCurve(Frozen):
     """Seconds of one kind of transfer over sizes, and what is read from them (Skrull, Table 5 and Eq. 16).
 
     Args:
         ranks: of the group.
         num_bytes: that one link carries, ascending; seconds: of each, median.
-        latency_s, bandwidth_bytes_per_s: seconds = latency + bytes / bandwidth. Below `threshold_bytes` the latency
-            is more than half of it.
-        hidden_share: of local attention's seconds, those behind which the transfer hid when both ran at once; None
-            where they were not tried together. Negative: attention was slowed down by more than what was hidden.
+        latency_s, bandwidth_bytes_per_s: seconds = latency + bytes / bandwidth.
     """
 
     kind: Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
@@ -167,12 +151,6 @@ class TransferCurve(Frozen):
     seconds: tuple[float, ...]
     latency_s: float
     bandwidth_bytes_per_s: float
-    hidden_share: float | None = None
-
-    @property
-    def threshold_bytes(self) -> float:
-        """Return the bytes below which the constant part is the larger one."""
-        return self.latency_s * self.bandwidth_bytes_per_s
 
 
 class Profile(Frozen):
@@ -207,7 +185,6 @@ class Profile(Frozen):
     forward: FitError
     backward: FitError
     packs: tuple[TimedPack, ...]
-    kernels: tuple[KernelRate, ...]
     transfers: tuple[TransferCurve, ...]
     activation_bytes: dict[str, int]
     held_bytes: int
@@ -221,12 +198,7 @@ def digest_of(coefficients: msgspec.Struct) -> str:
     default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and what it
     overlaps, which it chooses, and what copies take between its processes, which it measures."""
     tree = _said(coefficients)
-    for of_run in (
-        "context_exchange",
-        "overlap_reduction",
-        "overlap_gather",
-        "copies",
-    ):
+    for of_run in ("context_exchange", "overlap_reduction", "overlap_gather", "copies"):
         tree.pop(of_run, None)
     if "profile" in tree:
         tree["profile"].pop("digest", None)
