@@ -1,31 +1,15 @@
-"""Hold what the cost model knows about a device, in seconds and bytes, by value: `CostCoefficients`, a cost file.
+"""Hold what a device and its links cost, in seconds and bytes: `CostCoefficients`, a cost file in JSON.
 
-The analytic model (`cost.analytic`) and the calibration on the user's device fill the same struct, so that
-planners and the simulator never know where a number came from. A file of it is plain JSON and is the only way
-in which measurements return to planning; it says what it was measured on (`cost.validity` compares that with what is
-planned), and what was not measured is absent rather than free. `Profile` records how `evenload profile` measured;
-planning reads none of it, but people, reports and the intervals of predictions do.
-
-Time of a pack on one layer is linear in five features of the pack:
+Data sheets (`cost.analytic`) and measurements fill the same struct. What was not measured is absent, not free;
+`measured_on` says what it holds for (`cost.validity`), `Profile` how it was measured. A pack on one layer takes
 
     linear_s_per_token · tokens + attention_s_per_pair · pairs + prefix_s_per_token · prefix + slice_s · slices + pack_s
 
-`prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys a slice reads and,
-in backward, gradients of K and V it adds to. Finer cuts pay it again and again, which bounds how fine is worth it.
-With whole tiles in `pairs` it is WLB-LLM's table of kernels (§5.3): r rows in tiles of t behind K keys take
-K·(a·t·ceil(r / t) + b), so their achieved FLOP/s rise with r as r / (t·ceil(r / t) + b / a). A profile measures t, a
-and b, and beside them the kernel's own rates by rows and keys.
-
-`pack_s` carries the inefficiency of small matrix products. A product over n tokens that reaches the share
-n / (n + n_half) of its best speed takes `c·n / (n / (n + n_half)) = c·n + c·n_half`: the loss is exactly an
-additive constant per pack, so it needs no non-linear term and sums stay sums.
-
-A device that its host only queues work for is never ahead of its host, which needs a pack's kernels queued one by one:
-
-    host_slice_s · slices + host_pack_s
-
-A pack on a stage takes the longer of the two. Where both were measured (`calibrate.rounds`) small packs take their
-host's seconds; data sheets have none and put launches into `pack_s`, on top of the device's, which is never less.
+where `prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys that a slice
+reads, and gradients of K and V that it adds to. With whole tiles in `pairs` it is WLB-LLM's table of kernels (§5.3).
+`pack_s` also holds the loss of small matrix products: at the share n / (n + n_half) of their best speed, n tokens
+take `c·n + c·n_half`. A device is never ahead of the host that queues its kernels, `host_slice_s · slices +
+host_pack_s`: a pack on a stage takes the longer of the two.
 """
 
 import hashlib
@@ -47,11 +31,11 @@ _MOST_SPREAD = 0.5
 
 
 class Noise(Frozen):
-    """How busy something else kept the machine while it was timed; of several ranks, the most that any had.
+    """Tell how busy something else kept the machine while it was timed; of several ranks, the most that any had.
 
     Args:
-        waited_share: of the time, in which its busiest thread stood ready and had no core, beyond what the run's own
-            processes take from each other.
+        waited_share: share of the time in which its busiest thread stood ready and had no core, beyond what the
+            run's own processes take from each other.
         spread: by how much the mean of repeated timings is above the fastest, over all packs together.
     """
 
@@ -60,12 +44,11 @@ class Noise(Frozen):
 
     @property
     def is_noisy(self) -> bool:
-        """Say whether it is too much for what was timed to be believed."""
         return self.size > 1
 
     @property
     def size(self) -> float:
-        """Return a number that tells the quieter of two measurements; above 1 is too much."""
+        """Return a number that grows with the noise; above 1, what was timed is not to be believed."""
         return max(self.waited_share / _MOST_WAITED_SHARE, self.spread / _MOST_SPREAD)
 
     def describe(self) -> str:
@@ -76,7 +59,7 @@ class Noise(Frozen):
 
 
 class MeasuredOn(Frozen):
-    """What measured coefficients were measured on.
+    """Name what coefficients were measured on.
 
     Args:
         model: whose layers were timed, in the precision that they computed in.
@@ -122,7 +105,7 @@ class FitError(Frozen):
 
 
 class TimedPack(Frozen):
-    """One pack of the grid on one layer.
+    """Hold one pack of the grid on one layer.
 
     Args:
         slices: (start, stop, how many documents have this slice).
@@ -194,9 +177,8 @@ class Profile(Frozen):
 
 
 def digest_of(coefficients: msgspec.Struct) -> str:
-    """Hash all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
-    default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and what it
-    overlaps, which it chooses, and what copies take between its processes, which it measures."""
+    """Hash all fields that differ from their defaults, but the digest itself and what a run adds: `context_exchange`,
+    what it overlaps, and what copies take."""
     tree = _said(coefficients)
     for of_run in ("context_exchange", "overlap_reduction", "overlap_gather", "copies"):
         tree.pop(of_run, None)
@@ -251,8 +233,8 @@ class CopySpec(Frozen):
             raise ConfigError(f"copies of a cost file: num_ranks is {self.num_ranks}, must be >= 0; 0 = unknown")
 
     def arranging_seconds(self, num_layers: int, num_gained: int, num_left: int) -> float:
-        """Return what a switch takes whatever moves, on a rank that holds so many layers afterwards, and comes to hold
-        and leaves so many pieces."""
+        """Return the seconds of a switch whatever moves, on a rank that holds so many layers afterwards, and gains and
+        leaves so many pieces."""
         return self.fixed_s + self.layer_s * num_layers + self.gained_s * num_gained + self.left_s * num_left
 
     def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int, tp: int) -> float:
@@ -308,17 +290,13 @@ class PassCoefficients(Frozen):
 
 
 class OverlapCost(Frozen):
-    """How much collective communication and compute slow each other while both run: reduce-scatters of gradients beside
-    backwards, all-gathers of weights beside forwards.
+    """Tell how collectives and compute slow each other while both run: reduce-scatters of gradients during backwards,
+    all-gathers of weights during forwards.
 
     Args:
-        communication_slowdown: seconds of a collective beside compute over its seconds alone.
-        compute_slowdown: share of the time of such a collective that compute loses, 0..1. Where cores that compute move
-            the bytes it is near 1, and nothing is gained; the default is for devices that copy beside their kernels,
-            and not measured.
-
-    Raises:
-        ConfigError: a factor that is not above 0, or a share that is not in 0..1.
+        communication_slowdown: seconds of a collective during compute over its seconds alone, above 0.
+        compute_slowdown: share of the time of such a collective that compute loses, 0..1; near 1 where cores that
+            compute move the bytes. The default is assumed, for devices with copy engines.
     """
 
     communication_slowdown: float = 1.0
@@ -332,7 +310,7 @@ class OverlapCost(Frozen):
 
     @property
     def pays(self) -> bool:
-        """Say whether a collective keeps less from computing than it takes alone; else it had better run alone."""
+        """Say whether an overlapped collective costs less than it takes alone."""
         return self.communication_slowdown * self.compute_slowdown < 1
 
 
@@ -457,21 +435,21 @@ class CostCoefficients(Frozen):
 
     @property
     def reduction_overlap(self) -> OverlapCost | None:
-        """Return what reducing gradients beside backwards costs; None where they are reduced after the last one: it is
-        not configured, not measured, or does not pay."""
+        """Return what reducing gradients during backwards costs; None where they are reduced after the last one,
+        because it is not configured, not measured, or does not pay."""
         return self._overlap_if(is_wanted=self.overlap_reduction)
 
     @property
     def gather_overlap(self) -> OverlapCost | None:
-        """Return what gathering weights beside forwards costs; None where they are gathered before the first one."""
+        """Return what gathering weights during forwards costs; None where they are gathered before the first one."""
         return self._overlap_if(is_wanted=self.overlap_gather)
 
     def _overlap_if(self, *, is_wanted: bool) -> OverlapCost | None:
         return self.overlap if is_wanted and self.overlap is not None and self.overlap.pays else None
 
     def split_share(self, model: ModelSpec) -> float:
-        """Return, of the backward of linear layers, the share that W of a split backward defers: `weight_share`, half
-        where it was not measured, nothing where the matrices are frozen (LoRA)."""
+        """Return the share of the backward of linear layers that W of a split backward defers: `weight_share`, half
+        where it was not measured, 0 where the matrices are frozen (LoRA)."""
         if model.adapter_parameters_per_layer:
             return 0.0
         return 0.5 if self.weight_share is None else self.weight_share
@@ -483,14 +461,11 @@ class CostCoefficients(Frozen):
     def ring_seconds(
         self, num_bytes: float, copies: int, calls: int = 1, way: Literal["sum", "gather"] = "sum"
     ) -> float:
-        """Return the seconds of reduce-scatters or all-gathers of `num_bytes` (whole buffers) over the ranks with
-        copies of the weights.
+        """Return the seconds of `calls` reduce-scatters ("sum") or all-gathers of `num_bytes` together (whole buffers)
+        over the ranks with copies of the weights: `(n-1)/n` of the bytes over every link, in `n-1` steps a call.
 
-        A ring moves `(n-1)/n` of the bytes over every link in `n-1` steps. A `ConfigError` where there are several
-        copies and no link between them is known.
-
-        Args:
-            calls: one after the other, whose bytes these are.
+        Raises:
+            ConfigError: several copies, and no link between them is known.
         """
         if copies == 1:
             return 0.0

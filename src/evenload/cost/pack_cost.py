@@ -1,27 +1,20 @@
 """Price packs, documents and transfers of one model, one device and one layout: `PackCosts`.
 
-Every pack is reduced to a few features (`SliceFeatures`: tokens, slices, 1, then pairs and prefix of each distinct
-window of the model); a stage is a row of rates (`StageRates`: seconds a feature); seconds are one small matrix product.
-O(slices) numpy per direction, no Python loop. `native_table` evaluates the same formulas per stage for the core
-(`native/price.h`).
+A pack is reduced to a few features (tokens, slices, 1, then pairs and prefix of each distinct window of the model),
+a stage is a column of seconds a feature; seconds are one small matrix product. O(slices) numpy per direction.
+`native` hands the same numbers to the core (`native/price.h`).
 
-- Sliding windows: layers with equal windows share one pair count.
-- Tiles: flash attention computes whole blocks of `tile` query rows. The rows a slice lacks to full blocks cost like its
-  last row, which sees `min(stop, window)` keys (WLB §5.2).
-- Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes one
-  near the start and one near the end; a shorter one stays whole on some rank where the sharding leaves it whole
-  (`mixed`). Features are those of one rank, on average over the ranks.
+- Tiles: attention computes whole blocks of `tile` query rows. Rows that a slice lacks to full blocks cost like its
+last
+  row, which sees `min(stop, window)` keys (WLB §5.2). A padded slice costs `pad_to` tokens and their attention.
+- Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes
+one
+  near the start and one near the end; a shorter one stays whole on some rank where the sharding allows it. Features are
+  the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_split`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
-  divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.groups`).
-- Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
-- A stage's host may take longer to queue a pack than its device to compute it: a pack takes the longer of the two.
-- Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
-  pack costs what its ranks take on average. K and V travel for slices that are cut. That is what searches compare; what
-  a plan promises is the slowest rank by its own rows (`cost.pack_split`).
-- Recomputed layers of the layout (`ParallelLayout.stage_recomputed`): part of what a token and a pack cost in backward.
-- Policies (`cost.layer_counts`): a recomputed document pays the matrix products that are made again in backward, which
-  is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
-  its copies to or from the host.
+  divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.groups`).
+- Recomputed layers add to what a token and a pack cost in backward; a recomputed document pays the products that are
+  made again; an offloaded one makes a pack last at least as long as its copies to or from the host.
 """
 
 import functools
@@ -62,7 +55,7 @@ from evenload.types.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class SliceFeatures:
-    """Of slices of one model.
+    """Compute features of slices of one model.
 
     Args:
         windows: the distinct ones of its layers, 0 = full.
@@ -123,7 +116,7 @@ class SliceFeatures:
         return (ranks > 1) & (rows >= shortest)
 
     def _of_shared_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """As `of_slices` of one of the ranks that share each slice, on average over them."""
+        """Compute as `of_slices` the mean over the ranks that share each slice."""
         rows = stop - start
         sharded = self.is_sharded(rows, ranks)
         share = 1.0 / ranks
@@ -388,11 +381,11 @@ class PackCosts:
         cut_tokens: NDArray[np.float64],
         is_local: NDArray[np.bool_],
     ) -> NDArray[np.float64]:
-        """Return what keys and values of shared documents cost beyond attention: transfers that attention of local
-        documents does not hide, and copies; float64[num_packs, P].
+        """Return what K and V of shared documents cost beyond attention: transfers that attention of local documents
+        does not hide, and copies; float64[num_packs, P].
 
         Args:
-            ranks, whole_tokens, cut_tokens: of every pack, as `group_comm.context_seconds` takes them.
+            ranks, whole_tokens, cut_tokens: of every pack, as `cost.groups.context_seconds` takes them.
             is_local: bool[num_slices], of documents that lie whole on the rank.
         """
         tokens = ranks, whole_tokens, cut_tokens
@@ -459,9 +452,8 @@ class PackCosts:
         return self._work("backward", stage, recomputed_share)
 
     def reduction_seconds(self) -> float:
-        """Price the reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank,
-        in full: for searches, which count latency once and hide nothing. What a plan pays follows from its order and
-        its units (`schedule.step_ends`)."""
+        """Price the reduce-scatter of fp32 gradients and all-gather of weights on the fullest rank, for searches:
+        latency counts once and nothing hides. What a plan pays follows from its order (`schedule.step_ends`)."""
         element = self.model.bytes_per_element
         return max(
             sum(
@@ -477,7 +469,6 @@ class PackCosts:
         return max(seconds * parameters / copies for copies, parameters in self._fullest_by_copies().items())
 
     def _fullest_by_copies(self) -> dict[int, float]:
-        """Trained parameters of the fullest rank among those whose weights so many ranks hold."""
         found: dict[int, float] = {}
         trained = trained_parameters_per_rank(self.model, self.layout).tolist()
         for copies, parameters in zip(self.layout.data_sizes, trained, strict=True):
@@ -485,9 +476,9 @@ class PackCosts:
         return found
 
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
-        """All useful work of a step on all devices, spread evenly: no recompute, no padding, no tiles, no
-        per-slice or per-pack constants, no communication, no optimizer. No schedule can beat it under this
-        cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it."""
+        """Price all useful work of a step on all devices evenly, without recompute, padding, tiles, constants of packs
+        and slices, communication (but for tensor-parallel transfers that were measured with their layers) and
+        optimizer."""
         whole = self._stage_rates("forward", 1) + self._stage_rates("backward", 1)
         return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
 
@@ -499,7 +490,6 @@ class PackCosts:
         return self._useful_features(num_tokens) @ rates
 
     def _useful_features(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Of all documents together, whole, without tiles and constants."""
         tokens = np.asarray(num_tokens, np.int64)
         features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
         features[:, 1:3] = 0.0
@@ -541,12 +531,10 @@ class PackCosts:
         return tuple(columns.pack_sums(np.where(is_cut[columns.doc] == cut, sent, 0)) for cut in (False, True))  # type: ignore[return-value]
 
     def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:
-        """Of packs with these features, without prefixes; float64[num_packs, P]."""
         of_pairs = [pairs_column(index) for index in range(len(self.windows))]
         return weighted(features[:, of_pairs], self.stage_seconds[direction][of_pairs])
 
     def _copy_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Copies of offloaded tokens of every pack to or from the host; float64[num_packs, P]."""
         link = self.host_link()
         token_bytes = activation_bytes_per_token(self.model, "replay", self.layout.tp)
         copied_bytes = np.outer(tokens, self.layers() * token_bytes)

@@ -1,16 +1,14 @@
 """Check whether measured costs hold for a model and a layout, name what is missing, and complete it from a cluster.
 
-Seconds a layer belong to one shape of layer in one precision; costs of another shape are refused. How many layers a
-model has, its name, whether its embedding is tied, which layers have windows and what memory is counted is not part of
-the shape: seconds are of one layer, and pairs of tokens are counted by window.
+Seconds a layer belong to one shape of layer in one precision; costs of another shape are refused. The number of
+layers, names, tied embeddings, windows and what memory is counted are not part of the shape.
 
-    layers      measured with matrices split over tp devices, the seconds include that group's transfers: they say
-                nothing about another tp. Measured on whole matrices (tp 1), any tp can be costed
-    links       a link is known between as many devices as took part in the measurement, and not known where nothing
-                was sent over it
+    layers      measured with matrices split over tp devices, the seconds include that group's transfers and say nothing
+                about another tp. Measured on whole matrices (tp 1), any tp can be costed
+    links       a link is known between as many devices as took part in the measurement
 
 A run measures what is missing; a plan without devices takes links from its cluster and says so. Where a run may
-change its layout, what one of its links measured stands for those that another layout of the same processes needs.
+change its layout, one measured link stands for those that another layout of the same processes needs.
 """
 
 from collections.abc import Iterator, Mapping
