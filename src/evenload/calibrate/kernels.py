@@ -1,15 +1,11 @@
 """Time a rank's own kernels apart from packs through layers, and count what layers leave in memory.
 
-Head, embedding, optimizer, matrix products, attention by itself, copies of rows: each function makes what it needs once
-and returns work to be timed again and again, by name, so that repeats of everything can be interleaved.
+Functions of work make what it needs once and return what is timed again and again, by size.
 
-- Weight gradients (W of a split backward): by count of products W is half of the linears' backward. By the clock it is
-  less: the elementwise work of a layer is in the same seconds, and stays in I. So a pack of short documents goes
-  forward and backward with its weight gradients put off, as `PipelineStage` does it in a pipeline, and what adding them
-  takes is timed. Price: four forwards and backwards of 1,024 tokens.
-- `train.deterministic`: attention's backward in one order of summation against any order; the other kernels that change
-  (sums of gradients of embeddings) take a small part of a step. Price: two dozen backwards of 4,096 tokens.
-- Memory: bytes that layers leave for their backward, by activation policy, and what an allocator takes on top.
+- Weight gradients (W of a split backward) are less than half of the linears' backward, whose elementwise work stays in
+  I: a pack of short documents goes forward and backward with them put off, and what adding them takes is timed.
+- `train.deterministic`: attention's backward in one order of summation against any order. - Memory: bytes that layers
+leave for their backward, by activation policy, and what an allocator takes on top.
 """
 
 import functools
@@ -47,7 +43,6 @@ _COPIED_BYTES = 1 << 25
 
 
 def head_rows(model: ModelSpec, tp: int, most_flops: float) -> list[int]:
-    """List the rows to time the head with, of at most so many FLOPs; the two smallest in any case."""
     row_flops = 6.0 * model.embedding_parameters / tp
     return [rows for rows in HEAD_ROWS if rows in HEAD_ROWS[:2] or rows * row_flops <= most_flops]
 
@@ -65,8 +60,8 @@ def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK
 
 
 def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable[[], object]:
-    """Make work of rows of the embedding and the sum of their gradients, of so many tokens. First stage without tensor
-    parallelism only."""
+    """Make work of rows of the embedding and the sum of their gradients; first stage without tensor parallelism
+    only."""
     token_ids, table = torch.randint(0, vocab_size, (rows,), device=stage.device), stage.model.positions
     positions = torch.arange(rows, device=stage.device) % (rows if table is None else table.num_embeddings)
     grad = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
@@ -88,8 +83,8 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """Make work of all that a step does to gradients and weights between transfers: zeroes the gradients of all ranks'
-    shards, sums squares, clips, updates, copies what it sends. Also returns the parameters of this rank's shard."""
+    """Make work of all that a step does to gradients and weights between transfers; also return the parameters of this
+    rank's shard."""
     count = _OPTIMIZER_PARAMETERS
     gradients = torch.zeros(data_size * count, device=device)
     parameter, shard = torch.zeros(count, device=device), gradients[:count]
@@ -107,8 +102,6 @@ def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], o
 
 
 def copy_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
-    """Make work of rows of keys and values put in place by an index, as gathered ones are; also returns the bytes that
-    are copied."""
     width = 2 * max(1, model.num_kv_heads // tp) * model.head_dim
     rows = max(1, _COPIED_BYTES // (width * dtype.itemsize))
     gathered = torch.randn(rows, width, device=device, dtype=dtype)
@@ -123,8 +116,6 @@ _REPEATS = 3
 
 
 def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
-    """Time the weight gradients of a pack of `TOKENS` on one layer: the median of some repeats, after one that does not
-    count. As `time_weights`."""
     found = [time_weights(stage, clock) for _ in range(1 + _REPEATS)][1:]
     return statistics.median(found) / len(stage.model.layers)
 
@@ -175,13 +166,10 @@ _TOKENS = 256
 
 
 def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[str, int]:
-    """Count the bytes that one token leaves on one layer of the device under each policy, without keys and values.
-
-    Args:
-        model: whose memory is predicted; layers of the stage are its.
+    """Count the bytes that one token leaves on one layer of the device under each policy, without K and V.
 
     Raises:
-        EvenloadError: the cost model says something else, or something else of keys and values.
+        EvenloadError: the cost model says something else, or something else of K and V.
     """
     counted: dict[str, int] = {}
     rows = _TOKENS * len(stage.model.layers)
@@ -209,9 +197,8 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
 
 
 def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> tuple[int, int]:
-    """Return the memory held at the peak of one round, and what its tensors needed: of a GPU reserved and allocated; of
-    a CPU what the process grew by (0 where the system does not say) and what is counted, without temporary tensors of a
-    layer.
+    """Return the bytes held at the peak of one round, and those its tensors needed: of a GPU reserved and allocated; of
+    a CPU what the process grew by (0 where not known) and what is counted, without temporary tensors.
 
     Args:
         before_bytes: `resident_bytes` before the model was made.

@@ -1,23 +1,15 @@
 """Profile one model and layout for some minutes, so that predictions of this device come true.
 
     grid     packs, kernels, transfers that one pass times (`calibrate.rounds`, `PassWork`)
-    passes   over all of it, interleaved, so that a busy minute disturbs every timing alike; each pass is kept in a file
+    passes   over all of it, interleaved, so that a busy minute disturbs every timing alike
     fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile is the one with
              which packs that were left out come out best
-    record   curves, residuals, versions and counted bytes beside the coefficients (`cost.coefficients`)
+    record   curves, residuals, versions and counted bytes (`cost.coefficients.Profile`)
 
-Same rounds, same fit and same transfers as at the start of a run (`calibrate`), of more sizes and for longer. Norms,
-rotary embedding and elementwise work are inside `linear_s_per_token`, launches and python of a pack inside `pack_s`:
-packs of 16 to 32,768 tokens tell them apart.
-
-Price: at most the minutes that are given, and at least three passes over what coefficients need.
-
-Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
-`queue:<round>:<number>` of its host, `weights`, `head:<rows>`, `attention forward:<queries>:<prefix>`,
-`reduction:<ranks>:<bytes>` and so on. Ranks that meet time it together; a rank without a part in it gives no such name.
-Passes are kept in one JSON object beside the cost file, from which a second call goes on. It is replaced as a whole
-after every pass, so that it is never half written, and belongs to one task: another model, layout, device or version
-begins anew.
+Price: at most the minutes that are given, and at least three passes over what coefficients need. A pass gives seconds
+by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of its host, `weights`,
+`head:<rows>`, `reduction:<ranks>:<bytes>` and so on, each on the ranks that take part. Passes are kept in one JSON file
+beside the cost file, replaced as a whole after each, from which a second call of the same task goes on.
 """
 
 import statistics
@@ -81,8 +73,8 @@ def partial_path(output: Path) -> Path:
 
 
 def read_partial(path: Path, task: str) -> tuple[PartialProfile, str]:
-    """Return what was measured of this task, and a sentence about it where there is a file; nothing measured where it
-    is of another task or cannot be read."""
+    """Return what was measured of this task, nothing where the file is of another or cannot be read, and a sentence
+    about it."""
     if not path.is_file():
         return PartialProfile(task=task), ""
     try:
@@ -164,10 +156,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PassResults:
-    """Args:
-    passes: seconds by pass, rank and name (`pass_work`); every pass of a rank has the same names.
-    layers: that a pack went through.
-    """
+    """Passes as seconds by pass, rank and name, and the layers that a pack went through."""
 
     passes: Sequence[Sequence[Pass]]
     layers: int
@@ -186,13 +175,11 @@ class PassResults:
         return [name for name in self.passes[0][rank] if name.startswith(start)]
 
     def all_repeats(self) -> list[list[float]]:
-        """Return the repeats of everything on every rank."""
         return [self.repeats(rank, name) for rank in range(self.num_ranks) for name in self.names(rank)]
 
     def measurement(
         self, rank: int, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
     ) -> RankMeasurement:
-        """Return what coefficients are made of, of the rank that did the `work`."""
         packs = self.names(rank, "pack:")
         spread = spread_of_repeats([self.repeats(rank, name) for name in packs])
         return RankMeasurement(
@@ -222,7 +209,6 @@ class PassResults:
         )
 
     def _queue_s(self, rank: int, name: str) -> float:
-        """0 where the device is its own host."""
         return self.median(rank, name) if name in self.passes[0][rank] else 0.0
 
     def embedding_s_per_token(self) -> float | None:
@@ -232,7 +218,6 @@ class PassResults:
         return statistics.median(found) / EMBEDDED_ROWS / 2 if found else None
 
     def curves(self) -> tuple[TransferCurve, ...]:
-        """Return the curve of every kind of transfer and size of group, medians over ranks."""
         members: dict[tuple[str, int], list[int]] = {}
         for rank in range(self.num_ranks):
             for name in self.names(rank):
@@ -367,7 +352,6 @@ def profile(
 def _begin(
     stage: PipelineStage, last: PipelineStage, task: ProfileTask, mesh: Mesh, say: Callable[[str], None]
 ) -> tuple[PartialProfile, PassWork, int]:
-    """What an earlier call left, or a choice of rounds; the work of a pass, warmed up; and its longest round."""
     began: list[tuple[PartialProfile, str]] = [(PartialProfile(task=""), "")]
     if mesh.rank == 0:
         began[0] = read_partial(task.partial, task.describe(mesh, stage))
@@ -393,7 +377,6 @@ def _begin(
 
 
 def _is_over(found: PartialProfile, task: ProfileTask, mesh: Mesh) -> bool:
-    """No time for another pass on one of the ranks."""
     pass_s = found.seconds / (len(found.passes) + 1)
     return bool(most_of_ranks(found.seconds + pass_s > task.budget_s, mesh))
 
@@ -405,7 +388,6 @@ def _expected_passes(found: PartialProfile, task: ProfileTask) -> int:
 
 
 def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, LeftOut]]:
-    """The tile whose fits are least off on packs that were left out, and those fits' answers."""
     tried = {}
     for tile in TILES:
         fits = {}
@@ -429,7 +411,6 @@ def _recorded(
     found: PartialProfile,
     memory: tuple[dict[str, int], tuple[int, int]],
 ) -> CostCoefficients:
-    """Coefficients with what only a profile measures, and its record."""
     embedding = results.embedding_s_per_token()
     repeats = results.all_repeats()
     record = Profile(
@@ -460,7 +441,6 @@ def _recorded(
 
 
 def _timed_packs(ranks: Sequence[RankMeasurement], direction: Direction, fit: LeftOut) -> Iterator[TimedPack]:
-    """Medians over ranks of what was measured and predicted of every pack."""
     _, seconds, samples = pass_timings(ranks, direction, 1)
     found: dict[tuple[Range, ...], list[tuple[float, float]]] = {}
     for sample, measured_s, predicted_s in zip(samples, seconds, fit.seconds.tolist(), strict=True):
