@@ -158,13 +158,12 @@ class ClusterSpec(Frozen):
 def group_link(
     members: int, stride: int, devices_per_node: int, nics_per_node: int, intra_node: LinkSpec, inter_node: LinkSpec
 ) -> LinkSpec:
-    """The link that bounds a ring over `members` ranks that lie `stride` devices apart.
+    """Return the link that bounds a ring over `members` ranks that lie `stride` devices apart.
 
-    Inside a node it is the node's own. A group that leaves the node and has k members in each (k = devices_per_node /
-    stride: in the rank order of `types.layout` the groups of data and context ranks have stride tp) crosses the network
-    on k adapters at once, as NCCL's rings and trees do, one a member; the other groups of the node use the others. With
-    fewer or more adapters than devices each member has its share of them. Inside the node the same bytes go from member
-    to member: min(inside a node, rails x adapter). Counted as if the group filled all its nodes.
+    Inside a node it is the node's own. A group that leaves the node has k = devices_per_node / stride members in each
+    (data and context groups have stride tp) and crosses the network on k adapters at once, one a member, as NCCL's
+    rings do; with fewer or more adapters than devices each member has its share. Then it is min(inside a node, rails x
+    adapter). Counted as if the group filled all its nodes.
     """
     if members * stride <= devices_per_node:
         return intra_node
@@ -184,40 +183,21 @@ def device_share(inter_node: LinkSpec, nics_per_node: int, devices_per_node: int
 
 # Clusters by name (`h100x32`, `a100-40x8`: N devices, 8 a node) or from a TOML file of `ClusterSpec`'s fields.
 #
-# Peaks are dense bf16 of NVIDIA's data sheets, links what one device gets one way; of links so much is counted as
-# SlimPack §6.1 sees arrive on H100: 400 of NVLink's 450 GB/s, and 42 of the 50 GB/s of a 400 Gbit/s adapter a device.
-#
-#     name     data sheet         FLOP/s    memory           memory bandwidth    NVLink, both ways    network a device
-#     h100     H100 SXM           989e12    80 GB            3.35 TB/s           900 GB/s             400 Gbit/s
-#     h200     H200 SXM           989e12    141 GB           4.8 TB/s            900 GB/s             400 Gbit/s
-#     b200     DGX B200, of 8     2,250e12  180 GB           8 TB/s              1,800 GB/s           400 Gbit/s
-#     a100     A100 80GB SXM      312e12    80 GB            2.039 TB/s          600 GB/s             200 Gbit/s
-#     a100-40  A100 40GB SXM      312e12    40 GB            1.555 TB/s          600 GB/s             200 Gbit/s
-#
-# (The data sheets of H100, H200 and B200 print twice the FLOP/s, "with sparsity". Networks are those of the DGX
-# systems.) The bandwidth of H100's memory is left to the default, which is made from it. 3 GB of memory are kept for
-# CUDA, NCCL and libraries, 3 % for fragmentation: both are assumptions. Host links: PCIe 5 x16 (4 x16 of A100), about
-# 80 % of the 63 and 31.5 GB/s of the data sheet arrive.
+# Peaks are dense bf16 of NVIDIA's data sheets (those of H100, H200 and B200 print twice as much, "with sparsity").
+# Links are what one device gets one way, as much as SlimPack §6.1 sees arrive on H100: 400 of NVLink's 450 GB/s, and 42
+# of the 50 GB/s of a 400 Gbit/s adapter a device; networks are those of the DGX systems. 3 GB of memory are kept for
+# CUDA, NCCL and libraries, 3 % for fragmentation: both are assumed. About 80 % of PCIe 5 x16 (63 GB/s; A100: 4 x16,
+# 31.5 GB/s) arrives at the host, and of its memory modules: 2 x 8 channels of DDR5-4800 (H100, H200), DDR5-5600 (B200),
+# DDR4-3200 (A100); 2 TB in eight devices' node, 1 TB of DGX A100 320GB.
 #
 # Attention, share of the peak forward and backward, of long causal documents with heads of 128:
 #
 #     FlashAttention 2, which torch ships and the runtime takes by default
 #         A100    62 and 55 %     Dao 2023, abstract and section 4: 50 to 73 % forward, up to 63 % backward
-#         H100    37 and 33 %     Shah et al. 2024 (FlashAttention 3), section 1: 35 %; Dao 2023, section 4: 335
-#                                 TFLOP/s, 34 %, both passes together
+#         H100    37 and 33 %     Shah et al. 2024 (FlashAttention 3), section 1: 35 %; Dao 2023, section 4: 34 %
 #         B200    16 and 14 %     assumed as fast as on H100: its instructions are those of Ampere
 #     FlashAttention 3, `varlen_cuda_fa3`
-#         H100    68 and 56 %     Shah et al. 2024, abstract: up to 75 % forward; backward 1.5 to 1.75 times as fast as
-# 2
-#
-# Host memory of a node and its bandwidth, both sockets, are those of the DGX systems of eight devices, in proportion
-# where fewer are asked for; about 80 % of the bandwidth of the memory modules arrives.
-#
-#     name     system (data sheet)    memory    memory modules                       bandwidth
-#     h100     DGX H100, DGX H200     2 TB      2 x 8 channels of DDR5-4800          614 GB/s
-#     b200     DGX B200               2 TB      2 x 8 channels of DDR5-5600          717 GB/s (memory: up to 4 TB)
-#     a100     DGX A100 640GB         2 TB      2 x 8 channels of DDR4-3200          410 GB/s
-#     a100-40  DGX A100 320GB         1 TB      the same                             410 GB/s
+#         H100    68 and 56 %     Shah et al. 2024, abstract: up to 75 % forward; backward 1.5 to 1.75 times FA 2
 
 DEVICES_PER_NODE = 8
 """Of the built-in clusters."""
@@ -360,11 +340,9 @@ def _built_in(name: str, device_name: str, num_devices: int) -> ClusterSpec:
     )
 
 
-# `data_sheet_flops_per_s`: the dense bf16 peak of a GPU, by the name that `torch.cuda.get_device_name` gives.
-#
-# Names are compared whole. Cards of one chip have different peaks ("H200", "H200 NVL"), and a share of a card has its
-# name with more behind it ("A100-SXM4-40GB MIG 1g.5gb"), so part of a name says nothing; a name that is not here has
-# no peak here. Sums are in fp32, which is what training adds in; GeForce cards are twice as fast without.
+# `data_sheet_flops_per_s`: the dense bf16 peak of a GPU, by the name that `torch.cuda.get_device_name` gives. Names are
+# compared whole: cards of one chip have different peaks ("H200", "H200 NVL"), and a share of a card has its name with
+# more behind it. Sums are in fp32; GeForce cards are twice as fast without.
 
 _TERA = 1e12
 _PEAKS: dict[str, float] = {

@@ -1,13 +1,9 @@
-"""`ParallelLayout`: how ranks, stages and layers are arranged; written as text (`dp=4,pp=8`), and the channels between
-its ranks.
+"""Arrange ranks, stages and layers: `ParallelLayout`, its text (`dp=4,pp=8`), and the channels between its ranks.
 
-Global rank order, slowest to fastest: pipeline rank, data rank, context rank, tensor rank. So
-tensor and context groups are neighbours on a node, and a pipeline's stages lie far apart, where
-the traffic is smallest.
-
-Stages of one pipeline may have different numbers of devices (FlexPipe's part-pipeline data parallelism). Each of them
-is a pipeline rank of its own; all devices of a stage hold its layers and are dealt its packs in turn. With 1 + 2 + 1
-devices, stage 1 lies on the pipeline ranks 1 and 2, which run the even and the odd packs:
+Global rank order, slowest to fastest: pipeline, data, context, tensor rank, so tensor and context groups are neighbours
+on a node. Stages of one pipeline may have different numbers of devices (FlexPipe's part-pipeline data parallelism):
+each is a pipeline rank of its own, and all devices of a stage hold its layers and take its packs in turn. With 1 + 2 +
+1:
 
     stage      0    1     2
     rank       0   1 2    3
@@ -405,10 +401,9 @@ class TransferOrder:
 
 
 def channel_mode(choice: ChannelChoice, device: DeviceKind, layouts: Iterable[ParallelLayout]) -> ChannelMode:
-    """How channels share the way between two ranks where a run leaves it open: in one order on GPUs, whose streams are
-    not promised to go on beside each other (NVIDIA/nccl issue 783), so that transfers of different groups may wait for
-    each other in a circle; else each by itself. Layouts whose stages have different numbers of devices have no one
-    order."""
+    """Choose how channels share the way between two ranks where a run leaves it open: in one order on GPUs, whose
+    streams are not promised to go on beside each other (NVIDIA/nccl issue 783), else each by itself. Layouts whose
+    stages have different numbers of devices have no one order."""
     if choice != "auto":
         return choice
     return "fifo" if device == "cuda" and not any(layout.has_wide_stages for layout in layouts) else "directed"

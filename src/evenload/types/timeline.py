@@ -1,9 +1,5 @@
-"""`Timeline`: what ran when, made by the simulator and by the runtime alike; with its file, the seconds of packs, and
-where the time of a step goes (`TimeSplit`).
-
-Because both sides produce the same columns, "predicted against measured" is one function. What only a prediction
-knows is optional: which tasks are critical, what happens beside the packs, and bytes by kind.
-"""
+"""Hold what ran when, as the simulator and the runtime both record it (`Timeline`), its file, the seconds of packs, and
+where the time of a step goes (`TimeSplit`). What only a prediction knows is optional."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -227,13 +223,9 @@ def read_timeline(path: Path | IO[bytes]) -> Timeline:
     return Timeline(**values, side=side)
 
 
-# Seconds of every pack of a `Timeline`, and how evenly they are spread.
-#
-# A pipeline runs at the pace of its slowest pack, so a pack counts with its slowest stage; where the schedule splits
-# a backward pack (I + W) its parts on a stage are added. Imbalance is the slowest pack over the mean pack of the same
-# replica (replicas may cut into different numbers of packs), of the worst replica; 1.0 is perfect. Planner,
-# `metrics.jsonl` and reports all mean this; only the planner knows which packs a group of replicas shares (DP-Merge)
-# and counts those apart. Price: O(n log n) in tasks.
+# Seconds of packs: a pipeline runs at the pace of its slowest pack, so a pack counts with its slowest stage, I and W of
+# a backward added. Imbalance is the slowest pack over the mean pack of the same replica, of the worst replica; 1.0 is
+# perfect. O(n log n) in tasks.
 
 
 class PackSeconds(NamedTuple):
@@ -284,11 +276,9 @@ def replica_imbalance(timeline: Timeline) -> float:
     return max(ends) / (sum(ends) / len(ends)) if ends else float("nan")
 
 
-# `TimeSplit`: where the time of an optimizer step goes, by cause; the causes add up to the step time.
-#
-# Every cause is device-seconds over all devices divided by the number of devices, so a second of one of eight devices
-# that wait is an eighth of a second here. The order is that of a stacked bar: useful work first, then what computing
-# costs on top of it, then waiting, then the end of the step.
+# `TimeSplit`: where the time of an optimizer step goes, in device-seconds divided by the number of devices; causes add
+# up to the step time. In the order of a stacked bar: useful work, what computing costs on top, waiting, the end of the
+# step.
 
 CAUSE_LABELS = {
     "useful_s": "useful work",
