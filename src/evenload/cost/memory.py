@@ -456,22 +456,23 @@ def bytes_by_kind(
         policy: int8[num_documents]; None = all replay.
         owners: int64[num_slices] forward and backward, the rank that holds a slice, -1 = all ranks; None = all shared.
     """
-    if owners is None:
-        views = [(forward, backward)]
-    else:
-        views = [
-            (rank_view(forward, owners[0], rank), rank_view(backward, owners[1], rank)) for rank in range(layout.cp)
-        ]
-    rates = rates_by_kind(byte_rates(model, layout))
-    columns = {}
-    for name in PackBytes.pack_columns():
-        columns[name] = np.zeros((len(views), *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)
-    for rank, view in enumerate(views):
-        counts = count_tokens(*view, num_tokens, policy)
-        for kind, of_kind in rates.items():
-            held = bytes_at_rates(of_kind, counts)
-            for field, column in columns.items():
-                column[rank, :, :, MEMORY_KINDS.index(kind)] = getattr(held, field)
+    num_views = 1
+    if owners is not None:
+        num_views, count = layout.cp, len(num_tokens)
+        forward, backward = (
+            _all_ranks(columns, owner, num_views, count)
+            for columns, owner in zip((forward, backward), owners, strict=True)
+        )
+        num_tokens, policy = np.tile(num_tokens, num_views), None if policy is None else np.tile(policy, num_views)
+    columns = {
+        name: np.zeros((num_views, *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)
+        for name in PackBytes.pack_columns()
+    }
+    counts = count_tokens(forward, backward, num_tokens, policy)
+    for kind, of_kind in rates_by_kind(byte_rates(model, layout)).items():
+        held = bytes_at_rates(of_kind, counts)
+        for field, column in columns.items():
+            column[..., MEMORY_KINDS.index(kind)] = getattr(held, field).reshape(column.shape[:-1])
     static = np.zeros((layout.pipeline_ranks, len(MEMORY_KINDS)), np.int64)
     at = [MEMORY_KINDS.index(kind) for kind in ("weights", "gradients", "optimizer_state")]
     static[:, at] = static_kinds(model, layout)

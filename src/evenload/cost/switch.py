@@ -78,10 +78,13 @@ def _moving_seconds(
     arriving = [part * needed for part in _missing_bytes(units, model, coefficients.devices_per_node, old, new)]
     leaving = _sent_bytes(units, model, coefficients.devices_per_node, old, new, arriving)
     seconds = [0.0]
-    for link, received, sent in zip(_links(coefficients), arriving, leaving, strict=True):
-        latency_s = link.latency_seconds(int((received > 0).sum(axis=1).max(initial=0)))
+    for leaves_node, received, sent in zip((False, True), arriving, leaving, strict=True):
+        if not received.any() and not sent.any():
+            continue
+        link = _link(coefficients, leaves_node=leaves_node)
+        latency_s = int((received > 0).sum(axis=1).max(initial=0)) * link.latency_s
         for moved in (received.sum(axis=1), sent):
-            seconds.append(float(link.seconds(moved).max(initial=0.0)) + latency_s)
+            seconds.append(float(moved.max(initial=0.0)) / link.bandwidth_bytes_per_s + latency_s)
     return max(seconds)
 
 
@@ -98,7 +101,10 @@ class ReceiveSeconds:
         self, model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
     ) -> None:
         parts = _missing_bytes(_weights_of(model, new), model, coefficients.devices_per_node, old, new)
-        seconds = [links.seconds(part) for links, part in zip(_links(coefficients), parts, strict=True)]
+        seconds = [
+            part / _link(coefficients, leaves_node=leaves_node).bandwidth_bytes_per_s if part.any() else part
+            for leaves_node, part in zip((False, True), parts, strict=True)
+        ]
         # Up to every unit; by link, device, unit.
         self._sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))
         self._devices = [_devices_of(new, stage) for stage in range(new.num_stages)]
@@ -121,30 +127,11 @@ class ReceiveSeconds:
         return self._known[key]
 
 
-class _Link:
-    """What joins devices of one node, or of different nodes; must be known only where it carries something."""
-
-    def __init__(self, coefficients: CostCoefficients, *, leaves_node: bool) -> None:
-        self._coefficients, self._leaves_node = coefficients, leaves_node
-
-    def seconds(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of every device, without latency."""
-        if not moved_bytes.any():
-            return moved_bytes
-        return moved_bytes / self._spec().bandwidth_bytes_per_s
-
-    def latency_seconds(self, messages: int) -> float:
-        return messages * self._spec().latency_s if messages else 0.0
-
-    def _spec(self) -> LinkSpec:
-        if not self._leaves_node and (copies := self._coefficients.copies) is not None:
-            return LinkSpec(bandwidth_bytes_per_s=copies.rank_bytes_per_s, latency_s=0.0)
-        return self._coefficients.device_link(leaves_node=self._leaves_node)
-
-
-def _links(coefficients: CostCoefficients) -> tuple[_Link, _Link]:
-    """Inside a node, and between nodes."""
-    return _Link(coefficients, leaves_node=False), _Link(coefficients, leaves_node=True)
+def _link(coefficients: CostCoefficients, *, leaves_node: bool) -> LinkSpec:
+    """Return what joins devices of one node, or of different nodes; must be known only where it carries something."""
+    if not leaves_node and (copies := coefficients.copies) is not None:
+        return LinkSpec(bandwidth_bytes_per_s=copies.rank_bytes_per_s, latency_s=0.0)
+    return coefficients.device_link(leaves_node=leaves_node)
 
 
 def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:

@@ -141,11 +141,7 @@ def completed_from_cluster(
                 if part == "pipeline link"
                 else cluster.group_link(max(layout.data_sizes), layout.tp)
             )
-            link = take(part, span, of_cluster)
-            changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
-            changes[f"{prefix}_latency_s"] = link.latency_s
-            if prefix == "reduce":
-                changes["gather_link"] = None  # over the same link
+            changes |= _link_fields(prefix, take(part, span, of_cluster))
     # Replicas may share documents, and a switch of layout may move layers between any two devices.
     if layout.world_size > 1 and coefficients.intra_node is None:
         changes["intra_node"] = take("group link", min(layout.world_size, cluster.devices_per_node), cluster.intra_node)
@@ -201,10 +197,7 @@ def completed_between_layouts(
     lacking = []
     for name, prefix in (("transfers between stages", "p2p"), ("the reduction of gradients", "reduce")):
         if name not in known:
-            changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
-            changes[f"{prefix}_latency_s"] = link.latency_s
-            if prefix == "reduce":
-                changes["gather_link"] = None  # over the same link
+            changes |= _link_fields(prefix, link)
             lacking.append(name)
     if coefficients.intra_node is None:
         # A switch of layout moves layers between any two processes.
@@ -221,6 +214,15 @@ def _used_links(layout: ParallelLayout) -> Iterator[tuple[Missing, str, int]]:
         yield "pipeline link", "p2p", layout.world_size
     if (copies := max(layout.data_sizes)) > 1:
         yield "reduction link", "reduce", copies * layout.tp
+
+
+def _link_fields(prefix: str, link: LinkSpec) -> dict[str, object]:
+    """Return the fields of `CostCoefficients` that say a link; gathers go over that of reductions."""
+    fields: dict[str, object] = {
+        f"{prefix}_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+        f"{prefix}_latency_s": link.latency_s,
+    }
+    return fields | ({"gather_link": None} if prefix == "reduce" else {})
 
 
 def _sizes(measured: MeasuredOn) -> str:

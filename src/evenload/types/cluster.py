@@ -202,93 +202,33 @@ def device_share(inter_node: LinkSpec, nics_per_node: int, devices_per_node: int
 DEVICES_PER_NODE = 8
 """Of the built-in clusters."""
 
-_PCIE5 = LinkSpec(bandwidth_bytes_per_s=50e9, latency_s=10e-6)
-_PCIE4 = LinkSpec(bandwidth_bytes_per_s=24e9, latency_s=10e-6)
-_NETWORK_400 = LinkSpec(bandwidth_bytes_per_s=42e9, latency_s=10e-6)
-_NETWORK_200 = LinkSpec(bandwidth_bytes_per_s=21e9, latency_s=10e-6)
-
-
-def _nvlink(bandwidth_bytes_per_s: float) -> LinkSpec:
-    return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=5e-6)
-
-
-def _device(
-    name: str,
-    peak_flops_per_s: float,
-    memory_gb: int,
-    memory_bytes_per_s: float | None,
-    host_link: LinkSpec,
-    attention: tuple[float, float],
-    others: dict[str, tuple[float, float]] | None = None,
-) -> DeviceSpec:
-    return DeviceSpec(
-        name=name,
-        peak_flops_per_s=peak_flops_per_s,
-        memory_bytes=memory_gb * 1_000_000_000,
-        reserved_bytes=3_000_000_000,
-        attention_efficiency=attention[0],
-        attention_backward_efficiency=attention[1],
-        attention_by_backend=others or {},
-        memory_bytes_per_s=memory_bytes_per_s,
-        host_link=host_link,
-    )
-
-
-_A100_ATTENTION = (0.62, 0.55)
-_H100_ATTENTION = (0.37, 0.33)
 _H100_OTHERS = {"varlen_cuda_fa3": (0.68, 0.56)}
-_B200_ATTENTION = (0.16, 0.14)
 _HOST_SHARE = 0.8
 """Of the bandwidth of the memory modules."""
 
 
 class _System(NamedTuple):
-    """A device with what eight of them have in one node."""
+    """A device, what joins eight of them, and the host memory of their node; bandwidths are bytes a second."""
 
-    device: DeviceSpec
-    intra_node: LinkSpec
-    inter_node: LinkSpec
-    host_memory_bytes: int
-    host_memory_bytes_per_s: float
+    name: str
+    peak_flops_per_s: float
+    memory_gb: int
+    memory_bandwidth: float | None
+    nvlink: float
+    network: float
+    pcie: float
+    host_memory_tb: int
+    host_modules: float
+    attention: tuple[float, float]
+    others: dict[str, tuple[float, float]] = {}  # noqa: RUF012, never changed
 
 
-_TB = 10**12
 _DEVICES: dict[str, _System] = {
-    "h100": _System(
-        _device("H100-80GB", 989e12, 80, None, _PCIE5, _H100_ATTENTION, _H100_OTHERS),
-        _nvlink(400e9),
-        _NETWORK_400,
-        2 * _TB,
-        _HOST_SHARE * 614.4e9,
-    ),
-    "h200": _System(
-        _device("H200-141GB", 989e12, 141, 4.8e12, _PCIE5, _H100_ATTENTION, _H100_OTHERS),
-        _nvlink(400e9),
-        _NETWORK_400,
-        2 * _TB,
-        _HOST_SHARE * 614.4e9,
-    ),
-    "b200": _System(
-        _device("B200-180GB", 2250e12, 180, 8e12, _PCIE5, _B200_ATTENTION),
-        _nvlink(800e9),
-        _NETWORK_400,
-        2 * _TB,
-        _HOST_SHARE * 716.8e9,
-    ),
-    "a100": _System(
-        _device("A100-80GB", 312e12, 80, 2.039e12, _PCIE4, _A100_ATTENTION),
-        _nvlink(250e9),
-        _NETWORK_200,
-        2 * _TB,
-        _HOST_SHARE * 409.6e9,
-    ),
-    "a100-40": _System(
-        _device("A100-40GB", 312e12, 40, 1.555e12, _PCIE4, _A100_ATTENTION),
-        _nvlink(250e9),
-        _NETWORK_200,
-        _TB,
-        _HOST_SHARE * 409.6e9,
-    ),
+    "h100": _System("H100-80GB", 989e12, 80, None, 400e9, 42e9, 50e9, 2, 614.4e9, (0.37, 0.33), _H100_OTHERS),
+    "h200": _System("H200-141GB", 989e12, 141, 4.8e12, 400e9, 42e9, 50e9, 2, 614.4e9, (0.37, 0.33), _H100_OTHERS),
+    "b200": _System("B200-180GB", 2250e12, 180, 8e12, 800e9, 42e9, 50e9, 2, 716.8e9, (0.16, 0.14)),
+    "a100": _System("A100-80GB", 312e12, 80, 2.039e12, 250e9, 21e9, 24e9, 2, 409.6e9, (0.62, 0.55)),
+    "a100-40": _System("A100-40GB", 312e12, 40, 1.555e12, 250e9, 21e9, 24e9, 1, 409.6e9, (0.62, 0.55)),
 }
 
 BUILT_IN = tuple(_DEVICES)
@@ -332,11 +272,21 @@ def _built_in(name: str, device_name: str, num_devices: int) -> ClusterSpec:
         name=name,
         num_nodes=num_devices // per_node,
         devices_per_node=per_node,
-        device=system.device,
-        intra_node=system.intra_node,
-        inter_node=system.inter_node,
-        host_memory_bytes=system.host_memory_bytes * per_node // DEVICES_PER_NODE,
-        host_memory_bytes_per_s=system.host_memory_bytes_per_s * per_node / DEVICES_PER_NODE,
+        device=DeviceSpec(
+            name=system.name,
+            peak_flops_per_s=system.peak_flops_per_s,
+            memory_bytes=system.memory_gb * 1_000_000_000,
+            reserved_bytes=3_000_000_000,
+            attention_efficiency=system.attention[0],
+            attention_backward_efficiency=system.attention[1],
+            attention_by_backend=system.others,
+            memory_bytes_per_s=system.memory_bandwidth,
+            host_link=LinkSpec(bandwidth_bytes_per_s=system.pcie, latency_s=10e-6),
+        ),
+        intra_node=LinkSpec(bandwidth_bytes_per_s=system.nvlink, latency_s=5e-6),
+        inter_node=LinkSpec(bandwidth_bytes_per_s=system.network, latency_s=10e-6),
+        host_memory_bytes=system.host_memory_tb * 10**12 * per_node // DEVICES_PER_NODE,
+        host_memory_bytes_per_s=_HOST_SHARE * system.host_modules * per_node / DEVICES_PER_NODE,
     )
 
 

@@ -204,12 +204,6 @@ def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def joined_ranges(first: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`first[i], first[i] + 1, ...`, `counts[i]` of them, for every i in turn; int64[sum of counts]."""
-    before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(first - before, counts)
-
-
 # `WorkCurve`: tokens `[a, b)` of a document take `linear_s (b - a) + sum_i coef_i pairs_i(a, b) + slice_s`, with the
 # pairs of causal attention. Monotone in b and, for a fixed b, in b - a; partitioners rely on it.
 
