@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,8 +29,6 @@ from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.types.cluster import LinkSpec
 
 TransferKind = Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
-
-TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 QUICK_BYTES = (64, 1 << 20, 4 << 20)
 """Sizes at the start of a run."""
@@ -57,21 +55,18 @@ class TransferWork:
     call: Callable[[int], Callable[[], object]]
 
 
-def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
-    """Yield all transfers that this rank takes part in, in an order that is the same on all ranks that meet.
-
-    Args:
-        all_groups: time groups of every size that may share documents, else the largest only.
-    """
+def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
+    """Yield all transfers that this rank takes part in, in an order that is the same on all ranks that meet; of groups
+    that may share documents the largest."""
     if (pipeline := _pipeline(mesh)) is not None:
         yield pipeline
     if mesh.data_size > 1:
         # Apart: gloo sums in twice the time in which it gathers.
         yield _ring("reduction", mesh)
         yield _ring("gather", mesh)
-    blocks = sorted(mesh.context, key=lambda block: block.size)
-    for block in blocks if all_groups else blocks[-1:]:
-        yield _rings("context", mesh.context[block], mesh.device)
+    if mesh.context:
+        largest = max(mesh.context, key=lambda block: block.size)
+        yield _rings("context", mesh.context[largest], mesh.device)
     if mesh.tensor is not None:
         yield _tensor(mesh.tensor, mesh.device)
     if mesh.device.type == "cuda":  # on a CPU, offloading saves nothing
@@ -80,7 +75,7 @@ def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
 
 def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
     found = {}
-    for work in transfers_of(mesh, all_groups=False):
+    for work in transfers_of(mesh):
         seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
         found[work.kind] = link_from(QUICK_BYTES, seconds)
     return found

@@ -4,7 +4,7 @@
     passes   over all of it, interleaved, so that a busy minute disturbs every timing alike
     fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile is the one with
              which packs that were left out come out best
-    record   curves, residuals, versions and counted bytes (`cost.coefficients.Profile`)
+    record   residuals, versions and counted bytes (`cost.coefficients.Profile`)
 
 Price: at most the minutes that are given, and at least three passes over what coefficients need. A pass gives seconds
 by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of its host, `weights`,
@@ -24,22 +24,16 @@ import msgspec
 import torch.distributed as dist
 
 from evenload.calibrate import kernels
-from evenload.calibrate.calibrate import RankMeasurement, coefficients_of, highest_noise, pass_timings
+from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, highest_noise, pass_timings
 from evenload.calibrate.fit import CoreWaits, LeftOut, left_out, num_outliers, spread_of_repeats, timed
-from evenload.calibrate.kernels import (
-    activation_bytes,
-    held_and_counted,
-    matmul_flops_per_s,
-    time_weights,
-)
-from evenload.calibrate.links import GRID_BYTES, TRANSFER_KINDS, TransferWork, link_from, overlap_cost, transfers_of
+from evenload.calibrate.kernels import activation_bytes, held_and_counted, matmul_flops_per_s, time_weights
+from evenload.calibrate.links import GRID_BYTES, TransferWork, link_from, overlap_cost, transfers_of
 from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
 from evenload.cost.coefficients import (
     CostCoefficients,
     Noise,
     Profile,
     TimedPack,
-    TransferCurve,
     digest_of,
 )
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
@@ -122,7 +116,7 @@ class PassWork:
             self._kernels["embedding"] = kernels.embedding_work(stage, model.vocab_size, EMBEDDED_ROWS)
         self._kernels["optimizer"], self.num_parameters = kernels.optimizer_work(mesh.data_size, device)
         self._kernels["copy"], self.copied_bytes = kernels.copy_work(model, tp, device, dtype)
-        self.transfers = list(transfers_of(mesh, all_groups=True))
+        self.transfers = list(transfers_of(mesh))
         self._calls = [(work, size, work.call(size)) for work in self.transfers for size in GRID_BYTES]
 
     def run(self) -> Pass:
@@ -149,9 +143,6 @@ class PassWork:
 
 def transfer_name(work: TransferWork, num_bytes: int) -> str:
     return f"{work.kind}:{work.ranks}:{num_bytes}"
-
-
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -204,7 +195,7 @@ class PassResults:
                 transfer.kind: link_from(
                     GRID_BYTES, [self.median(rank, transfer_name(transfer, size)) for size in GRID_BYTES]
                 )
-                for transfer in work.transfers  # the largest group of a kind comes last
+                for transfer in work.transfers
             },
         )
 
@@ -216,30 +207,6 @@ class PassResults:
         found = [self.median(rank, "embedding") for rank in range(self.num_ranks) if self.names(rank, "embedding")]
         # What was timed is both.
         return statistics.median(found) / EMBEDDED_ROWS / 2 if found else None
-
-    def curves(self) -> tuple[TransferCurve, ...]:
-        members: dict[tuple[str, int], list[int]] = {}
-        for rank in range(self.num_ranks):
-            for name in self.names(rank):
-                kind, *sizes = name.split(":")
-                if kind in TRANSFER_KINDS and sizes[1] == str(GRID_BYTES[0]):
-                    members.setdefault((kind, int(sizes[0])), []).append(rank)
-        curves = []
-        for (kind, size), ranks in members.items():
-            names = [f"{kind}:{size}:{num_bytes}" for num_bytes in GRID_BYTES]
-            seconds = [statistics.median(self.median(rank, name) for rank in ranks) for name in names]
-            link = link_from(GRID_BYTES, seconds)
-            curves.append(
-                TransferCurve(
-                    kind=kind,  # type: ignore[arg-type]
-                    ranks=size,
-                    num_bytes=GRID_BYTES,
-                    seconds=tuple(seconds),
-                    latency_s=link.latency_s,
-                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-                )
-            )
-        return tuple(curves)
 
 
 def _order(index: int) -> list[tuple[Direction, tuple[Range, ...]]]:
@@ -261,7 +228,6 @@ class ProfileTask:
 
     Args:
         model: in the precision that is timed; timed: the same with the layers that were made, so many a stage.
-        tp: devices that share matrices.
         longest: tokens of the longest document that is tried.
         budget_s: of all calls together.
         free_bytes: of the device, beside weights.
@@ -275,7 +241,6 @@ class ProfileTask:
     model: ModelSpec
     timed: ModelSpec
     layers: int
-    tp: int
     device_name: str
     dtype: str
     longest: int
@@ -426,7 +391,6 @@ def _recorded(
         forward=errors["forward"].error,
         backward=errors["backward"].error,
         packs=tuple(pack for direction in DIRECTIONS for pack in _timed_packs(ranks, direction, errors[direction])),
-        transfers=results.curves(),
         activation_bytes=memory[0],
         held_bytes=memory[1][0],
         counted_bytes=memory[1][1],

@@ -119,23 +119,6 @@ class TimedPack(Frozen):
     left_out_s: float
 
 
-class TransferCurve(Frozen):
-    """Seconds of one kind of transfer over sizes, and what is read from them (Skrull, Table 5 and Eq. 16).
-
-    Args:
-        ranks: of the group.
-        num_bytes: that one link carries, ascending; seconds: of each, median.
-        latency_s, bandwidth_bytes_per_s: seconds = latency + bytes / bandwidth.
-    """
-
-    kind: Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
-    ranks: int
-    num_bytes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    latency_s: float
-    bandwidth_bytes_per_s: float
-
-
 class Profile(Frozen):
     """How coefficients were measured.
 
@@ -168,7 +151,6 @@ class Profile(Frozen):
     forward: FitError
     backward: FitError
     packs: tuple[TimedPack, ...]
-    transfers: tuple[TransferCurve, ...]
     activation_bytes: dict[str, int]
     held_bytes: int
     counted_bytes: int
