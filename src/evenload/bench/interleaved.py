@@ -113,7 +113,9 @@ def run_interleaved(
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
         if turn == 1 and not measured:
             waits = CoreWaits(demand)  # the round that warms up does not count
-        report = _run(trainer, planned[name][batch], coefficients)
+        step, exchange = planned[name][batch], trainer.config.parallel.cp_exchange
+        prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, trainer.mesh, exchange))
+        report = trainer.step_trainer.run(prepared, coefficients, learning_rate=0.0).report
         on_step()
         if report is None or turn == 0:
             continue
@@ -180,11 +182,6 @@ def _order(strategies: list[str], num_batches: int, num_rounds: int) -> Iterator
         for batch in range(num_batches):
             for name in (*strategies[first:], *strategies[:first]):
                 yield turn, name, batch
-
-
-def _run(trainer: Trainer, step: PlannedStep, coefficients: CostCoefficients) -> StepReport | None:
-    rank_step = prepare_step(step.plan, step.tokens, trainer.mesh, trainer.config.parallel.cp_exchange)
-    return trainer.step_trainer.run(PreparedStep(step, rank_step), coefficients, learning_rate=0.0).report
 
 
 def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, costs: PackCosts) -> int:

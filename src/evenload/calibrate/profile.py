@@ -171,8 +171,8 @@ class PassResults:
     def measurement(
         self, rank: int, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
     ) -> RankMeasurement:
-        packs = self.names(rank, "pack:")
-        spread = spread_of_repeats([self.repeats(rank, name) for name in packs])
+        spread = spread_of_repeats([self.repeats(rank, name) for name in self.names(rank, "pack:")])
+        queued_s = {name: self.median(rank, name) for name in self.names(rank, "queue:")}
         return RankMeasurement(
             noise=Noise(waited_share=waited_share, spread=spread),
             packs=tuple(
@@ -180,7 +180,7 @@ class PassResults:
                     direction,
                     ranges,
                     self.median(rank, f"pack:{index}:{number}") / self.layers,
-                    self._queue_s(rank, f"queue:{index}:{number}") / self.layers,
+                    queued_s.get(f"queue:{index}:{number}", 0.0) / self.layers,
                     windows,
                 )
                 for index in work.rounds
@@ -198,9 +198,6 @@ class PassResults:
                 for transfer in work.transfers
             },
         )
-
-    def _queue_s(self, rank: int, name: str) -> float:
-        return self.median(rank, name) if name in self.passes[0][rank] else 0.0
 
     def embedding_s_per_token(self) -> float | None:
         """Return the seconds a token of a forward or a backward; None where no rank timed it."""

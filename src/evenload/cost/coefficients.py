@@ -120,21 +120,18 @@ class TimedPack(Frozen):
 
 
 class Profile(Frozen):
-    """How coefficients were measured.
+    """Record how coefficients were measured; planning reads none of it.
 
     Args:
-        date: of the end, ISO 8601 in UTC.
-        versions: of what computes, by name.
+        date: of the end, ISO 8601 in UTC; versions: of what computes, by name.
         dtype, attention: of the layers that were timed, and their attention backend.
         layers: that were timed on every rank; seconds in the cost file are of one.
-        passes: over the whole grid, interleaved; measured seconds are medians over them.
-        seconds: that measuring took, all calls together.
+        passes: over the whole grid; seconds: that measuring took, all calls together.
         outliers, timings: repeats that lay far from the median of their pack (more than 5 deviations), of so many.
-        forward, backward: the fit's error on packs that it had not seen.
-        packs: the grid with its residuals.
+        forward, backward: the fit's error on packs that it had not seen; packs: the grid with its residuals.
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
-        held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 where the system does not
-            say), at the peak of the longest round; counted_bytes: that its tensors needed.
+        held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 = not known), at the peak
+            of the longest round; counted_bytes: that its tensors needed.
         has_overlap: it measured `CostCoefficients.overlap`; else a run measures it.
         digest: of the coefficients as they were measured, to notice a later change by hand.
     """
@@ -297,45 +294,37 @@ class OverlapCost(Frozen):
 
 
 class CostCoefficients(Frozen):
-    """What computing and communicating costs.
+    """Hold what computing and communicating costs. A link of None is not known, and layouts that need it are refused.
 
     Args:
         source: "analytic" (from data sheets) or "calibrated" (measured on the device).
-        device: name of the device, shown to users.
-        peak_flops_per_s: of one device; MFU is a share of it.
+        device: name shown to users; peak_flops_per_s: of one device, which MFU is a share of.
         forward, backward: seconds per layer.
         attention_tile: query rows of one attention block; an incomplete block costs a whole one. 1 = no tiles.
         embedding_s_per_token: on the first stage, once in forward and once in backward.
-        head_s_per_token, head_pack_s: final norm, logits, loss and their gradient. Charged to the LAST STAGE'S
-            BACKWARD, because that is where the runtime computes them.
+        head_s_per_token, head_pack_s: final norm, logits, loss and their gradient, all in the LAST STAGE'S BACKWARD.
         optimizer_s_per_parameter: one parameter of the rank's own shard.
-        p2p_bandwidth_bytes_per_s, p2p_latency_s: one transfer between neighbouring pipeline stages; None = not known.
-        reduce_bandwidth_bytes_per_s, reduce_latency_s: one step of the ring over data-parallel ranks; None = unknown.
-        gather_link: the same, of gathers; None = as `reduce_*`, which are of sums.
-        intra_node, inter_node, devices_per_node: links that tensor- and context-parallel groups use, by how many
-            consecutive devices a group spans; None = such groups cannot be costed.
+        p2p_bandwidth_bytes_per_s, p2p_latency_s: one transfer between neighbouring pipeline stages.
+        reduce_bandwidth_bytes_per_s, reduce_latency_s: one step of the ring over data-parallel ranks.
+        gather_link: the same, of all-gathers; None = as `reduce_*`.
+        intra_node, inter_node, devices_per_node: links of tensor- and context-parallel groups, by how many consecutive
+            devices a group spans.
         nics_per_node: adapters of a node, of which `inter_node` is one; None = `inter_node` is what a group gets in
-            all, as measured.
-        host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
+            all.
+        host_link: to host memory, for offloaded activations.
         tensor_exposed_share: of the bytes of a tensor-parallel group's transfers, what does not hide behind matrix
             products; 0 = layers were measured with all of their transfers.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
-        weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Less than
-            half where elementwise work, which stays in I, is a part of these seconds; None = not measured, and half is
-            taken, which it is by count of products (`cost.pipeline_tasks`).
-        context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
-            V of others hide; below 1 because both slow each other down.
+        weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes; None = half.
+        context_hidden_share: of the attention of documents whole on one rank, behind which transfers of K and V hide.
         copy_s_per_byte: read one byte and write it elsewhere on the device.
-        context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
-        overlap: how much packs slow, and are slowed by, gradients that are reduced and weights that are gathered
-            meanwhile, unit by unit; None = not measured, and neither runs beside compute.
-        overlap_reduction: gradients are reduced while later ones are computed (`train.overlap_reduction`), else after
-            the last backward; overlap_gather: updated weights are gathered while the next step begins
-            (`train.overlap_gather`), else before it.
+        context_exchange: how K and V of shared documents travel: gathered once, or round the ranks.
+        overlap: how gradients that are reduced and weights that are gathered meanwhile slow packs, and the reverse;
+            None = not measured, and neither is overlapped.
+        overlap_reduction, overlap_gather: `train.overlap_reduction` and `train.overlap_gather` of the run.
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
-        measured_on: the model and layout that were measured; None where nothing was.
-        profile: how `evenload profile` measured them; None = they are of the start of a run, or of a data sheet.
+        measured_on: the model and layout that were measured; profile: how, by `evenload profile`.
 
     Raises:
         ConfigError: a negative time or a bandwidth that is not positive.

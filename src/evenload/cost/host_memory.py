@@ -165,14 +165,12 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     activations = plan.predicted.peak_memory_bytes - static
     # The fewest have the largest shards; only ranks that share weights reduce anything.
     copies, element = min(layout.data_sizes), max(model.bytes_per_element, 4)
-    unit = max(trained_layer_parameters(model, layout.tp), _trained_embedding(model, layout.tp))
+    unit = trained_layer_parameters(model, layout.tp)
+    if not model.adapter_parameters_per_layer:
+        unit = max(unit, embedding_parameters(model, layout.tp) + model.position_parameters)
     after = [8 * -(-unit // copies)]
     if max(layout.data_sizes) > 1:
         after.append(element * unit)
     mapped = sum(one for one in after if one > MAPPED_BYTES)
     kept = max(round((1 + ALLOCATOR_SHARE) * activations), sum(after) - mapped)
     return fixed_bytes + static + FIRST_USE_BYTES + kept + mapped
-
-
-def _trained_embedding(model: ModelSpec, tp: int) -> int:
-    return 0 if model.adapter_parameters_per_layer else embedding_parameters(model, tp) + model.position_parameters

@@ -228,6 +228,7 @@ def _evaluate(
     )
     interval = prediction_interval(planner.costs.coefficients, planner.layout)
     trained = sum(int(tokens.sum()) for tokens in lengths)
+    own_note = next((proposal.note for proposal in proposals if proposal.note), "")
     return StrategyResult(
         name=name,
         feasible=all(proposal.feasible for proposal in proposals),
@@ -260,7 +261,8 @@ def _evaluate(
         cuts=_most_steps(_cuts_of(proposal) for proposal in proposals),
         schedule=_most_steps(_schedule_of(proposal) for proposal in proposals),
         sharding=_most_steps(_sharding_of(proposal) for proposal in proposals),
-        note=note or "; ".join(filter(None, (_part_note(stride), _first_note(proposals)))),
+        note=note
+        or "; ".join(filter(None, (_part_note(stride), next((one.note for one in proposals if one.note), "")))),
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
@@ -273,10 +275,6 @@ def _part_note(stride: int) -> str:
         f"estimated on one of {stride} replicas and documents; packs and deferred tokens are the part's times "
         f"{stride}, plan time and timelines the part's"
     )
-
-
-def _first_note(proposals: Sequence[Proposal]) -> str:
-    return next((proposal.note for proposal in proposals if proposal.note), "")
 
 
 def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:

@@ -317,10 +317,11 @@ def planned_layout(
     peak = np.max(peaks, axis=0) - raised_bytes
     step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
     slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
-    fits = all(proposal.feasible for proposal in proposals)
+    reasons = [proposal.why for proposal in proposals if not proposal.feasible]
+    why = _over(peak, room) if reasons and peak.max() > room else next(iter(reasons), "")
     return result(
-        feasible=fits,
-        why="" if fits else _over(peak, room) if peak.max() > room else _first_reason(proposals),
+        feasible=not reasons,
+        why=why,
         mean_step_time_s=float(np.mean(step_s)),
         fraction_of_bound=sum(bounds_s) / sum(step_s),
         peak_memory_bytes=int(peak.max()),
@@ -332,10 +333,6 @@ def planned_layout(
 def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
     sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     return {**sizes, "virtual": layout.num_stages // layout.pp}
-
-
-def _first_reason(proposals: list[Proposal]) -> str:
-    return next(proposal.why for proposal in proposals if not proposal.feasible)
 
 
 def _over(held_bytes: np.ndarray, room_bytes: int) -> str:

@@ -81,7 +81,10 @@ def search_strategies(
     """
     end_s = clock() + limit_s
     found: dict[str, StrategyLayouts] = {}
-    for place, name in enumerate(sorted(strategies, key=_dearness)):
+    # Packs of whole documents are planned fast, a search over strategies is dearest.
+    records = {name: strategy_named(name) for name in strategies}
+    order = sorted(records, key=lambda name: (records[name].tries_others, records[name].cuts_documents))
+    for place, name in enumerate(order):
         started_s = clock()
         own_s = max(0.0, (end_s - started_s) / (len(strategies) - place))
         layouts = search_layouts(
@@ -116,11 +119,6 @@ def _fast_before(found: Sequence[StrategyLayouts]) -> list[dict[str, int]]:
         sizes[key] = result.layout
         times_s[key] = min(times_s.get(key, float("inf")), result.mean_step_time_s or float("inf"))
     return [sizes[key] for key in sorted(times_s, key=times_s.__getitem__)]
-
-
-def _dearness(name: str) -> tuple[bool, bool]:
-    strategy = strategy_named(name)
-    return strategy.tries_others, strategy.cuts_documents
 
 
 def planners_in(

@@ -25,24 +25,20 @@ class DeviceSpec(Frozen):
     """One accelerator (or CPU process).
 
     Args:
-        name: for example "H100-80GB".
         peak_flops_per_s: dense matrix-product peak in compute precision; MFU is a share of it.
-        memory_bytes: usable for training.
-        reserved_bytes: of `memory_bytes`, for what is no tensor of training: CUDA's context and kernels, NCCL's
-            buffers, workspaces of libraries.
+        memory_bytes: in all; reserved_bytes: of them, for CUDA's context and kernels, NCCL's buffers, workspaces of
+            libraries.
         fragmentation_share: of `memory_bytes`, what the allocator cannot use in one piece.
         matmul_efficiency: share of the peak that large matrix products reach.
-        attention_efficiency: share of the peak that long attention kernels reach forward, by the kernels that the
-            runtime takes by default: on GPUs those in torch itself, FlashAttention 2.
-        attention_backward_efficiency: the same backward; None = as forward.
-        attention_by_backend: [forward, backward] of other backends (`train.attention`) by name, such as
-            "varlen_cuda_fa3"; one that is not named counts as the default.
+        attention_efficiency: share of the peak that long attention reaches forward, by the kernels that the runtime
+            takes by default (on GPUs torch's FlashAttention 2); attention_backward_efficiency: backward; None = as
+            forward.
+        attention_by_backend: [forward, backward] of other backends (`train.attention`) by name; others count as the
+            default.
         matmul_half_tokens: tokens at which matrix products reach half of that efficiency.
-        attention_tile: query rows of one attention kernel block; fewer rows cost a whole block. The rows of a block are
-            of one head, so tensor parallelism, which splits heads, leaves tiles as they are.
+        attention_tile: query rows of one attention kernel block, all of one head; fewer rows cost a whole block.
         kernel_s: fixed seconds a pack costs in every layer (launches, small kernels).
-        memory_bytes_per_s: bandwidth of device memory, for work that it bounds; None = as of an H100, in proportion to
-            the peak.
+        memory_bytes_per_s: bandwidth of device memory; None = as of an H100, in proportion to the peak.
         host_link: to host memory, for offloaded activations; None = offloading cannot be planned.
     """
 

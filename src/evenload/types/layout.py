@@ -356,8 +356,9 @@ def read_layout_text(text: str) -> LayoutText:
         if key in sizes or key in of_stages:
             raise ConfigError(f"layout '{text}': {key} is given twice")
         counts = value.split("+") if key in _OF_STAGES else [value]
-        if not separator or key not in (*_AXES, *_OF_STAGES) or not all(_is_size(one) for one in counts):
-            hint = "" if key in (*_AXES, *_OF_STAGES) else f"; {did_you_mean(key, _AXES)}".rstrip("; ")
+        is_known, are_sizes = key in (*_AXES, *_OF_STAGES), all(one.isdecimal() and int(one) > 0 for one in counts)
+        if not separator or not is_known or not are_sizes:
+            hint = "" if is_known else f"; {did_you_mean(key, _AXES)}".rstrip("; ")
             raise ConfigError(
                 f"layout '{text}': '{part.strip()}' is not one of dp cp pp tp virtual with a size, as dp=8,pp=4, nor "
                 f"layers or devices of all stages, as pp=3,layers=3+3+2 or pp=3,devices=1+2+1{hint}"
@@ -367,10 +368,6 @@ def read_layout_text(text: str) -> LayoutText:
         else:
             sizes[key] = int(value)
     return LayoutText(text=text, sizes=sizes, layers=of_stages.get("layers"), devices=of_stages.get("devices"))
-
-
-def _is_size(text: str) -> bool:
-    return text.isdecimal() and int(text) > 0
 
 
 ChannelMode = Literal["directed", "fifo"]

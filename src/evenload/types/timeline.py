@@ -50,20 +50,20 @@ COUNTED_KINDS = tuple(kind for kind in MEMORY_KINDS if kind not in _PREDICTED_KI
 class SideTasks:
     """What happens beside the packs, as columns over n tasks: on a rank's copy stream and links, and after its packs.
 
-    recompute    the front of a backward task: forward work repeated; inside of the task
-    offload, reload    copies to and from host memory on the rank's copy stream, during a forward / backward task
-    send_forward, send_backward    p2p transfers from the rank to `peer`
-    reduction    sums of gradients over replicas, unit by unit, beside packs and after them
-    optimizer    the update, after the last sum of all ranks
-    gather    of updated weights: after the update, or, beside the first packs, those of the update before the step,
-              which may have begun before it (start_s below 0)
-    weight_wait    a forward waits for weights that are on their way; inside of the task
+        recompute          the front of a backward task: forward work repeated; inside of the task
+        offload, reload    copies to and from host memory on the rank's copy stream, during a forward / backward task
+        send_forward, send_backward    p2p transfers from the rank to `peer`
+        reduction          reduce-scatters of gradients over replicas, unit by unit, beside packs and after them
+        optimizer          the update, after the last reduction of all ranks
+        gather             of updated weights: after the update, or beside the first packs those of the update before
+                           the step, which may have begun before it (start_s below 0)
+        weight_wait        a forward waits for weights that are on their way; inside of the task
 
     Args:
         dp_rank, rank: int32[n]; `rank` is the pipeline rank.
         kind: uint8[n], index into `SIDE_KINDS`.
-        stage, pack: int32[n], of the task it belongs to, -1 where it belongs to none; a sum or a gather has the first
-            stage of its rank, which tells the ranks that hold the same layers.
+        stage, pack: int32[n], of the task it belongs to, -1 = none; a reduction or a gather has the first stage of its
+            rank.
         peer: int32[n], the receiving pipeline rank of a p2p transfer, else -1.
         start_s, end_s: float64[n].
     """
