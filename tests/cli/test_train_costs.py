@@ -92,7 +92,7 @@ def profiled(model: ModelSpec):
     record = Profile(
         date="2026-11-22T21:00:00+00:00", versions={"evenload": "1", "torch": "2"}, dtype="float32",
         attention="cpu_flash", layers=4, passes=9, seconds=120.0, outliers=3, timings=400,
-        forward=error, backward=error, packs=(), kernels=(), transfers=(),
+        forward=error, backward=error, packs=(),
         activation_bytes={"replay": 8}, held_bytes=3, counted_bytes=2,
     )  # fmt: skip
     where = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
