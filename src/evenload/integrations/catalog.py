@@ -66,8 +66,8 @@ _ENGINES = (
     ),
     EngineProfile(
         name="torchtitan",
-        title="torchtitan 0.3.0 and its main branch",
-        formats=("torchtitan", "torchtitan_folded", "torchtitan_batched"),
+        title="torchtitan 0.3.0",
+        formats=("torchtitan",),
         equal_counts=True,
         static_pipeline=True,
         virtual_count_multiple=True,
@@ -127,7 +127,7 @@ ENGINES: dict[str, EngineProfile] = {one.name: one for one in _ENGINES}
 LOOP = EngineProfile(
     name="loop",
     title="a loop of the user's own over a PackedLoader",
-    formats=("hf", "varlen", "torchtitan", "torchtitan_folded", "torchtitan_batched", "megatron", "pack"),
+    formats=("hf", "varlen", "torchtitan", "megatron", "pack"),
     equal_counts=False,
     gathers="never",
     sharded_update=False,
