@@ -368,9 +368,8 @@ def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPl
 def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
     """This rank's micro-batches of a step; on every rank a `ConfigError` where one needs more than `micro_batches`."""
     _require_room(step.plan, options)
-    projected = project(step.plan, options.profile, options.shape)
+    micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
     forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
-    micro_batches = projected.replicas[place.rank]
     packs = tuple(
         pad_pack(forward[one.pack], one.padded_tokens) if one.doc_ids else zero_weight_pack(one.padded_tokens)
         for one in micro_batches
@@ -379,7 +378,7 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
         planned=step,
         packs=packs,
         backward_packs=backward,
-        batches=tuple(format_pack(pack, options.batch_format, projected.num_label_tokens) for pack in packs),
+        batches=tuple(format_pack(pack, options.batch_format, step.plan.num_label_tokens) for pack in packs),
         num_zero_weight=sum(not one.doc_ids for one in micro_batches),
     )
 
