@@ -1,14 +1,11 @@
 """Document lengths for planning: from a file of numbers, or counted in any text source; and their profile.
 
-Counting tokenises every document once, in file order, before anything is split, cut or dropped (`evenload plan
---overlong` decides about those). Price: one pass over the source; 8 bytes per document.
-
-A profile is quantiles, length classes and window cuts, exactly. Sums of squares leave int64 soon (ten documents of a
-billion tokens), so everything is summed over the different lengths in Python's integers. Price: O(n log n) to sort,
-then a few operations for each different length.
+Counting tokenises every document once, in file order, before anything is split, cut or dropped. Price: one pass over
+the source; 8 bytes per document. A profile is quantiles, length classes and window cuts. Sums of squares leave int64
+soon, so everything is summed over the different lengths in Python's integers. Price: O(n log n) to sort, then a few
+operations for each different length.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.blocks import HoldOut
+from evenload.data.blocks import HoldOut, corrupt_record
 from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
 from evenload.data.number_files import holds_numbers, read_numbers
 from evenload.data.open_encoder import open_encoder
@@ -57,10 +54,9 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
     """Lengths of documents.
 
     Args:
-        source: a file of numbers (`data.number_files`: .npy, .txt of one length a line, .csv, .json, ...), or a text
-            source (file, directory, glob such as `docs/*.txt`, fsspec URL) whose documents are counted.
-        config: how a text source is read (format, text column, tokeniser, end-of-document token, corrupt
-            records); its `sources` are not used. Default: bytes with an end-of-document token.
+        source: a file of numbers (`data.number_files`), or a text source (file, directory, glob, fsspec URL) whose
+            documents are counted.
+        config: how a text source is read; its `sources` are not used. Default: bytes with an end-of-document token.
 
     Returns:
         Empty documents have no length and are left out.
@@ -102,10 +98,12 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
     tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
     parts = mixture_configs(config)
     lengths = np.fromiter((length for part in parts for length in _count(part, tokenizer)), dtype=np.int64)
-    if trains_given_ids(config):
-        return LengthTable(lengths=checked_lengths(lengths, origin), unit="tokens", tokenizer=TOKEN_IDS)
-    unit: LengthUnit = "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokens"
-    return LengthTable(lengths=checked_lengths(lengths, origin), unit=unit, tokenizer=describe_tokenizer(tokenizer))
+    unit: LengthUnit = "tokens"
+    description = TOKEN_IDS
+    if not trains_given_ids(config):
+        unit = "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokens"
+        description = describe_tokenizer(tokenizer)
+    return LengthTable(lengths=checked_lengths(lengths, origin), unit=unit, tokenizer=description)
 
 
 def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
@@ -136,8 +134,7 @@ def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
                     if len(outcome.tokens):
                         yield len(outcome.tokens)
                 elif config.on_corrupt == "error":
-                    origin = files.origin(segment.file, record.offset)
-                    raise DataError(f'{origin}: {outcome}; repair it, or set data.on_corrupt = "skip"')
+                    raise corrupt_record(files.origin(segment.file, record.offset), outcome)
 
 
 DEFAULT_WINDOWS = tuple(2**k for k in range(12, 21))
@@ -201,25 +198,20 @@ def _quantile(length: NDArray[Any], running: NDArray[Any], numerator: int, denom
 
 
 def _heaviest_half(length: NDArray[Any], count: NDArray[Any], each: NDArray[Any]) -> HeaviestHalf:
-    left, num_documents = (each * count).sum(), 0
-    left -= left // 2
-    for i in range(len(length) - 1, -1, -1):
-        needed = -(-left // each[i])  # documents of this length that reach half, rounded up
-        if needed <= count[i]:
-            return HeaviestHalf(documents=num_documents + needed, shortest=length[i])
-        left -= each[i] * count[i]
-        num_documents += count[i]
-    raise AssertionError("all documents together hold at least half of everything")
+    heaviest = np.cumsum((each * count)[::-1])
+    half = heaviest[-1] - heaviest[-1] // 2
+    at = int(np.argmax(heaviest >= half))
+    row = len(length) - 1 - at
+    beyond = (heaviest[at] - half) // each[row]  # documents of this length that are not needed
+    return HeaviestHalf(documents=count[row:].sum() - beyond, shortest=length[row])
 
 
 def _classes(values: NDArray[np.int64], running: NDArray[Any]) -> tuple[LengthClass, ...]:
     edges = [2**k for k in range(int(values[0]).bit_length() - 1, int(values[-1]).bit_length() + 1)]
-    below = running[np.searchsorted(values, [edge - 1 for edge in edges], side="right")]
+    inside = np.diff(running[np.searchsorted(values, edges)], axis=0)
     return tuple(
-        LengthClass(start=start, stop=stop, documents=documents, tokens=tokens, attention_pairs=pairs)
-        for (start, stop), (documents, tokens, pairs) in zip(
-            itertools.pairwise(edges), np.diff(below, axis=0), strict=True
-        )
+        LengthClass(start=start, stop=2 * start, documents=documents, tokens=tokens, attention_pairs=pairs)
+        for start, (documents, tokens, pairs) in zip(edges, inside, strict=False)
     )
 
 

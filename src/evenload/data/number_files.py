@@ -26,8 +26,10 @@ USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_c
 """Of a column of lengths; the first that a table has counts."""
 
 _SUFFIXES = (".npy", ".npz", ".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson")
-_MOST_LENGTH = np.iinfo(np.int64).max
-_SHOWN_CHARACTERS = 40
+_HOW = (
+    'lengths are a list such as [512, 40], a column of whole numbers, or {"length": 512} in every line of a .jsonl '
+    "(to count the tokens of documents, give them as .jsonl or .parquet, or name the directory of text files)"
+)
 
 
 def holds_numbers(source: str) -> bool:
@@ -36,7 +38,7 @@ def holds_numbers(source: str) -> bool:
 
 
 def read_numbers(source: str) -> NDArray[np.int64] | None:
-    """Lengths of a file of numbers; None of a .jsonl whose records are documents.
+    """Read the lengths of a file of numbers; None of a .jsonl whose records are documents.
 
     Raises:
         ConfigError: the file does not exist.
@@ -54,17 +56,25 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
         except (OSError, EOFError, zlib.error) as err:
             raise DataError(f"{source} cannot be decompressed: {err}; write it again with gzip") from err
     if name.endswith(".npz"):
-        content = _meant_array(content, source)
+        try:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                arrays = {each.removesuffix(".npy"): archive.read(each) for each in archive.namelist()}
+        except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as err:
+            raise DataError(f"{source} cannot be read as an .npz: {err}; write it again with numpy.savez") from err
+        content = bytes(_meant_column(arrays, arrays, source))
     if name.endswith((".npy", ".npz")):
-        return _npy_lengths(content, source)
-    if name.endswith(".txt"):
-        return _lines_of_numbers(content, source)
-    if name.endswith((".csv", ".tsv")):
-        return _table_lengths(content, source, "\t" if name.endswith(".tsv") else ",")
-    if name.endswith(".json"):
-        return _list_lengths(_decoded(content, source), source)
-    lines = (line for line in content.splitlines() if line.strip())
-    return _list_lengths([_decoded(line, source) for line in lines], source)
+        values: Any = _npy_numbers(content, source)
+    elif name.endswith(".txt"):
+        values = list(_lines_of_numbers(content, source))
+    elif name.endswith((".csv", ".tsv")):
+        values = _table_numbers(content, source, "\t" if name.endswith(".tsv") else ",")
+    elif name.endswith(".json"):
+        values = _json_numbers(_decoded(content, source), source)
+    else:
+        values = _json_numbers([_decoded(line, source) for line in content.splitlines() if line.strip()], source)
+    if len(values) and (longest := int(np.max(values))) > np.iinfo(np.int64).max:
+        raise DataError(f"{source}: length {longest} does not fit int64")
+    return np.array(values, dtype=np.int64)
 
 
 @contextmanager
@@ -89,22 +99,11 @@ def _begins_with_numbers(source: str) -> bool:
             record = msgspec.json.decode(next((line for line in stream if line.strip()), b""))
     except (OSError, EOFError, zlib.error, msgspec.DecodeError):
         return False  # its reader reports what is wrong, and in which line
-    if isinstance(record, dict):
-        return bool(record) and all(_is_whole(value) or isinstance(value, float) for value in record.values())
-    return _is_whole(record) or isinstance(record, float)
+    values = list(record.values()) if isinstance(record, dict) else [record]
+    return bool(values) and all(_is_whole(value) or isinstance(value, float) for value in values)
 
 
-def _meant_array(content: bytes, source: str) -> bytes:
-    """The array of an .npz that is meant, as the .npy that it is there."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            arrays = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as err:
-        raise DataError(f"{source} cannot be read as an .npz: {err}; write it again with numpy.savez") from err
-    return bytes(_meant_column(arrays, arrays, source))  # by the name of the array, as of a table's column
-
-
-def _npy_lengths(content: bytes, source: str) -> NDArray[np.int64]:
+def _npy_numbers(content: bytes, source: str) -> NDArray[Any]:
     stream = io.BytesIO(content)
     try:
         version = npy_format.read_magic(stream)
@@ -114,8 +113,7 @@ def _npy_lengths(content: bytes, source: str) -> NDArray[np.int64]:
         values = np.load(stream, allow_pickle=False) if dtype.kind in "iu" else None
     except Exception as err:  # numpy parses the head as Python and raises whatever that raises
         raise DataError(
-            f"{source} is not a numpy array file of numbers; write it with numpy.save(path, lengths) from an array of "
-            "int32 or int64"
+            f"{source} is not a numpy array file of numbers; write int32 or int64 with numpy.save(path, lengths)"
         ) from err
     if dtype.hasobject:
         raise DataError(
@@ -126,72 +124,59 @@ def _npy_lengths(content: bytes, source: str) -> NDArray[np.int64]:
         raise DataError(f"{source} has dtype {dtype}; lengths are integers, so save it as int32 or int64")
     if values.ndim != 1:
         raise DataError(f"{source} has shape {shape}; lengths are a one-dimensional array, one entry per document")
-    if len(values) and int(values.max()) > _MOST_LENGTH:
-        raise DataError(f"{source}: length {values.max()} does not fit int64")
-    return values.astype(np.int64)
+    return values
 
 
-def _lines_of_numbers(content: bytes, source: str) -> NDArray[np.int64]:
-    lengths: list[int] = []
+def _lines_of_numbers(content: bytes, source: str) -> Iterator[int]:
     for number, line in enumerate(content.splitlines(), start=1):
-        if line.isspace() or not line:
-            continue
         try:
-            lengths.append(int(line))
+            if line.strip():
+                yield int(line)
         except ValueError as err:
-            shown = line[:_SHOWN_CHARACTERS].decode("utf-8", errors="replace")
             raise DataError(
-                f"{source}:{number}: '{shown}' is not a length; a .txt holds one integer per line "
-                "(to count the tokens of text files, name their directory or a glob such as 'docs/*.txt')"
+                f"{source}:{number}: '{line[:40].decode(errors='replace')}' is not a length; a .txt holds one integer "
+                "per line (to count the tokens of text files, name their directory or a glob such as 'docs/*.txt')"
             ) from err
-    return _whole_numbers(lengths, source)
 
 
-def _table_lengths(content: bytes, source: str, delimiter: str) -> NDArray[np.int64]:
+def _table_numbers(content: bytes, source: str, delimiter: str) -> Sequence[int]:
     try:
         rows = [row for row in csv.reader(io.StringIO(content.decode("utf-8-sig")), delimiter=delimiter) if row]
     except (UnicodeDecodeError, csv.Error) as err:
         raise DataError(f"{source} cannot be read as a table: {err}; save it as UTF-8") from err
     if not rows:
-        return np.array([], np.int64)
-    has_head = not any(_written_whole(cell) for cell in rows[0])
-    head = [cell.strip() for cell in rows[0]] if has_head else [f"column {i + 1}" for i in range(len(rows[0]))]
+        return ()
+    has_head = not any(_is_written_whole(cell) for cell in rows[0])
+    head = [cell.strip() if has_head else f"column {i}" for i, cell in enumerate(rows[0], start=1)]
     body = rows[1:] if has_head else rows
     for number, row in enumerate(body, start=1 + has_head):
         if len(row) != len(head):
             raise DataError(f"{source}: row {number} has {len(row)} columns, the first has {len(head)}; repair it")
     columns = {name: [row[i] for row in body] for i, name in enumerate(head)}
-    whole = {name: [int(cell) for cell in cells] for name, cells in columns.items() if all(map(_written_whole, cells))}
-    return _whole_numbers(_meant_column(whole, columns, source), source)
+    whole = {name: cells for name, cells in columns.items() if all(map(_is_written_whole, cells))}
+    return [int(cell) for cell in _meant_column(whole, columns, source)]
 
 
-def _list_lengths(value: Any, source: str) -> NDArray[np.int64]:
+def _json_numbers(value: Any, source: str) -> Sequence[int]:
     """A list of numbers or of objects with one, or an object with such a list."""
     if isinstance(value, list) and all(map(_is_whole, value)):
-        return _whole_numbers(value, source)
+        return value
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         keys = dict.fromkeys(key for one in value for key in one)
         value = {key: [one.get(key) for one in value] for key in keys}
     if not isinstance(value, dict):
         raise DataError(f"{source} holds no list of whole numbers; {_HOW}")
     whole = {key: cells for key, cells in value.items() if isinstance(cells, list) and all(map(_is_whole, cells))}
-    return _whole_numbers(_meant_column(whole, value, source), source)
+    return _meant_column(whole, value, source)
 
 
-_HOW = (
-    'lengths are a list such as [512, 40], a column of whole numbers, or {"length": 512} in every line of a .jsonl '
-    "(to count the tokens of documents, give them as .jsonl or .parquet, or name the directory of text files)"
-)
-
-
-def _meant_column(whole: Mapping[str, Sequence[int]], columns: Iterable[str], source: str) -> Sequence[int]:
+def _meant_column(whole: Mapping[str, Any], columns: Iterable[str], source: str) -> Any:
     """The one column of whole numbers, or the one with a usual name among several."""
     if len(whole) == 1:
         return next(iter(whole.values()))
     by_name = {name.lower(): cells for name, cells in whole.items()}
-    for name in USUAL_NAMES:
-        if name in by_name:
-            return by_name[name]
+    if usual := [name for name in USUAL_NAMES if name in by_name]:
+        return by_name[usual[0]]
     if not whole:
         raise DataError(f"{source} has no column of whole numbers among {', '.join(map(repr, columns))}; {_HOW}")
     raise DataError(
@@ -207,15 +192,9 @@ def _decoded(content: bytes, source: str) -> Any:
         raise DataError(f"{source} is not JSON: {err}; {_HOW}") from err
 
 
-def _written_whole(cell: str) -> bool:
+def _is_written_whole(cell: str) -> bool:
     return cell.strip().removeprefix("-").isdecimal()
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _whole_numbers(values: Sequence[int], source: str) -> NDArray[np.int64]:
-    if values and max(values) > _MOST_LENGTH:
-        raise DataError(f"{source}: length {max(values)} does not fit int64")
-    return np.array(values, dtype=np.int64)

@@ -1,14 +1,12 @@
 """`list_sources`: sources (files, directories, globs, fsspec URLs) as sorted lists of files; `SourceFile`: one of them.
 
-The list does not depend on the order in which a file system answers: files are sorted by their path below the source,
-sources keep the order in which they were given. Links are followed; a directory that contains itself through a link is
-entered once. Nothing is passed over silently: what only describes data files next to it (`README.md`,
+Files are sorted by their path below the source, sources keep the order in which they were given. Links are followed; a
+directory that contains itself through a link is entered once. What only describes data files next to it (`README.md`,
 `dataset_info.json`) is left out and reported; any other file whose name is not that of a data file is refused there,
-since it would be trained as a text. Names that begin with "." are hidden, as everywhere. Price: one listing per source.
+since it would be trained as a text. Names that begin with "." are hidden. Price: one listing per source.
 
 A file is known by its path below the source and its size, not by where the source stands, so a data set may move
-between save and resume. What reading it may raise means damaged content (a problem of a record) or failing storage (an
-error).
+between save and resume.
 """
 
 import hashlib
@@ -120,9 +118,6 @@ class _RemoteStream(io.RawIOBase):
     Not all of fsspec's file systems try again (HTTP does not), and a read that ends too early looks like the end of the
     data. So a read that failed, or ended before the file does, opens the file again at the same byte; every byte that
     arrives starts the count of attempts anew.
-
-    Raises:
-        DataError: when read: the file cannot be opened, or failed for good; names file and byte.
     """
 
     def __init__(self, file: SourceFile) -> None:
@@ -206,27 +201,20 @@ def _with_retries(
 
 
 def damaged_compression(file: SourceFile, err: Exception) -> str:
-    """The problem of a file whose reading raised this.
-
-    Decompressors raise classes of their own, some of them kinds of OSError.
-
-    Raises:
-        DataError: it was not the compression but the storage that failed.
-    """
-    if isinstance(err, OSError) and (file.compression is None or is_storage_failure(err)):
-        raise unreadable(file, err) from err
+    """The problem of a file whose reading raised this; a `DataError` where not the compression but the storage failed."""
+    refuse_storage_failure(file, err)
     if file.compression is None or isinstance(err, EvenloadError):
         raise err
     return f"its {file.compression} compression is damaged: {err}"
 
 
-def unreadable(file: SourceFile, err: OSError) -> DataError:
-    return DataError(f"{file.name} cannot be read: {err}; check the storage it lies on")
+def refuse_storage_failure(file: SourceFile, err: Exception) -> None:
+    """Raise a `DataError` where it was the operating system that failed.
 
-
-def is_storage_failure(err: OSError) -> bool:
-    """Whether the operating system failed; libraries raise OSError without a number where bytes are damaged."""
-    return err.errno is not None
+    Libraries raise OSError without a number where bytes are damaged.
+    """
+    if isinstance(err, OSError) and err.errno is not None:
+        raise DataError(f"{file.name} cannot be read: {err}; check the storage it lies on") from err
 
 
 def files_digest(files: Sequence[SourceFile]) -> str:
@@ -269,7 +257,6 @@ _SPLIT_NAMES = {name: name for name in ("train", "test")} | dict.fromkeys(
 )
 _SPLIT = re.compile(rf"(?:^|[/])({'|'.join(_SPLIT_NAMES)})(?=[-_./])")
 _DICT = "dataset_dict.json"
-_DECOMPRESSORS: dict[Any, Any] = compr
 _NAMED = 5  # in a message, of many files
 
 
