@@ -9,7 +9,6 @@ from evenload.data.encoders import RecordProblem, TokenIds, masked_labels, token
 from evenload.data.open_encoder import open_encoder
 from evenload.data.records import Column, ValueProblem, convert_value
 
-
 IDS = Column("input_ids", "tokens", "data.tokens_column")
 
 

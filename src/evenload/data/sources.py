@@ -201,7 +201,7 @@ def _with_retries(
 
 
 def damaged_compression(file: SourceFile, err: Exception) -> str:
-    """The problem of a file whose reading raised this; a `DataError` where not the compression but the storage failed."""
+    """The problem of a file whose reading raised this; a `DataError` where the storage failed, not the compression."""
     refuse_storage_failure(file, err)
     if file.compression is None or isinstance(err, EvenloadError):
         raise err
@@ -300,7 +300,7 @@ def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
             among = f" with a name like {' or '.join(config.include)}" if config.include else ""
             only = f" but {', '.join(left_out[:_NAMED])}, which describe data" if left_out else ""
             raise ConfigError(f"data source '{source}' has no files{among}{only}; check data.sources and data.include")
-        files = []
+        files: list[SourceFile] = []
         for relative, path, size_bytes, _ in entries:
             name = os.path.join(root, relative) if relative else source
             is_local = isinstance(filesystem, LocalFileSystem)
@@ -421,17 +421,14 @@ def _matching(filesystem: AbstractFileSystem, pattern: str) -> Iterator[_Entry]:
 def _data_files(
     filesystem: AbstractFileSystem, entries: list[_Entry], source: str, format: Format
 ) -> tuple[list[_Entry], tuple[str, ...]]:
-    """The entries that are read, and paths of those that only describe them or were made from them.
-
-    Those chosen by a pattern of names are wanted, but for copies that `datasets` keeps next to its data.
-    """
+    """The entries that are read, and paths of those that only describe them or were made from them."""
     if format == "auto":
         for entry in entries:
             if (suffix := _suffix(entry.path)) in _UNREAD_SUFFIXES:
                 raise ConfigError(
                     f"data source '{source}'{f' holds {entry.relative}, which' if entry.relative else ''} is a "
-                    f"{suffix} file, of which no records are read; write them as .jsonl or .parquet, leave it out "
-                    'by data.include, or set data.format = "text" to train it as one text'
+                    f"{suffix} file, of which no records are read; write them as .jsonl or .parquet, leave it out by "
+                    'data.include, or set data.format = "text" to train it as one text'
                 )
     if format == "text" or (len(entries) == 1 and not entries[0].relative):
         return entries, ()
@@ -518,8 +515,7 @@ def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list
 def _chosen(entry: _Entry, include: Sequence[str]) -> _Entry | None:
     """The entry with the pattern that chose it; None where there are patterns and none did."""
     name = entry.relative.rsplit("/", 1)[-1]
-    chosen = (pattern for pattern in include if fnmatch(entry.relative if "/" in pattern else name, pattern))
-    pattern = next(chosen, "")
+    pattern = next((each for each in include if fnmatch(entry.relative if "/" in each else name, each)), "")
     return entry._replace(pattern=pattern) if pattern or not include else None
 
 
