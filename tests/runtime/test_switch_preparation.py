@@ -10,9 +10,8 @@ from torch import nn
 from evenload.plan.layouts.moves import Piece
 from evenload.runtime.optim.parameter_units import BufferGroup
 from evenload.runtime.stages import copy_timings
-from evenload.runtime.stages.copy_timings import _Reading
 from evenload.runtime.stages.live_pieces import LivePiece
-from evenload.runtime.stages.live_stages import LiveStages
+from evenload.runtime.stages.live_stages import LiveStages, _Reading
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.twin_memory import PieceMemory, SparseMemory, placed
 from evenload.runtime.step_trainer import StepTrainer
