@@ -9,10 +9,9 @@ from torch import nn
 
 from evenload.plan.layouts.moves import Piece
 from evenload.runtime.optim.parameter_units import BufferGroup
-from evenload.runtime.stages import copy_timings
-from evenload.runtime.stages.copy_timings import _Reading
+from evenload.runtime.stages import live_stages
 from evenload.runtime.stages.live_pieces import LivePiece
-from evenload.runtime.stages.live_stages import LiveStages
+from evenload.runtime.stages.live_stages import LiveStages, _Reading
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.twin_memory import PieceMemory, SparseMemory, placed
 from evenload.runtime.step_trainer import StepTrainer
@@ -35,8 +34,8 @@ def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source
     def told(everyone, mine, group) -> None:
         everyone[:] = [[0], [0], [], []]
 
-    monkeypatch.setattr(copy_timings.dist, "all_gather_object", told)
-    monkeypatch.setattr(copy_timings, "_LEAST_BYTES", 100)
+    monkeypatch.setattr(live_stages.dist, "all_gather_object", told)
+    monkeypatch.setattr(live_stages, "_LEAST_BYTES", 100)
     watch = SimpleNamespace(waiting=lambda what: nullcontext())
     mesh = SimpleNamespace(rank=rank, num_ranks=4, control=None, watch=watch)
     twins = SimpleNamespace(
@@ -84,7 +83,7 @@ def test_a_stand_in_comes_and_goes_as_its_piece_does_and_leaves_it_alone():
     parameters = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(1))]
     group = BufferGroup(("a", "b"), tuple(parameters), decays=True, is_part=False, unit=1)
     live = LivePiece(
-        1, parameters, group, at_both_ends=False, tied_name="", data_sizes=[1, 2], device=torch.device("cpu"),
+        1, parameters, group, at_both_ends=False, data_sizes=[1, 2], device=torch.device("cpu"),
         is_held=True,
     )  # fmt: skip
     like = live.stand_in()

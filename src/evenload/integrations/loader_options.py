@@ -34,7 +34,7 @@ from evenload.integrations.engine_profile import BEST, EngineProfile, require_au
 from evenload.integrations.projection import StepShape
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
-from evenload.runtime.comm.torch_peers import TorchPeers
+from evenload.runtime.comm.collectives import TorchPeers
 from evenload.types.layout import even_layout
 from evenload.types.text import counted
 

@@ -25,8 +25,8 @@ from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkp
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run
 from evenload.runtime.checkpoint.writer import CheckpointWriter, Saves
+from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
@@ -280,7 +280,6 @@ class Trainer:
         return (last_step is None or self.steps_done < last_step) and not source.has_next()
 
     def _noted(self, report: StepReport, planned: PlannedStep, monitor: Monitor | None) -> StepReport:
-        """With the run's totals, and the decision about the layout."""
         decision = None
         if monitor is not None:
             # A CPU's count has no temporary buffers, which predictions have.

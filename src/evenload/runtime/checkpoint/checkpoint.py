@@ -164,7 +164,6 @@ def _require_same_state(path: Path, wanted: Collection[str], saved: Collection[s
 
 
 def _kinds_of_state(names: Collection[str]) -> dict[str, set[str]]:
-    """By parameter what an optimizer keeps of it."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for name in names:
         if name.startswith("optimizer."):

@@ -148,7 +148,6 @@ class CheckpointWriter:
             self._outcome = error
 
     def _write(self, position: RunPosition, tensors: dict[str, TensorPieces]) -> int:
-        """Everything after staging; bytes of all ranks."""
         partial = partial_path(self._directory, position.progress.steps_done)
         local_bytes = sum(tensor.num_bytes for tensor in tensors.values())
         num_bytes = sum(self._together(lambda: self._make_room(partial), partial, local_bytes, 0))

@@ -315,7 +315,6 @@ def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) ->
 def _stage_groups(
     layout: ParallelLayout, rank: int, pool: GroupPool, channels: ChannelMode
 ) -> tuple[dict[Channel, dist.ProcessGroup], dist.ProcessGroup | None]:
-    """Groups of a rank's channels, and of both ends of its pipeline."""
     forward: dict[Channel, dist.ProcessGroup] = {}
     backward: dict[Channel, dist.ProcessGroup] = {}
     tie = None

@@ -57,7 +57,6 @@ def muon_update(buffer: FlatBuffer, gradient: Tensor, momentum: Tensor, decay: f
 
 
 def _matrices(buffer: FlatBuffer) -> Iterator[tuple[int, torch.Size]]:
-    """First element and shape of every parameter."""
     start = 0
     for parameter in buffer.parameters:
         yield start, parameter.shape
@@ -153,7 +152,6 @@ class ShardedOptimizer:
         self.gathers.seal()
 
     def _has_muon(self, buffer: FlatBuffer) -> bool:
-        """Of matrices of a layer."""
         return self._config.name == "muon" and buffer.decays and buffer.is_of_layer
 
     def _moments(self, buffer: FlatBuffer) -> tuple[str, ...]:

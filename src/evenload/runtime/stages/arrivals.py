@@ -263,7 +263,6 @@ class StateArrival:
         return wanted, shards
 
     def _keep(self, index: int, wanted: tuple[int, int], shards: Shards) -> None:
-        """Copy what this rank owned and still owns, unless it lies where it did."""
         before = self._before[index]
         if shards is before or self._pieces[index].shared is not None:
             return
@@ -283,7 +282,6 @@ def without(share: tuple[int, int], other: tuple[int, int]) -> list[tuple[int, i
 
 
 def _parts(shards: Shards, share: tuple[int, int], move: Move) -> dict[str, Tensor]:
-    """Return the elements of a move of every tensor, in the order of their names."""
     return {name: shard[move.start - share[0] : move.stop - share[0]] for name, shard in shards.items()}
 
 

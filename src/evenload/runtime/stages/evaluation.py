@@ -36,8 +36,8 @@ from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, saved_passes, with_pass
+from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
-from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.replay.rank_packs import Exchange, PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ForwardStore
@@ -219,7 +219,6 @@ class Validator:
     def _batches(
         self, maker: StepMaker, state: RankState, stop_requested: Callable[[], int]
     ) -> tuple[list["_BatchLosses"] | None, int]:
-        """None where ranks agreed to abandon the pass; the signal."""
         found: list[_BatchLosses] = []
         while self.settings.batches is None or len(found) < self.settings.batches:
             if (planned := maker.next()) is None:
@@ -282,7 +281,6 @@ class _BatchLosses(NamedTuple):
 
 
 def _agreed(stop_signal: int, mesh: Mesh) -> int:
-    """The largest signal of any rank. Collective."""
     with mesh.watch.waiting("whether to stop validating"):
         return int(most_of_ranks(stop_signal, mesh))
 
@@ -384,7 +382,6 @@ class Evaluation:
         return is_best
 
     def _write_samples(self, steps_done: int, state: RankState) -> tuple[Sample, ...]:
-        """Write samples where they are due, on rank 0; the others wait."""
         if self._sampler is None or steps_done % self._sampler.settings.every_steps:
             return ()
         mesh, stages = state.mesh, state.stages  # which waits for weights on every rank

@@ -164,7 +164,6 @@ class LivePiece:
         return kept
 
     def _fresh(self) -> tuple[Tensor, Tensor | None]:
-        """Memory that nothing touched, for weights and gradients."""
         dtype = self.parameters[0].dtype
         values = self.shared.tensor(WEIGHTS) if self.shared is not None else self._empty(dtype)
         return values, None if self._group is None else self._empty(self._work)
@@ -173,7 +172,6 @@ class LivePiece:
         return torch.empty(self.capacity, dtype=dtype, device=self._device)
 
     def _attach(self, values: Tensor, grads: Tensor | None) -> None:
-        """Parameters become views of memory."""
         if grads is not None:
             attach(self.parameters, self._shapes, values, grads)
             self._memory = values, grads

@@ -15,8 +15,9 @@ optimizer state arrives as it was. Price: the stall is the copy of the weights t
 """
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -35,7 +36,7 @@ from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.layouts.measured_layouts import KnownAfter, LayoutTrack
 from evenload.plan.layouts.moves import Moves, SwitchPieces, pipeline_ranks, shared_bytes, shared_pieces
 from evenload.plan.layouts.switch_prices import stall_seconds, state_seconds
-from evenload.runtime.comm.mesh import Mesh, Meshes
+from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.device import wait_for
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.optimizer import ShardedOptimizer
@@ -51,10 +52,17 @@ from evenload.runtime.stages.arrivals import (
     mark_held,
     without,
 )
-from evenload.runtime.stages.copy_timings import measured_copies
 from evenload.runtime.stages.live_pieces import MASTER_NAME, LivePiece, live_pieces, share_of_rank
 from evenload.runtime.stages.rank_stages import RankStages, build_models, dtype_of, unit_modules
-from evenload.runtime.stages.twin_memory import TwinMemory, gather_from_all, open_twins, placed
+from evenload.runtime.stages.twin_memory import (
+    WEIGHTS,
+    SparseMemory,
+    TwinMemory,
+    gather_from_all,
+    open_twins,
+    placed,
+    touch,
+)
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
@@ -282,7 +290,6 @@ class LiveStages:
         return optimizer, switch
 
     def _rehearse(self, mesh: Mesh) -> None:
-        """Do what a switch to a layout does except moving, and leave everything as it is. Collective."""
         self._moves_to(mesh)
         bring_weights(self._pieces, Moves(weights=(), state=()), self.mesh, self._twin_memory, 0)
         models = tuple(self._modules.stage_models(mesh.layout, mesh.pp_rank).values())
@@ -303,7 +310,6 @@ class LiveStages:
         return without(share_of_rank(mesh, live.piece), had)
 
     def _preallocated_for(self, mesh: Mesh) -> Preallocated | None:
-        """Wait for what was taken ahead, or give it back where it was for another layout."""
         ahead, self._ahead, self._expected = self._ahead, None, None
         if ahead is None:
             return None
@@ -314,7 +320,6 @@ class LiveStages:
         return self._pieces[self._index_of[id(group.parameters[0])]]
 
     def _take_state(self, optimizer: ShardedOptimizer) -> dict[int, Shards]:
-        """By piece what this rank owns of the optimizer's state."""
         found: dict[int, dict[str, Tensor]] = {}
         for name, buffer, shard in optimizer.state_tensors():
             found.setdefault(self._index_of[id(buffer.parameters[0])], {})[name] = shard
@@ -322,7 +327,6 @@ class LiveStages:
         return {index: found[index] for index in sorted(found)}
 
     def _arranged(self, mesh: Mesh) -> RankStages[PipelineStage]:
-        """Stages and buffers of a layout from the pieces that have memory."""
         models = self._modules.stage_models(mesh.layout, mesh.pp_rank)
         groups = list(buffer_groups(tuple(models.values())))
         return replace(
@@ -334,6 +338,114 @@ class LiveStages:
 
     def _stage(self, model: StageModel) -> PipelineStage:
         return PipelineStage(model, self._backend, self.mesh.tensor, self._state)
+
+
+_REPEATS = 5
+_REHEARSALS = 9
+"""Milliseconds each, and how ranks come to their cores differs from one to the next."""
+_LEAST_BYTES, _MOST_BYTES = 2**26, 2**28
+"""A rank reads at least so much, if it has to read the same again, as less is noise; and not more, if its pieces let
+it."""
+_TRAINED_ON_S = 0.02
+_COMPUTED = 128
+"""Rows of a product that takes a tenth of a millisecond."""
+
+
+def measured_copies(
+    pieces: Sequence[LivePiece],
+    twins: TwinMemory,
+    mesh: Mesh,
+    rehearsals: Mapping[int, Callable[[], object]],
+    stand_ins: Sequence[LivePiece],
+) -> CopySpec:
+    """Measure what a switch costs on this machine, by doing what it does: ranks read each other's memory, all at once
+    and one alone, into memory that was touched and into fresh memory, and arrange their stages anew. Before the first
+    update, where some piece is shared; every rank returns the same. Collective. Price: about two seconds.
+
+    Rehearsed with cold caches and with ranks that are ready and train already on the same cores, as in a run; without
+    both, predictions were 1.6 to 1.9 times too short.
+
+    Args:
+        rehearsals: what a switch does except moving, by the layers that a rank comes to hold.
+        stand_ins: pieces as the model's layers are, which nobody holds; at least one.
+    """
+    reading = _Reading(pieces, twins, mesh)
+    first = mesh.rank % mesh.ranks_per_machine == 0
+    scratch = torch.zeros(_LEAST_BYTES, dtype=torch.uint8)
+
+    def medians_s(repeats: int, *works: Callable[[], object], trains_on: bool = False) -> list[float]:
+        """In turn, so that what disturbs one disturbs the others."""
+        rounds = [[_slowest_s(work, mesh, scratch, trains_on=trains_on) for work in works] for _ in range(repeats)]
+        return [statistics.median(one) for one in zip(*rounds, strict=True)]
+
+    (machine_s,) = medians_s(_REPEATS, reading.run, trains_on=True)
+    (alone_s,) = medians_s(_REPEATS, reading.run if first else lambda: None)
+    (fresh_s,) = medians_s(_REPEATS, _touch_fresh)
+    gained_s, left_s = medians_s(
+        _REPEATS, lambda: [piece.gain() for piece in stand_ins], lambda: [piece.drop() for piece in stand_ins]
+    )
+    least, most = min(rehearsals), max(rehearsals)
+    least_s, most_s = medians_s(_REHEARSALS, rehearsals[least], rehearsals[most], trains_on=True)
+    layer_s = max(0.0, most_s - least_s) / max(1, most - least)
+    read_alone = reading.num_bytes if first else 0
+    read = torch.tensor([reading.num_bytes, read_alone, read_alone > 0, _LEAST_BYTES, first], dtype=torch.float64)
+    dist.all_reduce(read, group=mesh.control)
+    everyone_bytes, alone_bytes, reading_machines, fresh_bytes, machines = read.tolist()
+    return CopySpec(
+        rank_bytes_per_s=alone_bytes / reading_machines / alone_s,
+        machine_bytes_per_s=everyone_bytes / reading_machines / machine_s,
+        taken_bytes_per_s=fresh_bytes / machines / fresh_s,
+        fixed_s=max(0.0, least_s - layer_s * least),
+        layer_s=layer_s,
+        gained_s=gained_s / len(stand_ins),
+        left_s=left_s / len(stand_ins),
+        num_ranks=mesh.num_ranks,
+    )
+
+
+class _Reading:
+    """Reads the shared pieces that the next rank with any on this machine holds, round and round."""
+
+    def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:
+        held = [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None]
+        everyone: list[list[int]] = [[]] * mesh.num_ranks
+        with mesh.watch.waiting("what ranks hold in shared memory"):
+            dist.all_gather_object(everyone, held, group=mesh.control)
+        holding = [rank for rank, there in enumerate(everyone) if any(twins.reaches(index, rank) for index in there)]
+        self._source = min(holding, key=lambda rank: (rank - mesh.rank - 1) % mesh.num_ranks, default=mesh.rank)
+        self._twins, self._into, self.num_bytes, self._rounds = twins, list[tuple[int, torch.Tensor]](), 0, 0
+        for index in everyone[self._source]:
+            size = pieces[index].piece.num_elements * pieces[index].piece.weight_bytes
+            if not self._into or self.num_bytes + size <= _MOST_BYTES:
+                # Memory as weights lie in: the system may give others larger pages, which take copies faster.
+                self._into.append((index, SparseMemory(size).tensor(0, size, torch.uint8).zero_()))
+                self.num_bytes += size
+        if self.num_bytes:
+            self._rounds = -(-_LEAST_BYTES // self.num_bytes)
+            self.num_bytes *= self._rounds
+
+    def run(self) -> None:
+        for _ in range(self._rounds):
+            for index, into in self._into:
+                self._twins.read(index, WEIGHTS, self._source, 0, into, 0)
+
+
+def _touch_fresh() -> None:
+    touch(SparseMemory(_LEAST_BYTES).tensor(0, _LEAST_BYTES, torch.uint8))
+
+
+def _slowest_s(work: Callable[[], object], mesh: Mesh, scratch: torch.Tensor, *, trains_on: bool = False) -> float:
+    """From when all have come, with cold caches, until the last is done; `trains_on`: others compute meanwhile."""
+    scratch.add_(1)
+    dist.barrier(group=mesh.control)
+    from_s = time.perf_counter()
+    work()
+    done_s = time.perf_counter()
+    if trains_on:
+        matrix = torch.ones(_COMPUTED, _COMPUTED)
+        while time.perf_counter() < done_s + max(_TRAINED_ON_S, done_s - from_s):
+            torch.mm(matrix, matrix)
+    return most_of_ranks(done_s - from_s, mesh)
 
 
 class Monitor:

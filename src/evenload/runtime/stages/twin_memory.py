@@ -208,7 +208,6 @@ def open_twins(places: Mapping[int, Place], num_bytes: int, num_pieces: int, mes
 
 
 def _neighbourhood(mesh: Mesh) -> list[int]:
-    """Ranks of this machine with the same tensor-parallel place."""
     machine = range(mesh.rank // mesh.ranks_per_machine * mesh.ranks_per_machine, mesh.num_ranks)
     tp = mesh.layout.tp
     return [rank for rank in machine[: mesh.ranks_per_machine] if rank % tp == mesh.rank % tp]
