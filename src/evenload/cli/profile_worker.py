@@ -115,7 +115,6 @@ def _profiled(
         model=model,
         timed=timed,
         layers=len(stages[min(stages)].model.layers),
-        tp=mesh.layout.tp,
         device_name=device_name(device, setup.threads),
         dtype=options.dtype,
         longest=options.longest,
