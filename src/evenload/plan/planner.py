@@ -227,7 +227,9 @@ class StepPlanner:
             slices = found.forward.pack_slices(doc_ids)
             is_same = found.backward is found.forward
             backward_slices = slices if is_same else found.backward.pack_slices(doc_ids)
-            forward_s, backward_s = (_slowest_stage(s) for s in (found.tasks.forward_s, found.tasks.backward_s))
+            forward_s, backward_s = (
+                s.max(axis=1, initial=0.0) for s in (found.tasks.forward_s, found.tasks.backward_s)
+            )
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
@@ -331,10 +333,6 @@ def _uneven(packs: SliceColumns, pack_s: np.ndarray) -> float:
     """Max/mean pack time of the worst set of ranks: packs that a group of replicas shares are a set of their own."""
     ranks = packs.cp[packs.pack_offset[:-1]]
     return max(imbalance(pack_s[ranks == count]) for count in np.unique(ranks))
-
-
-def _slowest_stage(pack_s: np.ndarray) -> np.ndarray:
-    return pack_s.max(axis=1) if len(pack_s) else np.zeros(0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import REPLAY, activation_bytes_per_token, kv_bytes_per_token, recomputed_width
 from evenload.plan.deferral import DelayState
+from evenload.plan.layouts.layout_candidates import CoefficientsOf
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions, PolicyOption
 from evenload.plan.strategies.flexpipe import FlexOptions
@@ -87,7 +88,6 @@ def _seconds(proposal: Proposal) -> float:
     return proposal.plan.predicted.step_time_s
 
 
-CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
 OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")

@@ -219,16 +219,14 @@ def least_beyond_memory(plans: list[Planned]) -> list[Planned]:
 def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchResult]]:
     """What the search by time finds under the policies that come close, the best first; none where no packs fit
     limits."""
-    steps = _close_to_best(search_policies(problems, rules_of))
+    steps = search_policies(problems, rules_of)
+    keys = [found.score_key()[:2] for _, found in steps]
+    # Refining may still make the policies that come close the best.
+    close = [step for step, key in zip(steps, keys, strict=True) if key <= (keys[0][0], CLOSE_POLICIES * keys[0][1])]
+    steps = close[:MOST_REFINED]
     for problem, found in steps:
         refine(found, refine_rules(problem))
     return sorted(steps, key=lambda step: step[1].score_key())
-
-
-def _close_to_best(steps: list[tuple[StepProblem, SearchResult]]) -> list[tuple[StepProblem, SearchResult]]:
-    keys = [found.score_key()[:2] for _, found in steps]
-    close = [step for step, key in zip(steps, keys, strict=True) if key <= (keys[0][0], CLOSE_POLICIES * keys[0][1])]
-    return close[:MOST_REFINED]
 
 
 def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:

@@ -31,7 +31,7 @@ from evenload.cost.layer_counts import slice_pairs
 from evenload.errors import ConfigError
 from evenload.plan.deferral import Arrivals, DelayedChoice
 from evenload.plan.packing import assign_evenly, longest_first
-from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem, StrategyOptions
+from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
 OPTIMAL_GAP = 1e-6
@@ -186,10 +186,6 @@ Packer = Callable[[StepProblem, NDArray[np.float64], int], tuple[list[list[int]]
 """(problem, attention work, windows wanted) to (documents of every window, note)."""
 
 
-def _packs_over_batches(options: PlanOptions) -> bool:
-    return options.window > 1
-
-
 def attention_work(problem: StepProblem) -> NDArray[np.float64]:
     """(query, key) pairs of every document over all layers; float64[n]."""
     model, tokens = problem.costs.model, problem.num_tokens
@@ -260,7 +256,7 @@ FIXED_GREEDY = Strategy(
     description="packs of fixed length with the least attention work, greedily",
     plan=partial(_plan_all, name="fixed_greedy", pack=_greedy),
     delay=partial(_plan_pool, name="fixed_greedy", pack=_greedy),
-    moves_documents=_packs_over_batches,
+    moves_documents=lambda options: options.window > 1,
     ignores_memory=True,
 )
 FIXED_EXACT = Strategy(
@@ -269,6 +265,6 @@ FIXED_EXACT = Strategy(
     plan=partial(_plan_all, name="fixed_exact", pack=_exact),
     delay=partial(_plan_pool, name="fixed_exact", pack=_exact),
     options=FixedExactOptions,
-    moves_documents=_packs_over_batches,
+    moves_documents=lambda options: options.window > 1,
     solver_limit_s=lambda options: options.own(FixedExactOptions).solver_time_limit_s,
 )

@@ -109,15 +109,11 @@ def decide_dp_merge(
         return options, ""
     merge, why = options.dp_merge, "plan.options.dp_merge"
     if merge is None:
-        merge, why = _can_share(layout, coefficients)
+        try:
+            coefficients.group_link(layout.dp * layout.cp, stride=layout.tp)
+            merge, why = True, "plan.options.dp_merge = false turns it off"
+        except ConfigError:
+            merge, why = False, "the costs know no link between replicas"
     shared = "replicas share documents too long for one of them where that is faster"
     said = shared if merge else "every document stays on one replica"
     return msgspec.structs.replace(options, dp_merge=merge), f"{said} ({why})"
-
-
-def _can_share(layout: ParallelLayout, coefficients: CostCoefficients) -> tuple[bool, str]:
-    try:
-        coefficients.group_link(layout.dp * layout.cp, stride=layout.tp)
-    except ConfigError:
-        return False, "the costs know no link between replicas"
-    return True, "plan.options.dp_merge = false turns it off"
