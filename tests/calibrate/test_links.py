@@ -23,24 +23,6 @@ def test_a_line_gives_its_latency_and_bandwidth_back(bandwidth, latency_s, sizes
     assert link.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-3)
 
 
-def test_skrulls_table_is_a_constant_and_a_bandwidth():
-    """Skrull Table 5, all-gather: 2 MB to 1 GB in microseconds; a line is within a quarter of every entry, and its
-    constant is half of the time where times begin to double with sizes."""
-    sizes = tuple(2**n << 20 for n in range(1, 11))
-    times = (53.29, 72.52, 97.86, 199.3, 286.2, 488.6, 910.6, 1758.4, 3416.4, 6467.9)
-    seconds = tuple(time_us * 1e-6 for time_us in times)
-    link = link_from(sizes, seconds)
-    for size, time_s in zip(sizes, seconds, strict=True):
-        assert link.latency_s + size / link.bandwidth_bytes_per_s == pytest.approx(time_s, rel=0.25)
-    assert 2 << 20 < link.latency_s * link.bandwidth_bytes_per_s < 16 << 20
-
-
-def test_more_bytes_that_take_no_longer_are_not_free():
-    """Seconds that do not grow: the largest transfer's rate is the bandwidth, instead of none."""
-    link = link_from((64, 1024), [1e-3, 1e-3])
-    assert link.bandwidth_bytes_per_s == pytest.approx(1024 / 1e-3)
-
-
 def test_a_link_that_nobody_used_is_not_known():
     fast, slow = (LinkSpec(bandwidth_bytes_per_s=rate, latency_s=0.0) for rate in (4.0, 2.0))
     assert median_link([{}, {}], "pipeline") is None

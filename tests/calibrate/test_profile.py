@@ -14,7 +14,6 @@ from evenload.calibrate.profile import (
     partial_path,
     profile,
     read_partial,
-    write_partial,
 )
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
@@ -122,11 +121,3 @@ def test_links_of_a_layout_are_measured(gloo_pool, tmp_path, sizes):
     assert (found.reduce_bandwidth_bytes_per_s is not None) == (found.gather_link is not None) == ("cp" in sizes)
     assert (found.intra_node is None) == ("pp" in sizes)
     assert found.host_link is None
-
-
-def test_a_partial_file_is_never_half_written(tmp_path):
-    file = tmp_path / "cost.json.partial"
-    for passes in range(3):
-        write_partial(file, PartialProfile(task="a", passes=(({"pack:0:0": 1.0},),) * passes))
-        assert len(read_partial(file, "a")[0].passes) == passes
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]

@@ -261,8 +261,7 @@ def _evaluate(
         cuts=_most_steps(_cuts_of(proposal) for proposal in proposals),
         schedule=_most_steps(_schedule_of(proposal) for proposal in proposals),
         sharding=_most_steps(_sharding_of(proposal) for proposal in proposals),
-        note=note
-        or "; ".join(filter(None, (_part_note(stride), next((one.note for one in proposals if one.note), "")))),
+        note=note or "; ".join(filter(None, (_part_note(stride), own_note))),
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
