@@ -343,24 +343,23 @@ def bar(share: float, width: int) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
 
 
-def write_lengths_page(
-    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
-) -> None:
-    """Write the page, about 50 KB; the title is plain text."""
+def length_figures(profile: LengthProfile, unit: LengthUnit, heading: str) -> list[tuple[str, str, str, Figure]]:
+    """(identifier, heading, how to read it, picture) of the shares by class, the cumulative ones, and what windows
+    cut where there are some."""
     figures = [
-        (
-            "classes",
-            "Where documents and work are",
-            read_classes(profile),
-            length_classes_figure(profile, unit),
-        ),
+        ("classes", heading, read_classes(profile), length_classes_figure(profile, unit)),
         ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile, unit)),
     ]
     if profile.windows:
         figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile, unit)))
-    blocks = [
-        figure_html(name, heading, in_unit(read, unit), figure, level=2) for name, heading, read, figure in figures
-    ]
+    return [(name, title, in_unit(read, unit), figure) for name, title, read, figure in figures]
+
+
+def write_lengths_page(
+    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
+) -> None:
+    """Write the page, about 50 KB; the title is plain text."""
+    blocks = [figure_html(*figure, level=2) for figure in length_figures(profile, unit, "Where documents and work are")]
     head = [f"<h1>{escape(title)}</h1>", in_unit(_tiles(profile), unit)]
     Path(path).write_text(page_html(title, head + blocks, unit=unit), encoding="utf-8")
 
