@@ -257,7 +257,7 @@ class EngineTable:
     """A rich renderable: strategies on one engine, the fastest marked, then those that could not be planned.
 
     Args:
-        rows: `engines.evaluate.EngineResult` as builtins.
+        rows: `integrations.evaluate.EngineResult` as builtins.
     """
 
     rows: Sequence[Mapping[str, Any]]
