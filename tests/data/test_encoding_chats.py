@@ -7,9 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
 from evenload.data.chat_template import ChatTemplate, TemplateForms
-from evenload.data.chats import Chats, read_messages
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import open_encoder
+from evenload.data.open_encoder import Chats, open_encoder, read_messages
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 

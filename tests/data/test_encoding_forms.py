@@ -7,9 +7,8 @@ import pytest
 
 from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config
 from evenload.data.chat_template import ChatTemplate, TemplateForms
-from evenload.data.chats import Chats, read_messages
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import open_encoder
+from evenload.data.open_encoder import Chats, open_encoder, read_messages
 from evenload.data.tokenize import ByteTokenizer
 
 ARGUMENTS = {"city": "Köln", "days": [1, 2.5], "unit": None}

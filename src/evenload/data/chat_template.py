@@ -1,10 +1,8 @@
 """`ChatTemplate`: a Hugging Face chat template, rendered with jinja2 in a sandbox, and where the assistant speaks.
 
-The environment is the one that such templates are written for: no white space from block tags, `tojson`,
-`raise_exception`, `break` and `continue`, `bos_token` and its like. `{% generation %}` ... `{% endgeneration %}` marks
-what the assistant says: a rendering with spans puts a private character on both sides of such a block and takes them
-out again, counting characters. transformers counts the pieces rendered so far instead, which is the same except in
-blocks inside of macros and captured text; there our marks could be trimmed or moved, so such templates are refused.
+`{% generation %}` ... `{% endgeneration %}` marks what the assistant says: a rendering with spans puts a private
+character on both sides of such a block and takes them out again, counting characters. Inside of macros and captured
+text they could be trimmed or moved, so such templates are refused.
 
 `strftime_now` gives `TEMPLATE_DAY`, always: a text that changes with the day of the run could not be resumed exactly.
 It is the day that Llama 3's template falls back to. Price: jinja's, 20 to 100 µs a chat. Trust: the sandbox keeps a
@@ -12,14 +10,12 @@ template from files and processes, not from running for ever.
 
 The template is the file `data.chat_template`; else `chat_template.jinja` in the tokeniser's directory; else
 `chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken: the order of
-transformers; special tokens come from where it takes them. A template that uses a special token that no file defines is
-refused: it would be left out silently.
+transformers. A template that uses a special token that no file defines is refused: it would be left out silently.
 
 Data sets write some things in several forms (`TemplateForms`): content is text or a list of parts of text; arguments of
 a tool call are an object or JSON text (OpenAI's form). A template that expects the other form writes it wrong without
-an error: parts as a Python repr, JSON text encoded once more, text that it walks through as parts as nothing. So a
-short conversation is rendered in both forms, once a template and role. Where one comes out right and the other does
-not, messages are given in that one; else they stay as they are.
+an error. So a short conversation is rendered in both forms, once a template and role. Where one comes out right and the
+other does not, messages are given in that one; else they stay as they are.
 """
 
 import copy
@@ -240,23 +236,18 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
     elif "eos_token" not in known and isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
         variables["eos_token"] = tokenizer.token_text(tokenizer.eos_id) or ""
     template = ChatTemplate(source, variables, origin)
-    missing = sorted((template.wanted_variables & set(NAMED_TOKENS)) - set(known) - set(variables))
-    if missing and directory is None:
-        raise ConfigError(
-            f"chat template '{origin}' writes {', '.join(missing)}, but bytes have no such tokens; "
-            "write other text there, or use a tokenizer.json"
-        )
-    if missing:
-        raise ConfigError(
-            f"chat template '{origin}' writes {', '.join(missing)}, but no file next to tokenizer '{config.tokenizer}' "
-            "defines that; set it in tokenizer_config.json (null = nothing)"
-        )
+    if missing := sorted((template.wanted_variables & set(NAMED_TOKENS)) - set(known) - set(variables)):
+        why = "bytes have no such tokens; write other text there, or use a tokenizer.json"
+        if directory is not None:
+            where = f"next to tokenizer '{config.tokenizer}'"
+            why = f"no file {where} defines that; set it in tokenizer_config.json (null = nothing)"
+        raise ConfigError(f"chat template '{origin}' writes {', '.join(missing)}, but {why}")
     return template
 
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
     if config.chat_template is not None:
-        return config.chat_template, _read_text(Path(config.chat_template))
+        return _read_text(config.chat_template)
     if directory is None:
         raise ConfigError(
             "the tokeniser is plain bytes, which has no chat template, and the records hold messages; set "
@@ -264,7 +255,7 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
         )
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return str(file), _read_text(file)
+        return _read_text(file)
     origin = str(directory / "tokenizer_config.json")
     found = settings.get("chat_template")
     if isinstance(found, list):
@@ -285,12 +276,12 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
     return origin, found
 
 
-def _read_text(file: Path) -> str:
+def _read_text(path: str | Path) -> tuple[str, str]:
     try:
-        return file.read_text(encoding="utf-8")
+        return str(path), Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(
-            f"chat template '{file}' cannot be read: {err}; set data.chat_template to a text file"
+            f"chat template '{path}' cannot be read: {err}; set data.chat_template to a text file"
         ) from err
 
 

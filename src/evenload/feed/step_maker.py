@@ -4,13 +4,11 @@
 
 Every call is collective. Rank 0 plans because a plan may depend on the machine (`fixed_exact`'s solver); all ranks get
 its bytes and check them against their digest. An error on rank 0 is raised on every rank. What decides the steps after
-a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind. Batches
-that are read ahead because a planner wants their lengths stay in the loader and are in no state.
+a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind.
 
 Every rank has read some of the documents, and a plan names the documents that each rank trains: one all-to-all brings
-them there. Who sends what follows from plan and batch alone, so nothing is negotiated and no sizes travel. A document
-that several ranks need (pipeline stages of one replica; replicas that share it) goes to each of them. Price: 4 bytes a
-token and rank that needs it (8 where labels travel too), one message per pair of ranks.
+them there. Who sends what follows from plan and batch alone, so no sizes travel. Price: 4 bytes a token and rank that
+needs it (8 where labels travel too), one message per pair of ranks.
 """
 
 import functools
