@@ -197,7 +197,7 @@ def _require_options(profile: EngineProfile, options: PlanOptions, layout: Paral
     schedule = options.schedule
     if profile.context_parallel != "none" and options.cp_sharding not in ("mixed", "per_document"):
         shared = "some heads a rank" if profile.context_parallel == "heads" else "equal parts"
-        refuse("cp_sharding", f". Its context-parallel group shares every document by {shared}. Set 'per_document'")
+        refuse("cp_sharding", f". Its context-parallel group shares every document by {shared}; set 'per_document'")
     if schedule != CHOOSE and schedule not in profile.schedules:
         if not profile.schedules:
             profile.refuse("pipeline", f"plan.options.schedule is '{schedule}'")
