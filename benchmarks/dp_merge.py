@@ -48,7 +48,7 @@ def step_lengths(short_tokens: int, seed: int) -> np.ndarray:
 def make_trainer(directory: str, option: str) -> Trainer:
     """With groups of its own, because it prepares steps ahead on them."""
     config = load_train_config(Path(directory, "config.toml"), [f"plan.options.{option}"])
-    layout = layout_of(config, model_spec(config).num_layers)
+    layout = layout_of(config.parallel, model_spec(config).num_layers)
     return Trainer(config, create_meshes([layout], torch.device("cpu"), timeout_s=300).start)
 
 

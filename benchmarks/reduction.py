@@ -107,7 +107,7 @@ class BenchRank:
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
         for turn in range(rounds + 1):
             for name, (config, step) in sorted(steps.items(), reverse=bool(turn % 2)):
-                self.trainer.step_trainer.config = config
+                self.trainer.step_trainer.settings = config.train
                 for repeat in range(repeats):
                     prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, self.trainer.mesh))
                     trained = self.trainer.step_trainer.run(prepared, costs, learning_rate=0.0, goes_on=goes_on)
@@ -122,7 +122,7 @@ def bench_rank(directory: str, num_layers: int, settings: list[str]) -> Iterator
     """A rank of a run in float32, a thread a process, with costs measured now."""
     settings = ["model.dtype=float32", "train.threads_per_process=1", *settings]
     config = load_train_config(Path(directory) / "config.toml", settings)
-    with started_rank(config, layout_of(config, num_layers)) as setup:
+    with started_rank(config, layout_of(config.parallel, num_layers)) as setup:
         trainer = Trainer(config, setup.mesh)
         costs = run_coefficients(trainer, Path(directory) / "cache", setup.threads, Console(quiet=True))
         yield BenchRank(config, trainer, costs, setup.memory_cap_bytes)

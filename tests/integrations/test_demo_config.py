@@ -28,7 +28,7 @@ def test_the_demo_fills_its_configuration_in(tmp_path, monkeypatch: pytest.Monke
     assert list(config.data.sources) == [str(library)]
     assert Path(config.data.tokenizer).is_file()
     assert config.plan.strategy == demo["STRATEGIES"][1]
-    assert layout_of(config, model_spec(config).num_layers).world_size == 2
+    assert layout_of(config.parallel, model_spec(config).num_layers).world_size == 2
     as_it_stands = load_train_config(ROOT / "examples" / "stdlib_demo" / "demo.toml", ["data.sources=['docs']"])
     assert (config.model, config.parallel, config.train) == (
         as_it_stands.model, as_it_stands.parallel, as_it_stands.train,

@@ -82,4 +82,4 @@ def test_its_configuration_is_complete_but_for_data() -> None:
     config = load_train_config(folder / "train.toml", settings)
     model = model_spec(config)
     assert model.position_rows == config.data.max_document_tokens
-    assert layout_of(config, model.num_layers).world_size == 16
+    assert layout_of(config.parallel, model.num_layers).world_size == 16

@@ -10,14 +10,12 @@ from torch import nn
 
 from dist_training import COSTS
 from evenload.attention.backends import select_backend
-from evenload.check import runner as step_runner
 from evenload.check.checks import _shared_plans, check_invariance, check_isolation, check_resume
 from evenload.check.runner import StepRunner, Verdict, checked_scope
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.model.configured import model_spec
-from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from other_rounding import rounded_up
@@ -54,7 +52,9 @@ def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh
     directory = Path(config_file).parent / "check"
     directory.mkdir(exist_ok=True)
     smaller = checked_scope(config, directory).config
-    mesh = create_meshes([layout_of(smaller, model_spec(smaller).num_layers)], torch.device("cpu"), TIMEOUT_S).start
+    mesh = create_meshes(
+        [layout_of(smaller.parallel, model_spec(smaller).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
     return smaller, mesh
 
 
@@ -83,38 +83,14 @@ def invariance_among_processors(config_file: str, overrides: list[str]) -> Verdi
         return invariance_verdict(config_file, overrides, False)
 
 
-def not_planned_in_a_check(config_file: str, overrides: list[str]) -> list[str]:
-    """Why plans of a check could not be made."""
-    config, mesh = small_run(config_file, overrides)
-    batch = GlobalBatchLoader(config.data).next_batch()
-    return _shared_plans(config, batch.documents, COSTS, CAP_BYTES, mesh)[1]
-
-
-def summed_in_a_check(config_file: str, overrides: list[str]) -> tuple[list[bool], dict[str, torch.Tensor]]:
-    """Whether a check's step sums gradients beside its packs, and what comes out."""
-    config, mesh = small_run(config_file, overrides)
-    batch = GlobalBatchLoader(config.data).next_batch()
-    plans, _ = _shared_plans(config, batch.documents, COSTS, CAP_BYTES, mesh)
-    seen = []
-
-    class Recorded(GradientReduction):
-        def __init__(self, *args, is_overlapped: bool) -> None:
-            seen.append(is_overlapped)
-            super().__init__(*args, is_overlapped=is_overlapped)
-
-    with mock.patch.object(step_runner, "GradientReduction", Recorded):
-        outcome = StepRunner(config, mesh).run(plans[0][1], batch.tokens)
-    return seen, outcome.gradients
-
-
 def resume_verdict(config_file: str, overrides: list[str], forgets_loader: bool) -> Verdict:
     config, mesh = small_run(config_file, overrides)
     resume = Trainer.resume
 
     def resume_without_the_loader(trainer: Trainer):
-        fresh = trainer._loader.state()
+        fresh = trainer.loader.state()
         found = resume(trainer)
-        trainer._loader.load_state(fresh)
+        trainer.loader.load_state(fresh)
         return found
 
     if forgets_loader:

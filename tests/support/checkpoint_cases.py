@@ -19,7 +19,9 @@ from gloo_pool import TIMEOUT_S
 
 def make_trainer(config_file: str, overrides: list[str]) -> tuple[Trainer, Mesh]:
     config = load_train_config(Path(config_file), overrides)
-    mesh = create_meshes([layout_of(config, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S).start
+    mesh = create_meshes(
+        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
     return Trainer(config, mesh), mesh
 
 

@@ -90,7 +90,7 @@ class _RecordedGroup(ContextGroup):
     def _start(self, what, sent, result, start):
         transfer = super()._start(what, sent, result, start)
         self.recorder.under_way += 1
-        fields = {name: getattr(transfer, name) for name in ("result", "works", "sent", "group", "what")}
+        fields = {name: getattr(transfer, name) for name in ("result", "works", "sent", "waiting", "what")}
         return _RecordedTransfer(**fields, recorder=self.recorder)
 
 

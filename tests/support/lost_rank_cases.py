@@ -41,7 +41,7 @@ def run_rank(
     """Train until the lost rank is lost; the others leave `error-<rank>.txt`."""
     torch.set_num_threads(1)
     config = load_train_config(Path(config_file), overrides)
-    layout = layout_of(config, model_spec(config).num_layers)
+    layout = layout_of(config.parallel, model_spec(config).num_layers)
     dist.init_process_group(
         "gloo",
         store=dist.TCPStore("localhost", port),

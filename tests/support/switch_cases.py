@@ -63,6 +63,9 @@ class ScriptedTrainer(Trainer):
         ]
         return ScriptedPlanner(planners, self.script)
 
+    def flex_planner(self, planner):
+        return None
+
 
 class Outcome(NamedTuple):
     """Of a run, on rank 0: by step its loss, gradient norm and layout; every switch; all tensors of a checkpoint at the

@@ -144,7 +144,7 @@ def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: 
         cache: where calibrated cost files are kept between runs.
         page: where a report for people goes, too; None = there is none.
     """
-    layout = layout_of(config, model_spec(config).num_layers)
+    layout = layout_of(config.parallel, model_spec(config).num_layers)
     with started_rank(config, layout) as setup:
         console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)
         trainer = Trainer(config, setup.mesh)
@@ -181,7 +181,7 @@ def run_bench_worker(config: TrainConfig, plan: BenchPlan, cache: Path, answer: 
                     options=option_tables_of(options),
                     memory_cap_bytes=setup.memory_cap_bytes,
                     batches=found.batches,
-                    host=run_host(config, layout, setup.mesh.ranks_per_machine),
+                    host=run_host(config.plan, setup.mesh.ranks_per_machine),
                 ),
             )
             answer.write_bytes(msgspec.json.encode(result))

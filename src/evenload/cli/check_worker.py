@@ -22,7 +22,7 @@ def prepared_check(config: TrainConfig, directory: Path) -> tuple[Scope, Paralle
     """What is checked, on which layout, and the lines to show before; the smaller run goes to `directory`."""
     require_runnable(config)
     scope = checked_scope(config, directory)
-    layout = layout_of(scope.config, model_spec(scope.config).num_layers)
+    layout = layout_of(scope.config.parallel, model_spec(scope.config).num_layers)
     smaller = f"; smaller than your run: {', '.join(scope.notes)}" if scope.notes else ""
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
     lines = [
@@ -40,8 +40,8 @@ def prepared_check(config: TrainConfig, directory: Path) -> tuple[Scope, Paralle
 
 def run_check_worker(config: TrainConfig, scope: Scope, cache: Path, answer: Path) -> int:
     """One rank of the checks; rank 0 leaves the verdicts in a file. They end at once when they are asked to stop."""
-    layout = layout_of(scope.config, model_spec(scope.config).num_layers)
-    users = layout_of(config, model_spec(config).num_layers)
+    layout = layout_of(scope.config.parallel, model_spec(scope.config).num_layers)
+    users = layout_of(config.parallel, model_spec(config).num_layers)
     with started_rank(scope.config, layout) as setup:
         cap_bytes = config.plan.memory_bytes or memory_for_rank(setup.mesh.device, users.world_size)
         console = Console(stderr=True, quiet=setup.mesh.rank != 0, highlight=False)

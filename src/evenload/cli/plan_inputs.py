@@ -217,7 +217,7 @@ def _processes(asked: PlanArguments, run: TrainConfig | None, model: ModelSpec) 
     """Of the run on this machine, in its layout or the one that was asked for."""
     if run is None:
         return 1
-    own = layout_of(run, model.num_layers).world_size
+    own = layout_of(run.parallel, model.num_layers).world_size
     return parse_layout(asked.layout, model.num_layers, own).world_size if asked.layout else own
 
 
@@ -252,7 +252,7 @@ def _layout(
         return parse_layout(asked.layout, model.num_layers, machines.num_devices), False
     if asked.search_layout or run is None:
         return None, False
-    return layout_of(run, model.num_layers), True
+    return layout_of(run.parallel, model.num_layers), True
 
 
 def _layouts(run: TrainConfig, model: ModelSpec) -> tuple[ParallelLayout, ...] | None:

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from evenload.calibrate.fit import CoreWaits
 from evenload.calibrate.kernels import deterministic_price
-from evenload.cli.callback_calls import CallbackCalls
-from evenload.cli.run_end import leave_finished, show_stopped
-from evenload.cli.run_files import RunWriter
+from evenload.cli.callback_calls import CallbackCalls, StepProfile
+from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
 from evenload.cli.run_lines import (
     StepLines,
     context_line,
@@ -32,7 +31,6 @@ from evenload.cli.run_lines import (
     twins_line,
     validation_lines,
 )
-from evenload.cli.step_profile import StepProfile
 from evenload.cli.stop_request import StopRequest
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.config.layouts import fitted_config, layouts_of
@@ -108,7 +106,7 @@ def _fitted_to_started_ranks(config: TrainConfig) -> TrainConfig:
             `DynamicRendezvousHandler.next_rendezvous`).
     """
     here, num_layers = os.environ, model_spec(config).num_layers
-    num_ranks, full = int(here["WORLD_SIZE"]), layout_of(config, num_layers)
+    num_ranks, full = int(here["WORLD_SIZE"]), layout_of(config.parallel, num_layers)
     if int(here["GROUP_WORLD_SIZE"]) > 1 and here.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         raise ConfigError(
             f"torchrun's --max-restarts is {here['TORCHELASTIC_MAX_RESTARTS']}, but its agents keep one store for all "
@@ -119,7 +117,7 @@ def _fitted_to_started_ranks(config: TrainConfig) -> TrainConfig:
     if num_ranks < full.world_size and here["RANK"] == "0":
         warn(
             f"torchrun has started {counted(num_ranks, 'rank')}, layout {full.describe()} of [parallel] has "
-            f"{full.world_size}: they train in layout {layout_of(fitted, num_layers).describe()}"
+            f"{full.world_size}: they train in layout {layout_of(fitted.parallel, num_layers).describe()}"
         )
     return fitted
 
@@ -297,11 +295,12 @@ def _show_start(
     for line in other_layouts_lines(costs, trainer.meshes.layouts):
         console.print(line, soft_wrap=True)
     console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
-    console.print(data_line(config.data, *trainer.source_size()), soft_wrap=True)
-    for line in trainer.source_lines():
+    files = [file for part in trainer.loader.parts for file in part.files]
+    console.print(data_line(config.data, len(files), sum(file.size_bytes or 0 for file in files)), soft_wrap=True)
+    for line in trainer.loader.source_lines():
         console.print(f"source {line}", soft_wrap=True, markup=False)
     position = position_warning(trainer.hf_config, config.data.max_document_tokens)
-    for line in (position, *trainer.tokenizer_warnings, *trainer.label_warnings()):
+    for line in (position, *trainer.tokenizer_warnings, *trainer.loader.label_warnings()):
         warn(line, console)
     warn(trainer.resume_warning, console)
     for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):

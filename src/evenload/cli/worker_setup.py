@@ -62,7 +62,8 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     layout = layouts[0]
     require_layouts(config.plan.strategy, layout, len(layouts))
     require_optimizer(config, spec, len(layouts))
-    require_whole_model(config, layouts)
+    if config.samples is not None:
+        require_whole_model(config.data, layouts)
     _require_use_of_twins(config, layouts)
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
     for one in layouts:

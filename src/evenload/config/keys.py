@@ -1,10 +1,8 @@
 """`require_known`: every key and every value with fixed choices in a configuration file, checked before it is read;
 `apply_override`: what a command line sets in it; `plan_options`: its `[plan.options]` as one `PlanOptions`.
 
-msgspec would refuse both, too, but names neither the nearest key nor the choices. People come from other trainers,
-where the same setting has another name that no spelling distance finds ("lr"), so those names are a table here.
-
-Which strategies there are, and which options they have, is known when a program runs: packages add some. So tables of
+People come from other trainers, where the same setting has another name that no spelling distance finds ("lr"), so
+those names are a table here. Packages add strategies and their options when a program runs, so tables of
 `[plan.options]` are read here and not by the type of a field.
 """
 
@@ -77,6 +75,7 @@ _GONE = {
     "plan.feedback": "plans do not follow the speed of single ranks",
     "train.overlap_context": "keys and values of shared documents travel at once, behind attention of local ones",
     "train.overlap_tensor": "packs are not computed in halves; tensor-parallel linears hide their own transfers",
+    "plan.options.auto.time_budget_s": "a search ends after max_candidates, so that plans depend on the data alone",
     "plan.options.backend": "the compiled core alone plans",
     "train.on_lost_rank": "torchrun with --max-restarts starts the ranks that are left, in a layout that fits them",
     "train.replace_lost_ranks": "torchrun's agents start processes again (--max-restarts)",
@@ -114,8 +113,7 @@ def require_known(
         every: all settings of the whole file; default: of `kind`.
 
     Raises:
-        ConfigError: an unknown key (the message names the one that was probably meant), or a value that is not among a
-            key's choices (the message names them, and the nearest).
+        ConfigError: an unknown key or choice; names the one that was probably meant.
     """
     hints, every = settings_of(kind), every or list(setting_paths(kind, prefix))
     for key, value in tree.items():
@@ -140,8 +138,7 @@ def require_known(
 
 
 def settings_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Keys of a table and their types, its own first and those it inherits behind them; those of `plan.options` include
-    a table for every strategy with own options."""
+    """Return a table's keys and types, its own first; `plan.options` has a table per strategy with options."""
     hints = get_type_hints(kind)
     hints = {name: hints[name] for name in (*kind.__annotations__, *hints)}
     if kind is PlanOptions:
@@ -213,8 +210,7 @@ def apply_override(tree: dict[str, Any], override: str, every: Sequence[str] = (
 
 
 def plan_options(tree: Mapping[str, Any]) -> PlanOptions:
-    """Options from nested tables: `{"candidates": 3, "wlb": {"release": "queues"}}`. `ConfigError` for an unknown key
-    or choice (with the nearest known one), or a bad value."""
+    """Read `{"candidates": 3, "wlb": {"release": "queues"}}`. `ConfigError` for an unknown key or a bad value."""
     require_known(tree, PlanOptions, _PLAN_PREFIX)
     own = option_tables()
     shared = {key: value for key, value in tree.items() if key not in own}
@@ -223,12 +219,12 @@ def plan_options(tree: Mapping[str, Any]) -> PlanOptions:
 
 
 def set_options(settings: Iterable[str]) -> list[str]:
-    """`--set wlb.release=queues` as an override of a training configuration."""
+    """Return `--set wlb.release=queues` as an override of a training configuration."""
     return [f"{_PLAN_PREFIX}{setting}" for setting in settings]
 
 
 def options_of_settings(settings: Iterable[str]) -> PlanOptions:
-    """Options of `--set` alone; errors as of `plan_options`."""
+    """Read options of `--set` alone; errors as of `plan_options`."""
     tree: dict[str, Any] = {"plan": {"options": {}}}
     for override in set_options(settings):
         apply_override(tree, override)

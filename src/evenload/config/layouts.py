@@ -1,11 +1,11 @@
 """The layouts that a run may take (`layouts_of`), the one in which fewer ranks go on (`fitted_config`), and settings of
 the optimizer that do not go with them (`require_optimizer`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
-from evenload.config.train_config import ParallelConfig, TrainConfig, layout_of
+from evenload.config.train_config import ParallelConfig, PlanConfig, TrainConfig, layout_of
 from evenload.errors import ConfigError
 from evenload.plan.layouts.layout_candidates import enumerated_layouts
 from evenload.plan.strategies.flexpipe import FlexOptions
@@ -16,17 +16,14 @@ from evenload.types.text import counted
 
 
 def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ...]:
-    """List the layouts that a run may take, each once; it starts in the first, which gives the number of processes.
-
-    These are that of `[parallel]` and those of `plan.layouts`, or, under `flexpipe` without them, some of the same
-    processes.
+    """List the layouts that a run may take, each once: that of `[parallel]`, in which it starts and which gives the
+    number of processes, and those of `plan.layouts`, or, under `flexpipe` without them, some of the same processes.
 
     Raises:
-        ConfigError: as `layout_of`; or an entry of `plan.layouts` that cannot be read, needs more processes than
-            `[parallel]` starts, changes cp or tp, or does not hold the model's layers; or settings that are not tested
-            with stages of different numbers of devices.
+        ConfigError: as `layout_of` and `resolved_layout`; a layout needs more processes than `[parallel]` starts or is
+            named twice; or fifo channels with stages of different numbers of devices.
     """
-    start = layout_of(config, num_layers)
+    start = layout_of(config.parallel, num_layers)
     found = [start]
     for text in config.plan.layouts:
         layout = resolved_layout(text, start, num_layers, start.world_size)
@@ -44,19 +41,19 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
         options = config.plan.options.own(FlexOptions)
         found += enumerated_layouts(start, options.most_layouts, options.most_groups)
     for layout in found:
-        if layout.has_wide_stages:
-            _require_tested_with_devices(config, layout)
+        if layout.has_wide_stages and config.parallel.channels == "fifo":
+            raise ConfigError(
+                f"layout {layout.describe()} has stages with different numbers of devices, and parallel.channels = "
+                '"fifo" gives every pair of ranks one queue; that is not tested with them: leave one of both out'
+            )
     return tuple(found)
 
 
 def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks: int) -> ParallelLayout:
-    """An entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks are enough for, at least one.
-
-    Args:
-        start: of the run; has the same cp and tp.
+    """Read an entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks suffice for, at least one.
 
     Raises:
-        ConfigError: it cannot be read, changes cp or tp, or does not hold the model's layers.
+        ConfigError: it cannot be read, changes cp or tp of `start`, or does not hold the model's layers.
     """
     written = read_layout_text(text)
     for axis in ("cp", "tp"):
@@ -72,15 +69,6 @@ def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks
     return written.layout(num_layers, **{"cp": start.cp, "tp": start.tp, "dp": replicas})
 
 
-def _require_tested_with_devices(config: TrainConfig, layout: ParallelLayout) -> None:
-    """Refuse what no test runs together with stages that have different numbers of devices."""
-    if config.parallel.channels == "fifo":
-        raise ConfigError(
-            f"layout {layout.describe()} has stages with different numbers of devices, and parallel.channels = "
-            '"fifo" gives every pair of ranks one queue; that is not tested with them: leave one of both out'
-        )
-
-
 def shrunk_parallel(
     parallel: ParallelConfig,
     num_layers: int,
@@ -89,9 +77,8 @@ def shrunk_parallel(
 ) -> ParallelConfig:
     """Choose `[parallel]` of a run that has so many ranks left; itself where that is enough for it.
 
-    Of the layouts with as many tensor- and context-parallel ranks as before, and in which the run could start, one that
-    uses most ranks; of these the one whose number of stages is nearest to before, and then the deeper one, where a rank
-    holds less of the model. All of its stages have equally many ranks.
+    Of the layouts with as many tensor- and context-parallel ranks as before, one that uses most ranks; of these the one
+    whose number of stages is nearest to before, and then the deeper one. All of its stages have equally many ranks.
 
     Args:
         refusal: why no run starts in a layout; "" = it may.
@@ -131,31 +118,32 @@ def _sized(parallel: ParallelConfig, pp: int, dp: int) -> ParallelConfig:
 def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> TrainConfig:
     """Fit the settings of a run to so many ranks; the same object where all that the layout needs are there.
 
-    The layout is that of `[parallel]` and `plan.layouts` which takes most of the ranks, the first named of several;
-    where none of them has so few ranks, or none is named, that of `shrunk_parallel`. The other layouts that still fit
-    stay layouts that the run may take. Pure, so that every rank comes to the same settings by itself. Measured costs
-    are of the layout that they were measured in, so another one leaves out `train.cost_file`.
+    The layout is the first of `plan.layouts` which takes most of the ranks, else that of `shrunk_parallel`; other
+    entries that still fit stay. Pure, so that every rank comes to the same settings by itself. Leaves out
+    `train.cost_file`, whose costs are of another layout.
 
     Raises:
         ConfigError: no layout with as many `cp` and `tp` ranks is small enough, none is one in which the strategy
             trains, or an entry of `plan.layouts` is wrong.
     """
-    start = layout_of(config, num_layers)
+    start = layout_of(config.parallel, num_layers)
     if num_ranks >= start.world_size:
         return config
-    parallel = _largest_named(config, start, num_layers, num_ranks)
-    if parallel is None:
-        parallel = shrunk_parallel(
-            config.parallel, num_layers, num_ranks, lambda one: _refusal(config, one, num_layers)
-        )
-    fitted = msgspec.structs.replace(
+    parallel = _largest_named(config, start, num_layers, num_ranks) or shrunk_parallel(
+        config.parallel, num_layers, num_ranks, lambda one: _refusal(config.plan, one, num_layers)
+    )
+    fitted = layout_of(parallel, num_layers)
+    kept: dict[ParallelLayout, str] = {}
+    for text in config.plan.layouts:
+        layout = resolved_layout(text, fitted, num_layers, fitted.world_size)
+        if layout.world_size <= fitted.world_size and layout != fitted:
+            kept.setdefault(layout, text)
+    return msgspec.structs.replace(
         config,
         parallel=parallel,
         train=msgspec.structs.replace(config.train, cost_file=None),
-        plan=msgspec.structs.replace(config.plan, layouts=()),
+        plan=msgspec.structs.replace(config.plan, layouts=tuple(kept.values())),
     )
-    kept = _still_fitting(config, layout_of(fitted, num_layers), num_layers)
-    return msgspec.structs.replace(fitted, plan=msgspec.structs.replace(fitted.plan, layouts=kept))
 
 
 def _largest_named(
@@ -166,79 +154,44 @@ def _largest_named(
     for text in config.plan.layouts:
         layout = resolved_layout(text, start, num_layers, num_ranks)
         if largest < layout.world_size <= num_ranks:
-            parallel = _as_parallel(config.parallel, layout)
-            is_named = layout_of(msgspec.structs.replace(config, parallel=parallel), num_layers) == layout
-            if is_named and not _refusal(config, parallel, num_layers):
+            parallel = msgspec.structs.replace(
+                config.parallel,
+                dp=layout.dp,
+                pp=layout.pp,
+                virtual=layout.num_stages // layout.pp,
+                stage_layers=None if layout.is_even else layout.stage_counts,
+                stage_devices=layout.devices if layout.has_wide_stages else None,
+            )
+            is_named = layout_of(parallel, num_layers) == layout
+            if is_named and not _refusal(config.plan, parallel, num_layers):
                 largest, found = layout.world_size, parallel
     return found
 
 
-def _refusal(config: TrainConfig, parallel: ParallelConfig, num_layers: int) -> str:
-    """Why the strategy does not train in a layout, as a start there would say; "" = it does."""
+def _refusal(plan: PlanConfig, parallel: ParallelConfig, num_layers: int) -> str:
+    """Why the strategy does not train in a layout; "" = it does."""
     try:
-        layout = layout_of(msgspec.structs.replace(config, parallel=parallel), num_layers)
-        require_trainable(config.plan.strategy, layout, config.plan.options)
+        require_trainable(plan.strategy, layout_of(parallel, num_layers), plan.options)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def _as_parallel(parallel: ParallelConfig, layout: ParallelLayout) -> ParallelConfig:
-    return msgspec.structs.replace(
-        parallel,
-        dp=layout.dp,
-        pp=layout.pp,
-        virtual=layout.num_stages // layout.pp,
-        stage_layers=None if layout.is_even else layout.stage_counts,
-        stage_devices=layout.devices if layout.has_wide_stages else None,
-    )
-
-
-def _still_fitting(config: TrainConfig, start: ParallelLayout, num_layers: int) -> tuple[str, ...]:
-    """Entries of `plan.layouts` that a run which starts in this layout may take, each layout once."""
-    kept, found = [], {start}
-    for text in config.plan.layouts:
-        layout = resolved_layout(text, start, num_layers, start.world_size)
-        if layout.world_size <= start.world_size and layout not in found:
-            found.add(layout)
-            kept.append(text)
-    return tuple(kept)
-
-
 def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -> None:
-    """Refuse what no test trains together with Muon or a moving average of weights.
-
-    Raises:
-        ConfigError: says which settings, and why.
-    """
-    for setting, why in _refusals(config, model, num_layouts):
-        raise ConfigError(f"{setting} {why}")
-
-
-def _refusals(config: TrainConfig, model: ModelSpec, num_layouts: int) -> Iterator[tuple[str, str]]:
+    """Raise `ConfigError` for what no test trains together with Muon or a moving average of weights."""
     live = "and the layout may change while the run trains, which moves AdamW's state alone; leave one of both out"
     if config.train.ema_decay is not None and num_layouts > 1:
-        yield f"train.ema_decay is {config.train.ema_decay},", live
-    if config.optimizer.name != "muon":
-        return
-    setting = "optimizer.name is 'muon',"
-    if config.parallel.tp > 1:
-        yield (
-            setting,
-            (
-                f"and parallel.tp is {config.parallel.tp}: it orthogonalises whole matrices, of which ranks of a "
-                "tensor-parallel group hold parts; use dp, cp or pp, or optimizer.name = 'adamw'"
-            ),
-        )
-    if model.num_experts:
-        yield (
-            setting,
-            (
-                f"and {model.name} has experts, whose matrices lie in one tensor that it does not take apart; use "
-                "optimizer.name = 'adamw'"
-            ),
-        )
-    if config.model.lora is not None:
-        yield setting, "and adapters (model.lora) are trained, which is not tested; use optimizer.name = 'adamw'"
-    if num_layouts > 1:
-        yield setting, live
+        raise ConfigError(f"train.ema_decay is {config.train.ema_decay}, {live}")
+    refused = {
+        f"and parallel.tp is {config.parallel.tp}: it orthogonalises whole matrices, of which ranks of a "
+        "tensor-parallel group hold parts; use dp, cp or pp, or optimizer.name = 'adamw'": config.parallel.tp > 1,
+        f"and {model.name} has experts, whose matrices lie in one tensor that it does not take apart; use "
+        "optimizer.name = 'adamw'": bool(model.num_experts),
+        "and adapters (model.lora) are trained, which is not tested; use optimizer.name = 'adamw'": (
+            config.model.lora is not None
+        ),
+        live: num_layouts > 1,
+    }
+    for why, is_set in refused.items():
+        if is_set and config.optimizer.name == "muon":
+            raise ConfigError(f"optimizer.name is 'muon', {why}")

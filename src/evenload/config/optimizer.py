@@ -5,7 +5,6 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -105,23 +104,15 @@ class OptimizerConfig(Frozen):
                 'and decay = "custom" belong together'
             )
 
-    @property
-    def needs_steps(self) -> bool:
-        """The schedule ends at `train.steps`."""
-        return self.decay not in ("constant", "custom")
-
     def decaying_steps(self, total_steps: int) -> int:
         """How many steps "wsd" decays in."""
         share = _DECAY_SHARE if self.decay_share is None else self.decay_share
         return self.decay_steps or max(1, round(share * total_steps))
 
     def require_steps(self, total_steps: int | None) -> None:
-        """The schedule fits into a run of so many steps; None = it ends with its data.
-
-        Raises:
-            ConfigError: it ends at a step, and the run has no number of steps; or its parts are longer than the run.
-        """
-        if self.needs_steps and total_steps is None:
+        """Raise `ConfigError` where the schedule does not fit into a run of so many steps; None = it ends with its
+        data."""
+        if self.decay not in ("constant", "custom") and total_steps is None:
             raise ConfigError(
                 f"optimizer.decay is '{self.decay}', which ends at train.steps, but train.steps is not set"
             )
@@ -161,31 +152,26 @@ class OptimizerConfig(Frozen):
         return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * shares[shape])
 
 
-ScheduleFunction = Callable[[int, int | None], float]
-"""Given a step, from 0, and the steps of the run (None = it ends with its data), what the learning rate is multiplied
-with."""
-
-
 @cache
-def custom_schedule(name: str) -> ScheduleFunction:
-    """The function of that name; modules are looked for in the working directory first. Looked up once in a process.
-
-    Raises:
-        ConfigError: there is none, or its module cannot be imported.
-    """
+def custom_schedule(name: str) -> Callable[[int, int | None], float]:
+    """Return the function of that name, looked up once in a process, in the working directory first. `ConfigError`
+    where there is none, or its module cannot be imported."""
     module, colon, path = name.partition(":")
     if not (module and colon and path):
         raise ConfigError(
             f"optimizer.schedule is '{name}', not of the form module:function, such as schedules:sawtooth"
         )
-    with _working_directory_first():
-        try:
-            found = importlib.import_module(module)
-        except Exception as error:  # whatever the user's module raises while it is imported
-            raise ConfigError(
-                f"optimizer.schedule is '{name}', but module '{module}' cannot be imported from {Path.cwd()} or the "
-                f"Python path ({type(error).__name__}: {error})"
-            ) from error
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ConfigError(
+            f"optimizer.schedule is '{name}', but module '{module}' cannot be imported from {here} or the "
+            f"Python path ({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        sys.path.remove(here)
     for part in path.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"optimizer.schedule is '{name}', but '{module}' has no '{path}'")
@@ -211,13 +197,3 @@ def custom_factor(name: str, step: int, steps: int | None) -> float:
             "multiplied with, a finite number from 0 on"
         )
     return float(factor)
-
-
-@contextmanager
-def _working_directory_first():
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)

@@ -1,4 +1,4 @@
-"""The planner of a configured run, of its layout or of all that it may take, and the main memory that it plans with."""
+"""The planner of a configured run, of its layout or of all that it may take, and its main memory."""
 
 import os
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.config.train_config import TrainConfig
+from evenload.config.train_config import PlanConfig, TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory, host_memory_of_node
 from evenload.cost.validity import completed_between_layouts
@@ -25,15 +25,9 @@ def run_options(config: TrainConfig, layout: ParallelLayout, coefficients: CostC
     return decide_dp_merge(options, config.plan.strategy, layout, coefficients)[0]
 
 
-def run_host(config: TrainConfig, layout: ParallelLayout, ranks_per_machine: int | None = None) -> HostMemory:
-    """Of a machine of the run: `plan.host_memory_bytes`, or what this machine has.
-
-    Args:
-        ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
-    """
-    return host_memory_of_node(
-        ranks_per_machine or layout.world_size, config.plan.host_memory_bytes or machine_memory_bytes()
-    )
+def run_host(plan: PlanConfig, num_ranks: int) -> HostMemory:
+    """Return what a machine of so many ranks offers to offloading: of `plan.host_memory_bytes`, or of its memory."""
+    return host_memory_of_node(num_ranks, plan.host_memory_bytes or machine_memory_bytes())
 
 
 def run_planner(
@@ -44,13 +38,16 @@ def run_planner(
     memory_cap_bytes: int,
     ranks_per_machine: int | None = None,
 ) -> StepPlanner:
-    """As training plans.
+    """Make the planner of a run in one layout.
 
     Args:
         memory_cap_bytes: of one process.
-        ranks_per_machine: as `run_host`.
+        ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
     """
-    options, host = run_options(config, layout, coefficients), run_host(config, layout, ranks_per_machine)
+    options, host = (
+        run_options(config, layout, coefficients),
+        run_host(config.plan, ranks_per_machine or layout.world_size),
+    )
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, options, host=host)
 
 
@@ -84,7 +81,6 @@ def run_flex_planner(
 
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Of cgroup v2 and v1; "max" or a huge number where there is none."""
-
 
 _FREE_SHARE = 0.2
 """Kept for the interpreter, libraries and the operating system when the memory limit is not configured."""

@@ -18,6 +18,14 @@ from evenload.types.model import ModelSpec
 _CHECKPOINT_EVERY_S = 600.0
 
 
+def require_least(section: str, config: Frozen, what: str, least: float, *fields: str) -> None:
+    """Raise `ConfigError` where one of these settings is set and smaller than `least`; `what` it must be."""
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None and value < least:
+            raise ConfigError(f"{section}.{field} is {value}, must be {what}")
+
+
 class RunConfig(Frozen):
     """The run itself.
 
@@ -103,19 +111,13 @@ class RunConfig(Frozen):
 
     def __post_init__(self) -> None:
         write_out_home(self)
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"train.steps is {self.steps}, must be at least 1")
-        if self.checkpoint_every_steps < 0:
-            raise ConfigError(f"train.checkpoint_every_steps is {self.checkpoint_every_steps}, must be 0 or more")
-        if self.keep_checkpoints < 0:
-            raise ConfigError(f"train.keep_checkpoints is {self.keep_checkpoints}, must be 0 (keep all) or more")
+        require_least("train", self, "at least 1", 1, "steps")
+        require_least("train", self, "0 or more", 0, "checkpoint_every_steps")
+        require_least("train", self, "0 (keep all) or more", 0, "keep_checkpoints")
+        require_least("train", self, "0 (none) or more", 0, "keep_best")
+        require_least("train", self, "0 (never) or more", 0, "checkpoint_every_s", "report_every_s")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"train.ema_decay is {self.ema_decay}, must be above 0 and below 1, such as 0.999")
-        if self.keep_best < 0:
-            raise ConfigError(f"train.keep_best is {self.keep_best}, must be 0 (none) or more")
-        for field in ("checkpoint_every_s", "report_every_s"):
-            if (getattr(self, field) or 0) < 0:
-                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be 0 (never) or more")
         if self.recalibrate and self.cost_file is not None:
             raise ConfigError(
                 f"train.recalibrate is true, but train.cost_file = '{self.cost_file}' says which costs to use; set one"
@@ -158,8 +160,7 @@ class LogConfig(Frozen):
     def __post_init__(self) -> None:
         if len(set(self.to)) < len(self.to):
             raise ConfigError(f"log.to is {list(self.to)}, which names one twice; name each once")
-        if self.lines_every_s < 0:
-            raise ConfigError(f"log.lines_every_s is {self.lines_every_s}, must be 0 (every step) or more")
+        require_least("log", self, "0 (every step) or more", 0, "lines_every_s")
         if self.profile_steps is not None and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
             raise ConfigError(
                 f"log.profile_steps is {list(self.profile_steps)}; give the first step and the one behind the last, "
@@ -204,8 +205,7 @@ class LoraConfig(Frozen):
 
     def __post_init__(self) -> None:
         write_out_home(self)
-        if self.rank < 1:
-            raise ConfigError(f"model.lora.rank is {self.rank}, must be at least 1")
+        require_least("model.lora", self, "at least 1", 1, "rank")
         if self.alpha <= 0:
             raise ConfigError(f"model.lora.alpha is {self.alpha}, must be above 0")
         if self.dropout != 0:
@@ -216,8 +216,7 @@ class LoraConfig(Frozen):
 
 
 def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
-    """A model that trains rank·(in + out) elements of every linear with an adapter, and nothing else. `ConfigError` for
-    a target module that the layer does not have."""
+    """Return a model that trains adapters alone. `ConfigError`: a target module that the layer does not have."""
     if lora is None:
         return model
     sizes = linear_sizes(model)
@@ -241,14 +240,7 @@ def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
-    """Names of the linears that get adapters, in the order of a layer.
-
-    Args:
-        known: by name, the linears of a layer that may have one.
-
-    Raises:
-        ConfigError: `target_modules` names something else.
-    """
+    """Name the linears of `known` that get adapters. `ConfigError`: `target_modules` names something else."""
     for name in lora.target_modules:
         if name not in known:
             raise ConfigError(
@@ -275,9 +267,7 @@ class SamplesConfig(Frozen):
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
             raise ConfigError(f"samples.prompts is {list(self.prompts)}; give at least one text, and no empty one")
-        for field in ("every_steps", "max_new_tokens"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"samples.{field} is {getattr(self, field)}, must be at least 1")
+        require_least("samples", self, "at least 1", 1, "every_steps", "max_new_tokens")
 
 
 _OWN = ("every_steps", "at_end", "of_average", "batches", "share")
@@ -316,10 +306,8 @@ class ValidationConfig(RecordSettings):
     batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0:
-            raise ConfigError(f"validation.every_steps is {self.every_steps}, must be 0 (at the end alone) or more")
-        if self.batches is not None and self.batches < 1:
-            raise ConfigError(f"validation.batches is {self.batches}, must be at least 1; leave it out for all data")
+        require_least("validation", self, "0 (at the end alone) or more", 0, "every_steps")
+        require_least("validation", self, "at least 1; leave it out for all data", 1, "batches")
         if not self.every_steps and not self.at_end:
             raise ConfigError(
                 "validation.every_steps is 0 and validation.at_end false, so nothing is ever validated; set one of "
@@ -356,11 +344,7 @@ class ValidationConfig(RecordSettings):
 
 
 def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfig:
-    """How the validation data is read: once, by the training processes themselves.
-
-    Raises:
-        ConfigError: settings of both do not go together.
-    """
+    """Return how the validation data is read: once, by the training processes. `ConfigError`: settings clash."""
     own = {name: value for name, value in msgspec.structs.asdict(validation).items() if value is not None}
     for name in _OWN:
         own.pop(name, None)
@@ -378,11 +362,7 @@ def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfi
 
 
 def with_held_out(data: DataConfig, validation: ValidationConfig | None) -> DataConfig:
-    """The data of training, without what is held out for validation.
-
-    Raises:
-        ConfigError: `[data]` says another share, or reads what is held out.
-    """
+    """Return the data of training, without what is held out for validation. `ConfigError`: settings clash."""
     if data.reads == "held_out":
         raise ConfigError('data.reads is "held_out", so the run would train on what is held out; leave it out')
     share = None if validation is None else validation.share

@@ -1,8 +1,5 @@
-"""Which tokeniser a run uses: the one that is set, else the model directory's, else plain bytes where that is safe.
-
-A pretrained model that is fed bytes trains without an error and learns nothing of use, so bytes are refused for
-pretrained weights unless the model's vocabulary is plainly one of bytes (`MAX_BYTE_VOCABULARY`).
-"""
+"""Which tokeniser a run uses: the one that is set, else the model directory's, else plain bytes, which are refused for
+pretrained weights unless the model's vocabulary is plainly one of bytes (`MAX_BYTE_VOCABULARY`)."""
 
 from pathlib import Path
 
@@ -26,8 +23,7 @@ TOKENIZER_FILE, GENERATION_FILE, MODEL_FILE = "tokenizer.json", "generation_conf
 
 
 def model_directory(model_path: str) -> Path | None:
-    """The directory of a model that `model.path` names by its directory, its `config.json` or its name on the Hub. None
-    for a file of another name, because such a file may lie anywhere, beside files of other models."""
+    """Return a model's directory; None for a file that is no `config.json`: others' files may lie beside it."""
     path = Path(local_path(model_path, "model.path"))
     if path.is_dir():
         return path
@@ -35,8 +31,7 @@ def model_directory(model_path: str) -> Path | None:
 
 
 def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
-    """Data settings that name the model directory's tokeniser where they name none and text is to be tokenised; of a
-    model on the Hub by its name, whether or not it has one: nothing is looked up here."""
+    """Name the model's tokeniser where none is named and text is to be tokenised; looks up nothing on the Hub."""
     if data.tokenizer is not None or trains_given_ids(data):
         return data
     if is_hub_name(model_path):
@@ -48,12 +43,8 @@ def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
 
 
 def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, vocab_size: int) -> DocumentTokenizer:
-    """The run's tokeniser, after everything that depends on it was checked: encoders, templates, ends of documents.
-
-    Args:
-        data: after `with_default_tokenizer`.
-        random_init: the model's weights are random.
-        vocab_size: of the model.
+    """Open the run's tokeniser, after everything that depends on it was checked: encoders, templates, ends of
+    documents.
 
     Raises:
         ConfigError: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for pretrained

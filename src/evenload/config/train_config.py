@@ -19,6 +19,7 @@ from evenload.config.sections import (
     RunConfig,
     SamplesConfig,
     ValidationConfig,
+    require_least,
     validation_data,
     with_held_out,
 )
@@ -97,8 +98,7 @@ class ParallelConfig(Frozen):
     stage_devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.virtual < 1:
-            raise ConfigError(f"parallel.virtual is {self.virtual}, must be at least 1")
+        require_least("parallel", self, "at least 1", 1, "virtual")
         if self.stage_layers is None:
             return
         stages = self.pp * self.virtual
@@ -138,12 +138,9 @@ class PlanConfig(Frozen):
     options: PlanOptions = PlanOptions()
 
     def __post_init__(self) -> None:
-        if self.twin_bytes is not None and self.twin_bytes < 0:
-            raise ConfigError(f"plan.twin_bytes is {self.twin_bytes}, must be 0 or more; leave it out to share all")
-        for field in ("memory_bytes", "host_memory_bytes"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ConfigError(f"plan.{field} is {value}, must be at least 1; leave it out for what the machine has")
+        require_least("plan", self, "0 or more; leave it out to share all", 0, "twin_bytes")
+        most = "at least 1; leave it out for what the machine has"
+        require_least("plan", self, most, 1, "memory_bytes", "host_memory_bytes")
 
 
 class TrainConfig(Frozen):
@@ -188,16 +185,10 @@ class TrainConfig(Frozen):
         self.optimizer.require_steps(self.train.steps)
 
     def _require_plans_of_data_alone(self) -> None:
-        by_clock = [
-            f"plan.options.{one.__struct_config__.tag}.time_budget_s"
-            for one in self.plan.options.strategies
-            if getattr(one, "time_budget_s", None) is not None
-        ]
         for setting, is_set in (
             ("plan.layouts", bool(self.plan.layouts)),
             ('plan.strategy = "flexpipe"', self.plan.strategy == "flexpipe"),
             ("train.recalibrate", self.train.recalibrate),
-            *((name, True) for name in by_clock),
         ):
             if is_set:
                 raise ConfigError(
@@ -211,8 +202,7 @@ class TrainConfig(Frozen):
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
     def with_run_memory(self, model: ModelSpec) -> ModelSpec:
-        """A model whose memory counts the moving average of the weights, if there is one, and what attention holds in a
-        GPU's kernels, if it runs in them; where its shape keeps `auto` from them, plans leave memory unused."""
+        """Return a model whose memory counts the weights' average, and what attention's GPU kernels hold."""
         in_kernels = self.train.device == "cuda" and self.train.attention != "reference"
         in_kernels = in_kernels and self.model.dtype == "bfloat16"
         ordered = in_kernels and self.train.deterministic
@@ -242,8 +232,7 @@ def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> TrainConfig:
-    """A configuration from nested tables, as a TOML file has them, which stay as they are; otherwise as
-    `load_train_config`."""
+    """Read nested tables, as a TOML file has them, which stay as they are; otherwise as `load_train_config`."""
     tree = copy.deepcopy(dict(tree))
     every = tuple(setting_paths(TrainConfig))
     for override in overrides:
@@ -256,14 +245,13 @@ def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) ->
     return msgspec.structs.replace(config, data=with_default_tokenizer(config.data, config.model.path))
 
 
-def layout_of(config: TrainConfig, num_layers: int) -> ParallelLayout:
-    """The configured layout; layers are split evenly where `parallel.stage_layers` is not set.
+def layout_of(parallel: ParallelConfig, num_layers: int) -> ParallelLayout:
+    """Return the configured layout; layers are split evenly where `parallel.stage_layers` is not set.
 
     Raises:
-        ConfigError: more stages than layers, stages that do not hold all layers, or devices of stages that are not
-            tested with the other sizes.
+        ConfigError: more stages than layers, stages that do not hold all layers, or untested devices of stages.
     """
-    p = config.parallel
+    p = parallel
     if p.stage_layers is None:
         return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual, devices=p.stage_devices)
     if sum(p.stage_layers) != num_layers:

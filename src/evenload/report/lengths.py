@@ -27,17 +27,15 @@ from evenload.report.svg import (
     Figure,
     NumberTable,
     Scale,
-    Tick,
     class_ticks,
     legend,
     length_ticks,
     line,
     panel,
     rect,
-    round_ticks,
     stairs,
     text,
-    tick_labels,
+    value_ticks,
 )
 from evenload.report.units import format_count, format_power_of_two, format_share
 from evenload.types.run import HeaviestHalf, LengthProfile
@@ -132,7 +130,7 @@ def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens
         x=Scale(ticks[0].at, ticks[-1].at, is_log=True),
         y=Scale(0, 1.02),
         x_ticks=ticks,
-        y_ticks=_share_ticks(1.0),
+        y_ticks=value_ticks(0, 1.0, "%"),
         x_title=in_unit("up to this length (tokens)", unit),
         height_px=_SHARES_PX,
     )
@@ -158,7 +156,7 @@ def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> F
         x=Scale(-0.5, len(windows) - 0.5),
         y=Scale(0, (max(map(max, columns)) or 1.0) * 1.05),
         x_ticks=class_ticks(windows),
-        y_ticks=_share_ticks((max(map(max, columns)) or 1.0) * 1.05),
+        y_ticks=value_ticks(0, (max(map(max, columns)) or 1.0) * 1.05, "%"),
         x_title=in_unit("context window (tokens)", unit),
         y_title="share cut",
         height_px=_SHARES_PX,
@@ -193,7 +191,7 @@ def _class_axes(shares: Sequence[float], labels: Sequence[str], height_px: int) 
         x=Scale(-0.5, len(shares) - 0.5),
         y=Scale(0, end),
         x_ticks=class_ticks(labels),
-        y_ticks=_share_ticks(end, 3),
+        y_ticks=value_ticks(0, end, "%", 3),
         height_px=height_px,
     )
 
@@ -214,11 +212,6 @@ def _class_bar(axes: Axes, at: int, share: float, color: str, tip: str) -> list[
     kind = "on-bar broken" if is_broken else "on-bar"
     marks.append(text(middle, top - 4, f"{words} %" if is_broken else words, kind=kind))
     return marks
-
-
-def _share_ticks(end: float, count: int = 5) -> list[Tick]:
-    at = round_ticks(0, end, count)
-    return [Tick(value, label) for value, label in zip(at, tick_labels(at, "%"), strict=True)]
 
 
 def _titled(axes: Axes, title: str) -> Axes:

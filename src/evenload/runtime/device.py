@@ -1,7 +1,7 @@
 """The device of a rank: its choice, copies to it that the host does not wait for, its clock and its peak memory.
 
-On a GPU the host only queues work, so a host clock between actions would show the queueing. `EventClock` marks the
-computing stream instead and is read after the step; `HostClock` is the same interface where calls are synchronous.
+On a GPU the host only queues work, so `EventClock` marks the computing stream and is read after the step; `HostClock`
+is the same interface where calls are synchronous.
 """
 
 import time

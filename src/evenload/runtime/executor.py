@@ -5,22 +5,19 @@
     I   as B, but the weight gradients of linear layers wait, with what they need, until W
     W   add them; nothing is received or sent
 
-An action names its virtual stage: a rank with several runs the layers of one of them. What lies in host memory for a
-backward starts to come back before its gradient is waited for. The reduction is called for every unit as soon as no
-action will add to it. Updated weights may still be on their way when a step begins: a forward waits for those of every
-unit where it reads them, and the first backward for all.
+What lies in host memory for a backward starts to come back before its gradient is waited for. The reduction is called
+for every unit as soon as no action will add to it. Updated weights may still be on their way when a step begins: a
+forward waits for those of its own units, the first backward for all.
 
-`forward_losses` walks a plan without backwards (`stepplan.forward_only`) through the channels, groups and packs of
-training, under every layout that trains: the last stage runs the head at once. Kept are keys and values that rows still
-to come read (`replay.forward_store`), so it holds less than the step that the plan was made for. Price: that of
-forwards and of the head's product, about a third of a step.
+`forward_losses` walks a plan without backwards (`stepplan.forward_only`) through the same channels, groups and packs,
+under every layout that trains. Price: about a third of a step.
 """
 
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +27,7 @@ from torch import Tensor
 from evenload.runtime.comm.channels import Carried, Channels
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import HostClock, step_clock, to_device
+from evenload.runtime.optim.data_parallel import WeightGathers
 from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind
 from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
@@ -43,13 +41,9 @@ from evenload.types.timeline import KINDS
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """Records what one rank did in a step; times in seconds on its own monotonic clock.
-
-    Args:
-        kind: uint8[n], index into `KINDS`; stage, pack: int32[n]; start_s, end_s: float64[n].
-        memory_bytes: int64[n], activations held when each action ended; memory_kind_bytes: int64[n, kinds], the same
-            by kind of `held_bytes.STORE_KINDS`.
-    """
+    """Records what one rank did in a step; seconds on its own monotonic clock. kind: uint8[n], index into `KINDS`;
+    stage, pack: int32[n]; start_s, end_s: float64[n]; memory_bytes: int64[n], activations held when each action ended;
+    memory_kind_bytes: int64[n, kinds], by kind of `held_bytes.STORE_KINDS`."""
 
     kind: NDArray[np.uint8]
     stage: NDArray[np.int32]
@@ -61,13 +55,8 @@ class RankTrace:
 
 
 class HeadOutput(NamedTuple):
-    """Holds what the head of a last stage gave for one backward pack; to find what is not finite.
-
-    Args:
-        ranges: (doc_id, start, stop) of the rows of this rank.
-        loss: its share of the global mean loss, fp64 scalar on the device.
-        row_sums: of the gradient, [rows]; not finite in the rows in which the gradient is not.
-    """
+    """Holds what a last stage's head gave for one backward pack: this rank's share of the loss, fp64 scalar, and the
+    sums of the gradient's rows, [rows]."""
 
     pack: int
     ranges: tuple[Range, ...]
@@ -80,8 +69,7 @@ class RankRun:
     """Result of one rank's part of a step.
 
     Args:
-        peak_bytes: the most the activation stores held.
-        peak_by_kind: the most they held of each kind, at different times.
+        peak_bytes: the most the activation stores held; peak_by_kind: of each kind, at different times.
         peak_host_bytes: the most that was offloaded to host memory.
         most_sends_kept: sent tensors that any one channel kept at once.
         context_bytes: received from ranks that share documents with this one.
@@ -108,29 +96,6 @@ class RankRun:
         return self.read_trace()
 
 
-class Weights(Protocol):
-    """Updated weights on their way to this rank (`optim.data_parallel`)."""
-
-    def await_unit(self, unit: int) -> None:
-        """Wait until a unit's weights are there."""
-
-    def finish(self) -> None:
-        """Wait until all are."""
-
-
-class _WholeWeights:
-    """Nothing is on its way."""
-
-    def await_unit(self, unit: int) -> None:
-        """It is there."""
-
-    def finish(self) -> None:
-        """All are there."""
-
-
-WHOLE: Weights = _WholeWeights()
-
-
 class Executor:
     """Runs plans on one rank, which has virtual stages by index; none where it is idle in the mesh's layout."""
 
@@ -155,21 +120,17 @@ class Executor:
         step: RankStep,
         before_action: Callable[[], None] = lambda: None,
         on_final: OnFinal = lambda unit: None,
-        weights: Weights = WHOLE,
+        weights: WeightGathers | None = None,
     ) -> RankRun:
-        """Run this rank's actions of a step; gradients are added to `main_grad`.
-
-        Args:
-            before_action: called before every action; takes no time.
-            on_final: called with every unit whose gradients are complete, inside of actions or after them.
-            weights: knows which are there yet; all are on return.
-        """
+        """Run this rank's actions of a step; gradients are added to `main_grad`. `before_action` is called before every
+        action, `on_final` with every unit whose gradients are complete. `weights` are still gathered, and all there on
+        return; None = they are there."""
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
-            stage.begin_step(document_tokens, weights.await_unit)
+            stage.begin_step(document_tokens, *([] if weights is None else [weights.await_unit]))
         held = HeldBytes()
         before_bytes = self._context_bytes()
         stores = self._open_stores(step, held)
@@ -184,7 +145,7 @@ class Executor:
             self._mesh.watch.record(action)
             channels.before_action(at)
             stage, store = self._stages[action.stage], stores[action.stage]
-            if action.kind != "F":
+            if weights is not None and action.kind != "F":
                 weights.finish()
             if action.kind == "W":
                 start = self._clock.mark()
@@ -210,7 +171,8 @@ class Executor:
                 for unit in reversed(self._stages[done].model.units):
                     on_final(unit)
             rows.append(_Row(action, start, self._clock.mark(), tuple(held.held_by_kind.values())))
-        weights.finish()  # also of stages without packs in this step
+        if weights is not None:
+            weights.finish()  # also of stages without packs in this step
         channels.close()
         self._check_empty(stores.values(), held)
         return RankRun(
@@ -300,13 +262,9 @@ def _trace(rows: list[_Row], clock: HostClock) -> RankTrace:
 def forward_losses(
     step: RankStep, stages: Mapping[int, PipelineStage], mesh: Mesh, stream: torch.cuda.Stream | None = None
 ) -> Tensor:
-    """This rank's share of the sum of label losses of every document of a plan without backwards, in the plan's order;
-    float64[n] on the CPU. The shares of all ranks add up to the sums. Collective with the ranks of its pipeline.
-
-    Args:
-        stages: this rank's virtual stages by index, with whole weights.
-        stream: on which receives are posted; None on a CPU.
-    """
+    """Return this rank's share of the sum of label losses of every document of a plan without backwards, in the plan's
+    order; float64[n] on the CPU. The shares of all ranks add up to the sums. `stages` have whole weights; receives are
+    posted on `stream`, None on a CPU. Collective with the ranks of its pipeline."""
     plan, mine = step.plan, step.packs
     packs = plan.pack_plans[mesh.dp_rank]
     actions = plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]

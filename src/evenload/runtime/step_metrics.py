@@ -1,14 +1,9 @@
 """`StepReport`: what happened in a step, with its measured `Timeline` and its row of `metrics.jsonl`.
 
-Ranks agree on time zero by a barrier at the step's start; each rank's times count from its own exit of
-that barrier, so clocks need not be synchronised (the error is the barrier's skew, microseconds on one
-machine, about one network latency across nodes).
-
-Context ranks run the same packs together; the timeline shows the one with the most seconds in packs and, after each
-action, the memory of the fullest.
-
-Tokens of the row are without padding; FLOPs count the attention work that was really useful (per document, windows
-included), so neither packing nor padding can inflate them.
+Each rank's times count from its own exit of the barrier at the step's start, so clocks need not be synchronised. Of
+context ranks, which run the same packs together, the timeline shows the one with the most seconds in packs and the
+memory of the fullest. Tokens are without padding; FLOPs count useful attention work alone, so neither packing nor
+padding can inflate them.
 """
 
 from collections import defaultdict
@@ -46,10 +41,8 @@ class StepReport:
         saved: the checkpoint that was completed meanwhile.
         failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
         warning: what else should be seen, such as a batch without labels.
-        switch: the change of the layout before the step, if there was one.
-        decision: about the layout before the step; None where it cannot change.
-        validation: losses of the validation data after the step, where they were due.
-        samples: what the model wrote after the step, where that was due.
+        switch, decision: the change of the layout before the step, and how it was decided; None where there is none.
+        validation, samples: of the weights after the step, where they were due.
     """
 
     row: dict[str, int | float | str | None]
@@ -67,17 +60,14 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """Holds what one rank reports at the end of a step.
-
-    Whether to stop and to save travels with what ranks exchange anyway, so all decide alike.
+    """Holds what one rank reports at the end of a step. Whether to stop and to save travels with it, so all decide
+    alike.
 
     Args:
-        step_time_s: what the step took on its clock.
+        step_time_s, barrier_s: what the step, and the barrier at its start, took on its clock.
         peak_bytes: of tensors.
         data_wait_s: that it waited for the step before.
-        barrier_s: in the barrier at the step's start.
         stop_signal: why it is to end after the step; 0 = it is not.
-        is_time_to_save: by its clock.
         process_bytes: the most that the process held; fixed_bytes: of it without tensors; 0 = not known.
     """
 
@@ -91,22 +81,18 @@ class RankEnd:
     fixed_bytes: int
 
     def joined(self, mesh: Mesh) -> "RankEnd":
-        """Return the largest value of any rank of each field, but the shortest barrier: that of the rank which came
-        last, and waited for nobody. Collective over the control group."""
-        values = torch.tensor([float(getattr(self, field.name)) for field in fields(self)], dtype=torch.float64)
-        signs = torch.tensor([-1.0 if field.name == "barrier_s" else 1.0 for field in fields(self)]).double()
-        values *= signs
+        """Return the largest value of any rank of each field, but the shortest barrier, of the last. Collective."""
+        names = [field.name for field in fields(self)]
+        signs = torch.tensor([-1.0 if name == "barrier_s" else 1.0 for name in names], dtype=torch.float64)
+        values = signs * torch.tensor([float(getattr(self, name)) for name in names], dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.control)
-        values *= signs
-        kinds = (type(getattr(self, field.name)) for field in fields(self))
-        named = zip(fields(self), kinds, values.tolist(), strict=True)
-        return RankEnd(**{field.name: kind(value) for field, kind, value in named})
+        of_all = zip(names, (values * signs).tolist(), strict=True)
+        return RankEnd(**{name: type(getattr(self, name))(value) for name, value in of_all})
 
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """Holds what matrix products reach on devices, and what their data sheet promises; None = there is none for this
-    device or precision."""
+    """Holds what matrix products reach, and what the data sheet promises; None = there is none."""
 
     measured_flops_per_s: float
     data_sheet_flops_per_s: float | None
@@ -128,13 +114,9 @@ def gather_timeline(
     static_bytes: int,
     mesh: Mesh,
 ) -> Timeline | None:
-    """All ranks' traces as one timeline on rank 0, None elsewhere. Collective over the control group.
-
-    Args:
-        gathers: of updates whose weights became whole in this step.
-        zero_s: this rank's clock at the step's start.
-        static_bytes: weights, gradients and optimizer state of this rank.
-    """
+    """Join all ranks' traces as one timeline on rank 0, None elsewhere. `gathers` are of updates whose weights became
+    whole in this step, `zero_s` is this rank's clock at its start, `static_bytes` are weights, gradients and optimizer
+    state. Collective."""
     mine = replace(
         trace,
         start_s=trace.start_s - zero_s,
@@ -165,11 +147,7 @@ def gather_timeline(
         sides.append(side_tasks("weight_wait", place[0], np.full(len(waits.end_s), place[1]), stage, -1, *waits))
     names = [field.name for field in fields(SideTasks)]
     side = SideTasks(**{name: np.concatenate([getattr(one, name) for one in sides]) for name in names})
-    return Timeline(
-        **joined,
-        step_time_s=step_time_s,
-        side=side,
-    )
+    return Timeline(**joined, step_time_s=step_time_s, side=side)
 
 
 class _Spans(NamedTuple):
@@ -198,8 +176,7 @@ def _overlapped(sums: ReductionTrace, gathers: Sequence[GatherTrace], zero_s: fl
 
 
 def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[_Spans]) -> SideTasks:
-    """Transfers of all ranks that hold the same layers, which are the same: one begins when the last rank has come and
-    the one before it is done."""
+    """Transfers of ranks with the same layers: one begins when all have come and the one before is done."""
     end_s = np.maximum.reduce([one.end_s for one in spans])
     start_s = np.maximum.reduce([one.start_s for one in spans])
     start_s[1:] = np.maximum(start_s[1:], end_s[:-1])
@@ -247,9 +224,7 @@ def step_row(
     Args:
         peaks: of all devices of the run together, idle ones included.
         end: of all ranks.
-        exchange_s: in which ranks meet before the step and exchange behind it what they measured: part of the row's
-            step time, and in no prediction.
-        plan_s: of its planning, which runs ahead.
+        exchange_s: in which ranks meet before the step and exchange behind it what they measured; in no prediction.
         predicted_process_bytes: of the fullest process; None = not known.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)

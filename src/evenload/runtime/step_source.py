@@ -1,11 +1,7 @@
-"""`StepSource`: steps planned, read and collated for this rank, made while earlier ones train.
+"""`StepSource`: steps planned, read and collated for this rank, made while earlier ones train: `data.prefetch_steps`
+ahead, by a thread on a process group of its own. States travel with their step: a checkpoint holds what was trained,
+not what was made ahead."""
 
-`StepMaker` brings plan and tokens; here they become the rank's step. `data.prefetch_steps` steps are made ahead by a
-thread on a process group of its own, so its traffic never meets that of training. States travel with their step: a
-checkpoint holds what was trained, not what was made ahead.
-"""
-
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,11 +11,8 @@ from numpy.typing import NDArray
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import InvalidPlanError
 from evenload.feed.read_ahead import ReadAhead
-from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.layouts.flex_planner import FlexPlanner, FlexRunPlanner, PlannerState
-from evenload.plan.layouts.measured_layouts import LayoutTrack, MeasuredLayouts
-from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.registry import require_trainable
+from evenload.feed.step_maker import PlannedStep, Planner, StepMaker
+from evenload.plan.layouts.flex_planner import PlannerState
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.replay.rank_packs import Exchange, RankPacks, RankStep
 from evenload.stepplan.transfer_order import transfer_order
@@ -30,8 +23,7 @@ from evenload.types.plan import StepPlan
 def prepare_step(
     plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: Mesh, exchange: Exchange = "all_gather"
 ) -> RankStep:
-    """This rank's part of a step, ready to run once, from the tokens of every document of its replica.
-    `InvalidPlanError` for a plan of another layout, or one that this model cannot run."""
+    """Make this rank's part of a step from its replica's tokens. `InvalidPlanError`: of another layout or model."""
     if plan.layout.arrangement != mesh.layout:
         raise InvalidPlanError(
             f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"
@@ -50,11 +42,6 @@ class PreparedStep:
     planned: PlannedStep
     step: RankStep | None
 
-    @functools.cached_property
-    def shares_packs(self) -> bool:
-        """Replicas share packs of the step (DP-Merge)."""
-        return replicas_share_packs(self.planned.plan)
-
 
 def replicas_share_packs(plan: StepPlan) -> bool:
     """Replicas share packs of a plan (DP-Merge)."""
@@ -68,61 +55,35 @@ def prepared_step(planned: PlannedStep, meshes: Meshes, exchange: Exchange) -> P
     return PreparedStep(planned, None if mesh.is_idle else prepare_step(planned.plan, planned.tokens, mesh, exchange))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsLeft:
-    """How many steps come; None = until the data ends.
-
-    Args:
-        to_make: at most.
-        of_run: of the whole run, also those that are not made because it will be stopped: decisions use their
-            lengths, so that a stopped and resumed run takes those of one that was not.
-    """
-
-    to_make: int | None
-    of_run: int | None
-
-    @classmethod
-    def after(cls, steps_done: int, last_step: int | None, run_steps: int | None) -> "StepsLeft":
-        """Count the steps of a run of `run_steps` in all, of which those up to `last_step` are made."""
-        to_make, of_run = (None if end is None else max(0, end - steps_done) for end in (last_step, run_steps))
-        return cls(to_make=to_make, of_run=of_run)
-
-
 class StepSource:
     """The steps of a run, in order.
 
     Args:
+        max_pack_tokens: limit that every plan is checked against.
+        to_make: steps to make at most; None = until the data ends.
+        of_run: steps of the whole run that are left, also those that are not made because it will be stopped: decisions
+            use their lengths, so that a stopped and resumed run takes those of one that was not.
         planner_state: after the step before the first.
-        layouts: what rank 0 knows of layouts that ran; None = decisions do not follow it.
-
-    Raises:
-        ConfigError: a strategy that the runtime cannot run.
     """
 
     def __init__(
         self,
         loader: GlobalBatchLoader,
-        planner: StepPlanner | FlexPlanner,
-        strategy: str,
+        planner: Planner[PlannerState],
         meshes: Meshes,
         exchange: Exchange,
         *,
-        left: StepsLeft,
+        max_pack_tokens: int,
+        to_make: int | None,
+        of_run: int | None,
         planner_state: PlannerState,
-        layouts: LayoutTrack | None = None,
     ) -> None:
-        options = planner.start.options if isinstance(planner, FlexPlanner) else planner.options
-        for layout in meshes.layouts:
-            require_trainable(strategy, layout, options, loader.config.max_document_tokens)
-        assert options.max_pack_tokens is not None, "`run_planner` decides it"
         watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
         maker = StepMaker(
             loader,
-            FlexRunPlanner(
-                planner, strategy, (lambda step: MeasuredLayouts()) if layouts is None else layouts.for_step
-            ),
+            planner,
             replicas=lambda layout: layout.replicas(num_ranks),
-            max_pack_tokens=options.max_pack_tokens,
+            max_pack_tokens=max_pack_tokens,
             waiting=watch.waiting,
         )
         maker.planner_state = planner_state
@@ -131,8 +92,8 @@ class StepSource:
 
         def make() -> PreparedStep | None:  # without `self`, so that dropping it ends the thread
             nonlocal made
-            is_asked_for = left.to_make is None or made < left.to_make
-            planned = maker.next(None if left.of_run is None else left.of_run - made) if is_asked_for else None
+            is_asked_for = to_make is None or made < to_make
+            planned = maker.next(None if of_run is None else of_run - made) if is_asked_for else None
             if planned is None:
                 loader.close()
                 return None
@@ -140,9 +101,13 @@ class StepSource:
             return prepared_step(planned, meshes, exchange)
 
         self._ahead = ReadAhead(make, loader.config.prefetch_steps, "evenload-prepare")
+        self.has_next = self._ahead.has_next
+        """Whether another step comes. Waits until it is made; the same on all ranks."""
+        self.next = self._ahead.next
+        """Gives the next step, None at the end; raises what making it raised."""
 
     def close(self) -> None:
-        """The run stops early: what is being made ahead is made, and dropped. At the same step on every rank."""
+        """Stop early: what is being made ahead is made, and dropped. At the same step on every rank."""
         self._ahead.close()
         self._loader.close()
 
@@ -150,11 +115,3 @@ class StepSource:
         """Return the layout of the step that `next` would give, if it is made by now. Never waits."""
         coming = self._ahead.peek()
         return None if coming is None else coming.planned.plan.layout
-
-    def has_next(self) -> bool:
-        """Whether another step comes. Waits until it is made; the same on all ranks."""
-        return self._ahead.has_next()
-
-    def next(self) -> PreparedStep | None:
-        """The next step; None at the end. Raises what making it raised."""
-        return self._ahead.next()

@@ -1,11 +1,8 @@
 """`StepTrainer`: one step on one rank, from the barrier at its start to what all ranks exchange at its end.
 
-A prepared step comes in; out come an update of the weights, or none where it is not finite, and a report.
-
-**Steps that are not finite** (`NonFiniteSteps`): a loss or gradient that is NaN or infinite stops the run, or the step
-is left out and counted. Whether a step is finite is decided from sums over all ranks, so all decide alike, and before
-the optimizer changes anything: weights, optimizer and checkpoints stay those of the last good step. Price: for every
-row of a last stage one sum over the hidden size, 4 bytes a row until the step ends.
+**Steps that are not finite** (`NonFiniteSteps`) stop the run, or are left out and counted. That is decided from sums
+over all ranks, so all decide alike, and before the optimizer changes anything. Price: for every row of a last stage one
+sum over the hidden size, 4 bytes a row until the step ends.
 """
 
 import time
@@ -18,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evenload.config.train_config import TrainConfig
+from evenload.config.sections import RunConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import process_bytes
 from evenload.data.batches import LoaderState
@@ -36,7 +33,6 @@ from evenload.runtime.device import (
     seconds_now,
 )
 from evenload.runtime.executor import HeadOutput, RankRun
-from evenload.runtime.optim.data_parallel import overlaps_of
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
@@ -47,7 +43,7 @@ from evenload.runtime.step_metrics import (
     no_label_warning,
     step_row,
 )
-from evenload.runtime.step_source import PreparedStep
+from evenload.runtime.step_source import PreparedStep, replicas_share_packs
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
@@ -84,15 +80,9 @@ class NonFiniteSteps:
         grad_norm: float,
         before_giving_up: Callable[[], Path | None],
     ) -> str:
-        """Stop at a step that is not finite, or count its documents as dropped and return a warning. Collective.
-
-        Args:
-            loss, grad_norm: of the whole step, the same on every rank.
-            before_giving_up: called before the error, on every rank; gives the newest checkpoint.
-
-        Raises:
-            NonFiniteStepError: on every rank.
-        """
+        """Count the documents of a step that is not finite as dropped and return a warning, or raise
+        `NonFiniteStepError`, on every rank; before that `before_giving_up` is called, which gives the newest
+        checkpoint. Collective."""
         plan = planned.plan
         text = _account(plan, run, loss, grad_norm, planned.origin, self.mesh)
         self._in_a_row += 1
@@ -195,22 +185,14 @@ class ProcessMemory:
         self._predicted_bytes = 0
 
     def begin_step(self, static_bytes: int) -> None:
-        """The peak is that of this step from now on.
-
-        Args:
-            static_bytes: weights, gradients and optimizer state.
-        """
+        """From now on the peak is that of this step, with so many bytes of weights, gradients and optimizer state."""
         if self.fixed_bytes is None:
             resident = None if self._device.type == "cuda" else resident_bytes()
             self.fixed_bytes = 0 if resident is None else max(0, resident - static_bytes)
         forget_peak_process_bytes(self._device)
 
     def predicted_bytes(self, plan: StepPlan, fixed_bytes: int | None) -> int | None:
-        """Return what the fullest process holds by now, after this plan; None where that is not known.
-
-        Args:
-            fixed_bytes: of the rank that has most.
-        """
+        """Return what the fullest process holds after this plan; None where that is not known."""
         if not fixed_bytes:
             return None
         self._predicted_bytes = max(self._predicted_bytes, process_bytes(self._model, plan, fixed_bytes))
@@ -218,13 +200,7 @@ class ProcessMemory:
 
 
 class TrainedStep(NamedTuple):
-    """Holds what became of a step.
-
-    Args:
-        report: on rank 0; None elsewhere.
-        agreed: what ranks report of it together; the same on all of them.
-        is_skipped: it was not finite, and the weights are as before.
-    """
+    """Holds what became of a step: rank 0's report, None elsewhere, and what ranks report of it together."""
 
     report: StepReport | None
     agreed: RankEnd
@@ -232,17 +208,13 @@ class TrainedStep(NamedTuple):
 
 
 class StepTrainer:
-    """Trains steps on one rank of a run.
+    """Trains steps on one rank of a run; `saves` follow the state into another layout."""
 
-    Args:
-        saves: which follow the state into another layout; a run that gives up names the newest.
-    """
-
-    def __init__(self, config: TrainConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
-        self.config = config
+    def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
+        self.settings = run
         self.memory_cap_bytes = 0
         """Limit of this process; a switch is prepared in what a step leaves of it."""
-        self.non_finite = NonFiniteSteps(config.train.on_nonfinite, state.mesh)
+        self.non_finite = NonFiniteSteps(run.on_nonfinite, state.mesh)
         self._model, self._state, self._saves = model, state, saves
         self._process = ProcessMemory(model, state.mesh.device)
 
@@ -262,7 +234,7 @@ class StepTrainer:
         goes_on: bool = False,
         coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
     ) -> TrainedStep:
-        """Train one step. Collective.
+        """Train one step. Collective. Raises as `Trainer.train`.
 
         Args:
             learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
@@ -271,9 +243,6 @@ class StepTrainer:
             goes_on: another step follows, so updated weights may still be on their way on return; who reads them
                 otherwise takes them from `state`, which waits.
             coming_layout: of the next step, once it is known; called often.
-
-        Raises:
-            NonFiniteStepError, RankLostError: as `Trainer.train`.
         """
         planned, plan = prepared.planned, prepared.planned.plan
         watch = self._mesh.watch
@@ -290,12 +259,14 @@ class StepTrainer:
         mesh, state = self._mesh, self._state
         look_ahead = state.looking_ahead(coming_layout, self._headroom_bytes(plan))
         look_ahead()
-        overlaps = overlaps_of(self.config.train, coefficients, shares_packs=prepared.shares_packs, goes_on=goes_on)
-        found = state.gradients(prepared.step, look_ahead, is_overlapped=overlaps.sums)
+        # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
+        can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
+        can_gather = coefficients.gather_overlap is not None and goes_on
+        found = state.gradients(prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction)
         switch, warning = self.settle(), ""
         if found.is_finite:
             self.non_finite.record_finite()
-            ended = state.update(found, learning_rate, is_overlapped=overlaps.gathers)
+            ended = state.update(found, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
             found = replace(found, gathers=[*found.gathers, *ended])
         else:
             warning = self.non_finite.skip_or_stop(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
@@ -336,13 +307,8 @@ class StepTrainer:
     def _exchange(
         self, found: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
     ) -> tuple[RankEnd, Timeline | None]:
-        """Return what all ranks report of a step together, and its timeline on rank 0, None elsewhere. Collective.
-
-        Args:
-            came_s: this rank's clock when it came to the barrier at the step's start.
-            zero_s: behind it, which is the step's zero.
-            data_wait_s, stop_signal: as of `run`.
-        """
+        """Return what all ranks report of a step together, and its timeline on rank 0, None elsewhere; this rank came
+        to the barrier at `came_s`, and left it at `zero_s`. Collective."""
         mesh, static_bytes = self._mesh, self._state.static_bytes()
         own = RankEnd(
             step_time_s=seconds_now(mesh.device) - zero_s,

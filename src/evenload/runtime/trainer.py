@@ -1,9 +1,6 @@
 """`Trainer`: one rank's training loop. Steps come from `StepSource`, `StepTrainer` trains them, and between them are
-checkpoints, losses of the validation data and samples.
-
-Everything about *what* to train comes in the plan; the loop only follows it. The caller (the command
-line, or a user's script) gets a `StepReport` per step on rank 0 and decides what to show and write.
-"""
+checkpoints, losses of the validation data and samples. What to train comes in the plan; the caller gets a `StepReport`
+per step on rank 0 and decides what to show and write."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from evenload.config.layouts import require_optimizer
 from evenload.config.planner import run_flex_planner, run_planner
 from evenload.config.tokenizer import require_tokenizer, tokenizer_fact, tokenizer_warnings
 from evenload.config.train_config import TrainConfig
@@ -19,9 +17,10 @@ from evenload.data.batches import decode_state, encode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.feed.step_maker import PlannedStep
-from evenload.plan.layouts.flex_planner import FlexPlanner, PlannerState, resumed_flex
-from evenload.plan.layouts.measured_layouts import KnownAfter
+from evenload.plan.layouts.flex_planner import FlexPlanner, FlexRunPlanner, PlannerState, resumed_flex
+from evenload.plan.layouts.measured_layouts import KnownAfter, MeasuredLayouts
 from evenload.plan.planner import StepPlanner
+from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run
@@ -29,12 +28,14 @@ from evenload.runtime.checkpoint.writer import CheckpointWriter, Saves
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.torch_peers import TorchPeers
 from evenload.runtime.device import measured_peak_bytes
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation
+from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Validator, run_sampler
 from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
-from evenload.runtime.step_source import StepsLeft, StepSource
+from evenload.runtime.step_source import StepSource
 from evenload.runtime.step_trainer import StepTrainer
 from evenload.types.layout import ParallelLayout
 from evenload.types.run import RunTotals, Validation
@@ -46,8 +47,15 @@ class Trainer:
     def __init__(self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None) -> None:
         self.config = config
         self.meshes = meshes or Meshes([mesh])
-        self.state = RankState(config, self.meshes)
-        self.hf_config, self.model = self.state.held.hf_config, self.state.held.model
+        layouts = self.meshes.layouts
+        self.model = model_spec(config)
+        require_optimizer(config, self.model, len(layouts))
+        if config.parallel.cp_exchange == "ring":
+            require_no_window(max(self.model.windows))
+        self.state = RankState(
+            config.model, config.optimizer, config.train, self.model, self.meshes, config.plan.twin_bytes
+        )
+        self.hf_config = self.state.held.hf_config
         tokenizer = require_tokenizer(
             config.data,
             model_path=config.model.path,
@@ -57,15 +65,31 @@ class Trainer:
         self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
         self.tokenizer_warnings = tokenizer_warnings(config.data, tokenizer, config.model.path)
         self._tokenizer = tokenizer
-        self._loader = self.new_loader()
-        self._evaluation = Evaluation(config, tokenizer, self.model, self.meshes)
+        self.loader = self.new_loader()
+        """Reads the run's data."""
+        self._checkpoints = checkpoints_of(config.train.output_dir)
+        validator = sampler = None
+        if config.validation is not None:
+            validator = Validator(
+                config.validation,
+                config.data,
+                tokenizer,
+                self.model.vocab_size,
+                self.meshes,
+                strategy=config.plan.strategy,
+                exchange=config.parallel.cp_exchange,
+            )
+        if config.samples is not None:
+            sampler = run_sampler(config.samples, config.data, tokenizer, self.model.position_rows or None, layouts)
+        self._evaluation = Evaluation(
+            validator, sampler, keep_best=config.train.keep_best, checkpoints=self._checkpoints
+        )
         self.steps_done = 0
         self.totals = RunTotals()
-        self._loader_state = self._loader.state()
+        self._loader_state = self.loader.state()
         self._planner_state = PlannerState()
         self._layouts_known: tuple[KnownAfter, ...] = ()
         self.coefficients: CostCoefficients | None = None
-        self._checkpoints = checkpoints_of(config.train.output_dir)
         writer = CheckpointWriter(
             self._checkpoints,
             self.state.buffers,
@@ -75,7 +99,7 @@ class Trainer:
             keep_best=config.train.keep_best,
         )
         self._saves = Saves(config.train, writer, self._position)
-        self.step_trainer = StepTrainer(config, self.model, self.state, self._saves)
+        self.step_trainer = StepTrainer(config.train, self.model, self.state, self._saves)
         self.saved_strategy = ""
         """That planned the last steps of the checkpoint that was resumed; "" = none was."""
         self.resume_warning = ""
@@ -109,20 +133,15 @@ class Trainer:
         return GlobalBatchLoader(self.config.data, self._tokenizer, peers=peers, vocab_size=self.model.vocab_size)
 
     def resume(self) -> Path | None:
-        """Load the latest checkpoint of the output directory and return its path, or None where there is none.
-
-        Afterwards `coefficients` are those of the run that saved it. Collective.
-
-        Raises:
-            ConfigError: there is a checkpoint, but `train.resume` is off; or it is damaged, or of another model.
-        """
+        """Load the latest checkpoint, `coefficients` included; return its path, or None. `ConfigError` where
+        `train.resume` is off, or it is damaged or of another model. Collective."""
         path = checkpoint_for_all(self._checkpoints, self.mesh, may_resume=self.config.train.resume)
         if path is None:
             return None
         position = load_checkpoint(path, self.state.buffers, self.state.optimizer, self.mesh)
-        self._loader.load_state(decode_state(position.loader))
+        self.loader.load_state(decode_state(position.loader))
         self.steps_done, self.totals = position.progress.steps_done, position.progress.totals
-        self._loader_state = self._loader.state()
+        self._loader_state = self.loader.state()
         progress, self.coefficients = position.progress, position.coefficients
         flex = resumed_flex(progress.flex, self.meshes.layouts)
         self._planner_state = PlannerState(delay=progress.planner, flex=flex)
@@ -140,18 +159,18 @@ class Trainer:
         stop_requested: Callable[[], int] = lambda: 0,
         on_late_pass: Callable[[Validation], None] = lambda validation: None,
     ) -> Iterator[StepReport | None]:
-        """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Collective.
+        """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Consume the iterator
+        to its end: ranks prepare steps ahead, together. Collective.
 
         Args:
             coefficients: of the cost model; the same on every rank.
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
-                Consume the iterator to its end: ranks prepare steps ahead, together.
-            stop_requested: number of a signal after which this rank shall stop, or 0. Asked once a step, and before
-                every batch of validation data, the rest of which is then left out; when any rank got one, all end
-                after that step, and `stop_signal` says which signal it was.
-            on_late_pass: called on rank 0 with a pass over the validation data that was due after the last step of an
-                earlier start, and is made before the first one here.
+            stop_requested: number of a signal after which this rank shall stop, or 0; called once a step, and before
+                every batch of validation data, the rest of which is then left out. When any rank got one, all end, and
+                `stop_signal` says which it was.
+            on_late_pass: called on rank 0 with a pass over the validation data that an earlier start left out, before
+                the first step.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
@@ -161,14 +180,29 @@ class Trainer:
         """
         self.coefficients, self.step_trainer.memory_cap_bytes = coefficients, memory_cap_bytes
         planner = self.planner(coefficients, memory_cap_bytes)
-        run_steps = self.config.train.steps
+        flex = self.flex_planner(planner)
+        monitor, measured_of = None, lambda step: MeasuredLayouts()
+        if flex is not None:
+            monitor = Monitor(flex, self.layout, self.config.data.prefetch_steps, self._layouts_known)
+            measured_of = measured_of if monitor.track is None else monitor.track.for_step
+        run_steps, strategy = self.config.train.steps, self.config.plan.strategy
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
-        monitor = self._monitor(planner)
-        source = self._source(planner, monitor, StepsLeft.after(self.steps_done, last_step, run_steps))
+        for layout in self.meshes.layouts:
+            require_trainable(strategy, layout, planner.options, self.config.data.max_document_tokens)
+        source = StepSource(
+            self.loader,
+            FlexRunPlanner(flex or planner, strategy, measured_of),
+            self.meshes,
+            self.config.parallel.cp_exchange,
+            max_pack_tokens=self.config.max_pack_tokens,
+            to_make=None if last_step is None else max(0, last_step - self.steps_done),
+            of_run=None if run_steps is None else max(0, run_steps - self.steps_done),
+            planner_state=self._planner_state,
+        )
         self._saves.begin()
         run = EvaluatedRun(
-            self.state,
-            planner,
+            state=self.state,
+            planner_of=flex.planner_of if flex else lambda layout: planner,
             is_last=partial(self._is_last, source, last_step),
             stop_requested=stop_requested,
             settle_saves=self._saves.settle,
@@ -184,8 +218,8 @@ class Trainer:
                 return
             data_wait_s = time.perf_counter() - wait_from_s
             step = prepared.planned.plan.step
-            if is_first and isinstance(planner, FlexPlanner):
-                planner.require_room(self.layout, prepared.planned.plan)
+            if is_first and flex is not None:
+                flex.require_room(self.layout, prepared.planned.plan)
             is_first = False
             report, agreed, is_skipped = self.step_trainer.run(
                 prepared,
@@ -245,25 +279,6 @@ class Trainer:
             return True
         return (last_step is None or self.steps_done < last_step) and not source.has_next()
 
-    def _source(self, planner: StepPlanner | FlexPlanner, monitor: Monitor | None, left: StepsLeft) -> StepSource:
-        """Make the source of the steps from here on."""
-        return StepSource(
-            self._loader,
-            planner,
-            self.config.plan.strategy,
-            self.meshes,
-            self.config.parallel.cp_exchange,
-            left=left,
-            planner_state=self._planner_state,
-            layouts=None if monitor is None else monitor.track,
-        )
-
-    def _monitor(self, planner: StepPlanner | FlexPlanner) -> Monitor | None:
-        """Make the monitor of the steps from here on; None where the layout cannot change."""
-        if not isinstance(planner, FlexPlanner):
-            return None
-        return Monitor(planner, self.layout, self.config.data.prefetch_steps, self._layouts_known)
-
     def _noted(self, report: StepReport, planned: PlannedStep, monitor: Monitor | None) -> StepReport:
         """With the run's totals, and the decision about the layout."""
         decision = None
@@ -274,19 +289,19 @@ class Trainer:
             self._layouts_known = monitor.known()
         return replace(report, row=report.row | self.totals.metrics(), decision=decision)
 
-    def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner | FlexPlanner:
-        """That plans this run's steps; arguments as `train`."""
+    def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner:
+        """Make what plans this run's steps in the layout in which it starts; arguments as `train`."""
         mesh = self.meshes.start
-        planner = run_planner(
-            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
-        )
+        return run_planner(self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
+
+    def flex_planner(self, planner: StepPlanner) -> FlexPlanner | None:
+        """Make what plans the steps of a run whose layout may change; None where it has one."""
         if self.live is None:
-            return planner
+            return None
         return run_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
 
     def save(self) -> Path:
-        """Have a complete checkpoint of the steps done, or `CheckpointError` whatever `train.on_failed_checkpoint` is.
-        Collective."""
+        """Have a complete checkpoint of the steps done, or `CheckpointError`. Collective."""
         return self._saves.save(self.steps_done)
 
     def _position(self) -> RunPosition:
@@ -305,25 +320,17 @@ class Trainer:
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 
-    def source_size(self) -> tuple[int, int]:
-        """Files of the data set, and their bytes as far as they are known."""
-        files = [file for part in self._loader.parts for file in part.files]
-        return len(files), sum(file.size_bytes or 0 for file in files)
-
-    def source_lines(self) -> list[str]:
-        """Return the loader's lines about its sources."""
-        return self._loader.source_lines()
-
-    def label_warnings(self) -> list[str]:
-        return self._loader.label_warnings()
-
     def export(self) -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
-        return export_run(self.config, self.hf_config, self.state.buffers, self.mesh)
+        return self._exported("")
 
     def export_average(self) -> Path | None:
         """Export the moving average of the weights (`train.ema_decay`) as `export` does; None where there is none."""
         if self.config.train.ema_decay is None:
             return None
         with self.state.optimizer.average_as_weights():
-            return export_run(self.config, self.hf_config, self.state.buffers, self.mesh, "-average")
+            return self._exported("-average")
+
+    def _exported(self, suffix: str) -> Path:
+        config, output = self.config, Path(self.config.train.output_dir)
+        return export_run(output, config.model, config.data, self.hf_config, self.state.buffers, self.mesh, suffix)

@@ -4,20 +4,15 @@ A checkpoint is a directory `step-<n>` with
 
     .metadata, *.distcp    tensors: parameters by Hugging Face name; AdamW state by parameter; both in boxes of the
                            whole tensor (`pieces`), so any layout can load them; random states by rank
-    loader.json            where the loader stands, ledger included; global and small (positions, no text)
+    loader.json            where the loader stands, ledger included
     cost.json              the cost coefficients that planned the run, so that coming plans stay the same
     progress.json          steps done, layout, state of the planner, digest of loader.json; written last: without it
                            there is no checkpoint
 
-The number of steps stands in the directory's name, in progress.json and among the tensors; where they differ, something
-was changed or mixed, and the checkpoint is refused.
-
-Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write
-so far; AdamW state by the replica that owns the elements; what a tensor-parallel group holds whole by its first rank.
-Resuming at the same layout is exact to the bit; at another, up to summation order, and random states start anew
-(nothing in a step draws random numbers). Saving is in `writer.py`.
-
-Price: reading takes what the disk gives; a rank reads only its own stage.
+Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write so
+far; AdamW state by its owner; what a tensor-parallel group holds whole by its first rank. Resuming at the same layout
+is exact to the bit; at another, up to summation order, and random states start anew (nothing in a step draws random
+numbers). A rank reads only its own stage. Saving is in `writer.py`.
 """
 
 import hashlib
@@ -70,16 +65,12 @@ class Progress(Frozen):
     """`progress.json`: what a run needs besides tensors and the loader to go on.
 
     Args:
-        steps_done: optimizer steps taken.
-        layout: that saved, as `ParallelLayout.describe` says it.
         strategy: that planned the last steps.
         skipped_steps: of the steps done, those whose update was not applied because it was not finite.
         planner: documents that wait for a later step, and what the planner learnt about lengths.
         flex: the layout after the steps done and what the planner remembers of it, where it may change.
-        totals: of tokens and seconds until then.
         layouts_known: what trained steps showed of layouts, after each of the last steps.
-        best: passes over the validation data with the smallest losses, best first; those count whose checkpoints are
-            there.
+        best: passes over the validation data with the smallest losses, best first.
         validated_steps: steps done when the validation data was last gone through; 0 = never.
         validation_digest: of the settings under which losses in `best` were found; "" = there is no validation.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
@@ -101,8 +92,7 @@ class Progress(Frozen):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunPosition:
-    """Everything of a checkpoint that is not a tensor: `loader` is the encoded state after the steps done,
-    `coefficients` are None before the run has any."""
+    """Everything of a checkpoint that is not a tensor; no coefficients = the run has none yet."""
 
     progress: Progress
     loader: bytes
@@ -110,13 +100,8 @@ class RunPosition:
 
 
 def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path | None:
-    """Return the checkpoint that every rank resumes from, or None where the run starts from the beginning. Collective.
-
-    Rank 0 looks for it: a slow file system may show the others another one.
-
-    Raises:
-        ConfigError: there is one, but `may_resume` is off.
-    """
+    """Return the checkpoint that all resume from, as rank 0 sees it, or None. `ConfigError`: not allowed.
+    Collective."""
     newest = checkpoint_to_resume(directory, may_resume=may_resume)
     name = [newest and newest.name]
     with mesh.watch.waiting("the name of the checkpoint to resume from"):
@@ -158,8 +143,7 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedOpt
 
 
 def _require_same_state(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:
-    """The run's optimizer finds all of its state, and the checkpoint has none that would be dropped, of every parameter
-    that this rank updates and the checkpoint has."""
+    """The run's optimizer finds all of its state, and none is dropped, of the parameters that this rank updates."""
     mine, there = _kinds_of_state(wanted), _kinds_of_state(saved)
     for parameter, kinds in mine.items():
         found = there.get(parameter, set())
@@ -219,14 +203,12 @@ def whole_pieces(buffer: FlatBuffer) -> Iterator[tuple[str, TensorPieces]]:
 
 
 def _is_written_elsewhere(buffer: FlatBuffer, mesh: Mesh) -> bool:
-    """By the first rank of the tensor-parallel group, which holds the same, or the first stage, which has the embedding
-    that a tied head is: both ends need not cut it alike."""
+    """By the first rank of the tensor-parallel group, or by the first stage, which has a tied head's matrix."""
     return (mesh.tp_rank > 0 and not buffer.is_part) or (buffer.tied and mesh.is_last_stage)
 
 
 def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, TensorPieces]:
-    """This rank's part of what several ranks hold: every piece has one writer. All replicas come to the same division
-    without talking: each tensor goes to the replica with the fewest bytes."""
+    """Return this rank's part: each replicated tensor goes to the replica with the fewest bytes."""
     assigned_bytes = [0] * mesh.data_size
     mine = {}
     for name, tensor in tensors.items():

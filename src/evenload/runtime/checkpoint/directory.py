@@ -6,14 +6,8 @@
     .step-00000004.removed      has lost its name, its files are going
     best.json                   names the checkpoint with the smallest validation loss
 
-A system renames no directory over another that holds files, so one that is written again moves aside first, under a
-name that is still a checkpoint's: whenever the machine ends, the old one or the new one is found.
-
-Passes over the validation data with the smallest losses travel in `progress.json` of every checkpoint, so a resumed run
-goes on with them. A pass counts while its checkpoint is there: a save may fail after its pass, and an older one must
-not have made room for it.
-
-Needs no torch: a run is refused, or says from where it goes on, before anything large is imported.
+Whenever the machine ends, the old one or the new one is found. Passes over the validation data with the smallest losses
+travel in every `progress.json`; a pass counts while its checkpoint is there. Needs no torch.
 """
 
 import math
@@ -45,8 +39,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def checkpoint_to_resume(directory: Path, *, may_resume: bool) -> Path | None:
-    """The latest checkpoint of a run's directory, None = it starts from the beginning; `ConfigError` where there is
-    one, but `train.resume` is off."""
+    """Return the latest checkpoint, None = there is none; `ConfigError` where `train.resume` is off."""
     found = latest_checkpoint(directory)
     if found is not None and not may_resume:
         raise ConfigError(
@@ -110,18 +103,16 @@ def partial_path(directory: Path, steps_done: int) -> Path:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a checkpoint whose files are all on the disk its name. One that has it counts until then, and is removed by
-    `prune_checkpoints`."""
+    """Give a written checkpoint its name. One that has it counts until then; `prune_checkpoints` removes it."""
     if final.exists():
-        final.rename(_replaced_path(final))
+        final.rename(final.with_name(f".{final.name}.replaced"))
         sync(final.parent)
     partial.rename(final)
     sync(final.parent)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what interrupted saves and removals left behind; a checkpoint that was to be replaced, and was not, gets
-    its name back."""
+    """Delete what interrupted saves left behind; a checkpoint that was not replaced gets its name back."""
     for path in _replaced_checkpoints(directory):
         final = checkpoint_path(directory, steps_in_name(path))
         if not _is_complete(path) or _is_complete(final):
@@ -155,10 +146,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _replaced_path(final: Path) -> Path:
-    return final.with_name(f".{final.name}.replaced")
-
-
 def _remove(path: Path) -> None:
     """A checkpoint loses its name before its files, so that half of one is never taken for a whole one."""
     removed = path.with_name(f".{path.name.strip('.').removesuffix('.replaced')}.removed")
@@ -189,14 +176,10 @@ class BestCheckpoint(Frozen):
 def with_pass(
     saved: Iterable[BestPass], steps_done: int, loss: float | None, keep: int
 ) -> tuple[tuple[BestPass, ...], bool]:
-    """Passes, best first, with another one whose checkpoint is still to be written, and whether it is among the best
-    `keep`; of equal losses the earlier counts. If it is, the one that it drives out stays on the list: its checkpoint
-    is the best one again where the new one's cannot be written. A pass after as many steps is replaced: a resumed run
-    makes it again.
-
-    Args:
-        saved: passes whose checkpoints are there.
-    """
+    """Add a pass whose checkpoint is still to be written to those saved, best first; return them and whether it is
+    among the best `keep`; of equal losses the earlier counts. If it is, the one that it drives out stays on the list,
+    as its checkpoint is the best one again where the new one's cannot be written. A pass after as many steps is
+    replaced."""
     found = [one for one in saved if one.steps_done != steps_done]
     if loss is not None and math.isfinite(loss):
         found.append(BestPass(steps_done=steps_done, loss=loss))

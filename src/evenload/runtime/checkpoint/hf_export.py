@@ -1,9 +1,5 @@
-"""The trained model as a Hugging Face directory: sharded safetensors, index and config.json; or a PEFT directory.
-
-Every stage's first replica writes its own tensors, so no rank ever holds the whole model; parts of matrices are joined
-by the first rank of the tensor-parallel group. Adapters are small: rank 0 collects them and writes the one file that
-`peft` reads.
-"""
+"""The trained model as a Hugging Face directory: sharded safetensors, index and config.json; or a PEFT directory. Every
+stage's first replica writes its own tensors, so no rank ever holds the whole model."""
 
 import json
 from pathlib import Path
@@ -13,7 +9,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from evenload.config.sections import LoraConfig
-from evenload.config.train_config import TrainConfig
+from evenload.config.train_config import ModelConfig
+from evenload.data.config import DataConfig
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.export_files import copy_tokenizer, save_tensors
 from evenload.runtime.model.lora import write_adapter
@@ -24,11 +21,15 @@ from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
 def export_run(
-    config: TrainConfig, hf_config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh, suffix: str = ""
+    output: Path,
+    model: ModelConfig,
+    data: DataConfig,
+    hf_config: PretrainedConfig,
+    buffers: list[FlatBuffer],
+    mesh: Mesh,
+    suffix: str = "",
 ) -> Path:
-    """Into `train.output_dir`: the model with its tokeniser, or the trained adapter; the new directory, whose name ends
-    with the suffix. Collective."""
-    output, model = Path(config.train.output_dir), config.model
+    """Write the model, or the adapter, into a directory of `output` with this suffix; return it. Collective."""
     if model.lora is not None:
         directory = output / f"adapter{suffix}"
         export_adapter(directory, buffers, model.lora, model.path, mesh)
@@ -36,7 +37,7 @@ def export_run(
     directory = output / f"model{suffix}"
     export_hf(directory, hf_config, buffers, mesh)
     if mesh.rank == 0:
-        copy_tokenizer(directory, config.data, model.path)
+        copy_tokenizer(directory, data, model.path)
     return directory
 
 

@@ -1,19 +1,12 @@
 """`TensorPieces`: tensors of a checkpoint by their whole shape, of which a rank holds some boxes; planners for them.
 
-Optimizer state is cut twice: a tensor-parallel rank has a part of a matrix, and of the flat buffer of all its parts a
-data-parallel rank has a range of elements, which begins and ends anywhere. A range of a row-major tensor is at most
-2 * ndim - 1 boxes (the end of a row, whole rows, the start of a row). So every tensor is saved under its parameter's
-name in boxes of the whole tensor, and any layout can read any other's. `DTensor` cannot say that: each of its
-dimensions is cut evenly, and the two cuts here are not of one grid.
+Optimizer state is cut twice: a tensor-parallel rank has a part of a matrix, and a data-parallel rank a range of
+elements of the flat buffer of all its parts. A range of a row-major tensor is at most 2 * ndim - 1 boxes, so every
+tensor is saved under its parameter's name in boxes of the whole tensor, which any layout can read (`DTensor` cannot say
+that). Price: reading compares every pair of a wanted and a stored box of a tensor.
 
-`torch.distributed.checkpoint` stores such boxes as they are; what its own planners make of tensors these make of
-pieces, through the methods that it documents for that. Price: reading compares every pair of a wanted and a stored box
-of a tensor; a save has as many items as a rank has boxes.
-
-The index of a checkpoint is read without running what a stranger may have put into it (`read_metadata`): torch writes
-`.metadata` as a pickle and reads it with plain `pickle.load`, which runs whatever the file names. Here an unpickler
-makes the few classes that such an index consists of and refuses everything else by name, and the places that it gives
-must lie inside the checkpoint's directory. Tensors themselves torch reads with `weights_only=True`.
+`.metadata` is a pickle, which torch reads with plain `pickle.load`: whatever the file names is run. `read_metadata`
+makes only the few classes that such an index consists of, and refuses files outside of the checkpoint's directory.
 """
 
 import math
@@ -128,14 +121,9 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class TensorPieces:
-    """One tensor of the checkpoint as this rank holds it.
-
-    Args:
-        shape: of the whole tensor.
-        is_replicated: every replica of this rank holds the same pieces, so that one of them writes.
-        is_written_elsewhere: another rank (of the tensor-parallel group, of the first stage) holds the same and writes
-            it.
-    """
+    """One tensor of the checkpoint, of this whole shape, as this rank holds it. `is_replicated`: every replica of this
+    rank holds the same pieces, so that one of them writes; `is_written_elsewhere`: another rank holds the same and
+    writes it."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -154,12 +142,8 @@ def whole_tensor(tensor: Tensor) -> TensorPieces:
 def pieces_of_range(
     values: Tensor, first: int, local_shape: Sequence[int], split: TensorSplit | None
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """The shape of a whole tensor, and a range of this rank's part of it as boxes.
-
-    Args:
-        values: flat, the elements `[first, first + n)` of the part in row-major order.
-        local_shape: of the part; split: which part it is, None = all.
-    """
+    """Return the shape of a whole tensor, and as boxes the elements `[first, first + n)`, flat in `values`, of this
+    rank's part of it; `split` says which part, None = all."""
     shape, base = list(local_shape), [0] * len(local_shape)
     if split is not None:
         shape[split.dim], base[split.dim] = split.whole_size, split.start

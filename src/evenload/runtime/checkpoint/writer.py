@@ -1,16 +1,13 @@
 """`Saves`: when a run saves, and what becomes of it; `CheckpointWriter`: saves while training goes on.
 
-A save has two parts. *Staging*, in the training loop: this rank's part of weights and optimizer is copied into host
-memory, into buffers that are made once and used by every save. *Writing*, on a thread of its own: ranks agree that
-the place is ready, `torch.distributed.checkpoint` writes the copies through a process group of its own, rank 0 adds
-the small files, and only when every rank has written is the directory renamed and are older checkpoints removed.
+*Staging*, in the training loop, copies this rank's part of weights and optimizer into host buffers that every save
+uses. *Writing*, in a thread with a process group of its own: `torch.distributed.checkpoint` writes the copies, rank 0
+adds the small files, and when every rank has written the directory is renamed and older checkpoints are removed. One
+save at a time. When any rank fails, all ranks learn which and why, what was written is removed, and every earlier
+checkpoint is as it was.
 
-One save at a time: the next one waits for the one under way. Ranks may learn at different steps that a save has ended,
-but start the next one at the same step. When any rank fails, all ranks learn which and why, what was written is
-removed, and every earlier checkpoint is as it was.
-
-Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more;
-the thread takes CPU time and disk bandwidth. Why not `async_save`: docs/decisions/16-checkpoints-stops-and-losses.md.
+Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more.
+Why not `async_save`: docs/decisions/16-checkpoints-stops-and-losses.md.
 """
 
 import contextlib
@@ -64,15 +61,9 @@ from evenload.runtime.optim.parameter_units import FlatBuffer
 _PROBE_BYTES = 4_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint and what it cost.
-
-    Args:
-        num_bytes: of all ranks' tensors.
-        stall_s: seconds this rank's training waited: for an earlier save, and for the copy.
-        write_s: seconds from the copy to the rename.
-    """
+    """A complete checkpoint: bytes of all ranks, seconds that training waited, and that writing took."""
 
     path: Path
     steps_done: int
@@ -82,8 +73,7 @@ class SavedCheckpoint:
 
 
 class CheckpointWriter:
-    """Saves of one run to a directory that all ranks see. All calls are collective: every rank makes them at the same
-    steps. `keep` complete checkpoints stay, 0 = all, and `keep_best` with the smallest validation losses."""
+    """Saves one run; every rank makes the same calls at the same steps. `keep` complete checkpoints stay, 0 = all."""
 
     def __init__(
         self,
@@ -107,8 +97,7 @@ class CheckpointWriter:
         self._staged = {}
 
     def start(self, position: RunPosition, from_s: float) -> None:
-        """Copy what is to be saved and write it in the background. None may be under way: `wait` first. Training
-        stopped for it at `from_s` of `time.perf_counter()`."""
+        """Copy what is to be saved and write it in the background; `wait` first. Training stopped at `from_s`."""
         assert self._thread is None, "one save at a time"
         tensors = self._stage(position.progress.steps_done)
         stall_s = time.perf_counter() - from_s
@@ -119,8 +108,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, *, only_if_done: bool = False) -> SavedCheckpoint | None:
-        """Wait for the save under way, or take one that ended since the last call; None = there is none.
-        `CheckpointError` where it failed; the writer is ready for the next save."""
+        """Return the save that ended, None = there is none. `CheckpointError` where it failed."""
         if self._thread is None or (only_if_done and self._thread.is_alive()):
             return None
         self._thread.join()
@@ -152,15 +140,10 @@ class CheckpointWriter:
 
     def _run(self, position: RunPosition, tensors: dict[str, TensorPieces], stall_s: float) -> None:
         try:
-            from_s = time.perf_counter()
+            from_s, steps_done = time.perf_counter(), position.progress.steps_done
             num_bytes = self._write(position, tensors)
-            self._outcome = SavedCheckpoint(
-                path=checkpoint_path(self._directory, position.progress.steps_done),
-                steps_done=position.progress.steps_done,
-                num_bytes=num_bytes,
-                stall_s=stall_s,
-                write_s=time.perf_counter() - from_s,
-            )
+            path, write_s = checkpoint_path(self._directory, steps_done), time.perf_counter() - from_s
+            self._outcome = SavedCheckpoint(path, steps_done, num_bytes, stall_s, write_s)
         except BaseException as error:
             self._outcome = error
 
@@ -292,14 +275,8 @@ class Saves:
         return bool(interval_s) and time.monotonic() - self._saved_at_s >= interval_s
 
     def after_step(self, steps_done: int, *, is_time: bool) -> tuple[SavedCheckpoint | None, str]:
-        """Start a checkpoint where one is due; (what was completed, what failed) since the last step. Collective.
-
-        Args:
-            is_time: of the rank whose clock counts.
-
-        Raises:
-            CheckpointError: one failed and `train.on_failed_checkpoint` is "stop".
-        """
+        """Start a checkpoint where one is due; return (what was completed, what failed) since the last step.
+        `CheckpointError` where one failed and `train.on_failed_checkpoint` is "stop". Collective."""
         from_s, every = time.perf_counter(), self._settings.checkpoint_every_steps
         if not (is_time or (every and steps_done % every == 0)):
             return self._end(only_if_done=True)
@@ -308,16 +285,11 @@ class Saves:
         return outcome if self._settings.background_checkpoints else self._end()
 
     def settle(self) -> None:
-        """Wait for the save under way, so that the directory stays as it is; the next `after_step` returns what became
-        of it. Collective. Raises as `after_step`."""
+        """Wait for the save under way; the next `after_step` returns what became of it. Collective."""
         self._settled = self._end()
 
     def save(self, steps_done: int, *, again: bool = False) -> Path:
-        """Have a complete checkpoint of the steps done, or `CheckpointError` in any case. Collective.
-
-        Args:
-            again: write it although there is one: what goes with the weights has changed.
-        """
+        """Have a complete checkpoint of the steps done, written `again` if asked, or `CheckpointError`. Collective."""
         self._end()
         if again or self._saved_steps != steps_done:
             self._start(time.perf_counter())

@@ -1,25 +1,16 @@
 """`Channels`: one step's traffic of one rank between neighbouring virtual stages.
 
-Shapes come from the plan; nothing is negotiated. Every pair of neighbouring stages has two channels, hidden states
-forward and gradients backward, each with its packs in index order on both sides; where stages have several ranks, so
-has every pair of them that some pack passes. Stages on the same rank hand tensors over without a transfer. Sends are
-asynchronous; a sent tensor is kept until it is safe to wait for its receipt.
+Shapes come from the plan; nothing is negotiated. Neighbouring stages have two channels, hidden states forward and
+gradients backward, each with its packs in index order on both sides (of every pair of ranks, where stages have
+several). Stages on the same rank hand tensors over. A sent tensor is kept until `types.layout.TransferOrder` says that
+it is safe to wait for its receipt.
 
-How channels share the way between two ranks is `mesh.channels`, and what to free comes with the prepared step
-(`types.layout.TransferOrder`).
+Directed channels do not wait for each other: each has up to `_POSTED_AHEAD` receives open. Where all transfers share a
+queue a receive blocks what is posted behind it, so they are posted when `stepplan.transfer_order` says. On a GPU
+receives are posted on a stream of their own, behind what the computing stream was given before, so that memory is free
+again in the order of one stream.
 
-Receives are posted a little ahead on every channel, or all in one order. Directed channels do not wait for each other,
-so each has up to `_POSTED_AHEAD` receives open, in the order in which the schedule needs them, and a transfer runs
-while the stage computes. Where all transfers share a queue a receive blocks what is posted behind it, so they are
-posted when `stepplan.transfer_order` says.
-
-On a GPU "wait" orders the computing stream behind the transfer and the host goes on. Receives are posted on a stream of
-their own, which does not come behind what is computed after them. Their memory is the computing stream's, and they
-come behind what that stream was given before: so what the host posts far ahead of the device holds no more memory there
-than the posted receives that `Channels` allows, and memory is free again in the order of one stream.
-
-Price: open receives hold their memory. Directed: two packs a channel. Queued: what is under way in the prediction,
-which a directed channel would leave with the sender.
+Price: the memory of open receives. Directed: two packs a channel. Queued: what is under way in the prediction.
 """
 
 from collections import deque
@@ -41,8 +32,7 @@ _NAMES = {"F": "the hidden states of forward", "B": "the gradient of backward"}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Carried:
-    """What all transfers of a rank have in common: [rows, hidden_size] of a dtype on a device. Receives are posted on
-    `stream`; None = the device has none."""
+    """What all transfers of a rank have in common; receives are posted on `stream`, None = there is none."""
 
     hidden_size: int
     dtype: torch.dtype

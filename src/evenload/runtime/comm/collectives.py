@@ -1,24 +1,21 @@
 """Collectives over one tensor for all ranks, and a queue that runs them while the model computes.
 
-torch 2.13 calls `all_gather_single` and `reduce_scatter_single` what 2.11 and 2.12 call `all_gather_into_tensor` and
-`reduce_scatter_tensor`, with the same arguments.
-
-A `CollectiveQueue` runs calls one after the other, in the order in which they were put: on a GPU in a stream of their
-own, which waits for what the computing stream was given before; elsewhere in a thread, because gloo's collectives block
-their caller. Only one group's collectives may be in a queue: then their order is that of all its ranks, whatever else
-these do.
+A `CollectiveQueue` runs calls one after the other, in the order in which they were put: at once, on a GPU in a stream
+of their own, or in a thread, because gloo's collectives block their caller. Only one group's collectives may be in a
+queue: then their order is that of all its ranks.
 """
 
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from evenload.runtime.device import HostClock, step_clock
+from evenload.runtime.device import step_clock
 
+# torch 2.13 calls these what 2.11 and 2.12 call `all_gather_into_tensor` and `reduce_scatter_tensor`.
 _torch: Any = dist
 all_gather_single = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
 """(output, input, group, async_op): inputs of all ranks, in rank order, one after the other in `output`."""
@@ -33,39 +30,8 @@ class Span(NamedTuple):
     end: Any
 
 
-class CollectiveQueue(Protocol):
-    """One step's calls."""
-
-    clock: HostClock
-
-    def put(self, call: Callable[[], object]) -> int:
-        """Run a call after those before it; its number, from 0. Does not wait."""
-        ...
-
-    def await_call(self, number: int) -> None:
-        """Wait until a call is done, on a GPU for what is computed next; raise what it, or one before it, raised."""
-        ...
-
-    def seal(self) -> None:
-        """No more calls come."""
-
-    def wait(self) -> list[Span]:
-        """Wait until all calls are done, on a GPU for whatever is computed next; raise what one of them raised."""
-        ...
-
-    def close(self) -> None:
-        """No more calls; those that have not begun never will. Waits for nothing."""
-
-
-def collective_queue(device: torch.device, *, is_overlapped: bool) -> CollectiveQueue:
-    """For calls of one step on a device; not `is_overlapped` compute = they run where they are put."""
-    if not is_overlapped:
-        return InlineQueue(device)
-    return StreamQueue(device) if device.type == "cuda" else ThreadQueue(device)
-
-
-class InlineQueue:
-    """Runs calls at once."""
+class CollectiveQueue:
+    """Runs one step's calls where they are put; subclasses overlap them with compute."""
 
     def __init__(self, device: torch.device) -> None:
         self.clock = step_clock(device)
@@ -73,22 +39,24 @@ class InlineQueue:
         self._spans: list[Span] = []
 
     def put(self, call: Callable[[], object]) -> int:
+        """Run a call after those before it; return its number, from 0. Does not wait for what overlaps."""
         start = self.clock.mark()
         call()
         self._spans.append(Span(start, self.clock.mark()))
         return len(self._spans) - 1
 
     def await_call(self, number: int) -> None:
-        """It is done."""
+        """Wait until a call is done, on a GPU for what is computed next; raise what it, or one before it, raised."""
 
     def seal(self) -> None:
-        """There is nothing to be let go."""
+        """No more calls come."""
 
     def wait(self) -> list[Span]:
+        """Wait until all calls are done, on a GPU for whatever is computed next; raise what one of them raised."""
         return self._spans
 
     def close(self) -> None:
-        """There is nothing to be let go."""
+        """Run no more calls; those that have not begun never will. Waits for nothing."""
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -96,48 +64,35 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 or of copies to the host, behind which sums must not stand."""
 
 
-class StreamQueue:
+class StreamQueue(CollectiveQueue):
     """Runs calls in a stream of their own. Not run on hardware yet."""
 
     def __init__(self, device: torch.device) -> None:
-        self.clock = step_clock(device)
-        self.clock.start()
+        super().__init__(device)
         self._device = device
         if device not in _streams:
             _streams[device] = torch.cuda.Stream(device)
         self._stream = _streams[device]
-        self._spans: list[Span] = []
 
     def put(self, call: Callable[[], object]) -> int:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            start = self.clock.mark()
-            call()
-            self._spans.append(Span(start, self.clock.mark()))
-        return len(self._spans) - 1
+            return super().put(call)
 
     def await_call(self, number: int) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._spans[number].end)
-
-    def seal(self) -> None:
-        """The stream goes with its last call."""
 
     def wait(self) -> list[Span]:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return self._spans
 
-    def close(self) -> None:
-        """The stream goes with its last call."""
 
-
-class ThreadQueue:
+class ThreadQueue(CollectiveQueue):
     """Runs calls in a thread, which ends with the queue, or with the first call that fails."""
 
     def __init__(self, device: torch.device) -> None:
-        self.clock = step_clock(device)
-        self.clock.start()
+        super().__init__(device)
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._spans: list[Span] = []
         self._error: BaseException | None = None
         self._is_closed = False
         self._num_put = 0
@@ -158,11 +113,10 @@ class ThreadQueue:
             raise self._error
 
     def seal(self) -> None:
-        """No more calls come: the thread ends with the last one, also where nobody waits for it."""
         self._calls.put(None)
 
     def wait(self) -> list[Span]:
-        self._calls.put(None)
+        self.seal()
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -175,7 +129,7 @@ class ThreadQueue:
 
     def close(self) -> None:
         self._is_closed = True
-        self._calls.put(None)
+        self.seal()
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None and not self._is_closed:
@@ -190,3 +144,10 @@ class ThreadQueue:
             with self._has_ended:
                 self._spans.append(Span(start, self.clock.mark()))
                 self._has_ended.notify_all()
+
+
+def collective_queue(device: torch.device, *, is_overlapped: bool) -> CollectiveQueue:
+    """Make the queue of one step's calls on a device; not `is_overlapped` compute = they run where they are put."""
+    if not is_overlapped:
+        return CollectiveQueue(device)
+    return StreamQueue(device) if device.type == "cuda" else ThreadQueue(device)

@@ -1,19 +1,14 @@
 """Groups of ranks that share documents: static context parallelism and DP-Merge.
 
 A group is a block of replicas (first, number) with all their context ranks, on one pipeline rank. Blocks are aligned,
-of every size that divides the replicas, so a stage has as many as the divisors of dp add up to (15 of 8 replicas, 28
-of 12); all are made once at start, in the same order on every rank, and keyed by block. A plan only chooses among them,
-so no model state ever moves.
-
-Transfers are asynchronous: a caller starts one, computes, and waits. What a group moves is counted in bytes that this
-rank receives, padding included; a ring of n ranks receives as much as an all-gather among n.
+of every size that divides the replicas; all are made once at start, and a plan only chooses among them. Transfers are
+asynchronous, and counted in bytes that this rank receives, padding included.
 """
 
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,14 +22,6 @@ from evenload.types.document import ReplicaBlock, block_sizes
 from evenload.types.layout import ParallelLayout
 
 
-class Waits(Protocol):
-    """A group whose transfers are waited for."""
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for the others; `RankLostError` where one of them died or is stuck."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Transfer:
     """One transfer under way; `what` is for messages: "the keys and values of forward pack 3 (layer 0)"."""
@@ -42,11 +29,11 @@ class Transfer:
     result: Tensor
     works: tuple[dist.Work, ...]
     sent: Tensor
-    group: "Waits"
+    waiting: Callable[[str], AbstractContextManager[None]]
     what: str
 
     def wait(self) -> Tensor:
-        with self.group.waiting(self.what):
+        with self.waiting(self.what):
             for work in self.works:
                 work.wait()
         return self.result
@@ -100,7 +87,7 @@ class ContextGroup:
         with self.waiting(f"a connection for {what}"):
             started = start()
         works = tuple(started) if isinstance(started, list) else (started,)
-        return Transfer(result, works, sent, self, what)  # type: ignore[arg-type]
+        return Transfer(result, works, sent, self.waiting, what)  # type: ignore[arg-type]
 
 
 def rank_grid(layout: ParallelLayout) -> NDArray[np.int64]:

@@ -2,24 +2,14 @@
 
 Groups are made once at start, for all layouts, in the same order on every rank. Every directed channel between two
 virtual stages on different ranks has a group of its own, so no channel waits for another (docs/architecture.md, "Why
-nothing deadlocks"), also where NCCL would run all traffic of a pair of ranks in one order: with virtual stages the same
-two ranks are neighbours several times, in both directions. With `channels="fifo"` all channels between two ranks share
-one group. Ranks beyond a layout are idle in it: they hold nothing, and take part in what all ranks do together.
+nothing deadlocks"); with `channels="fifo"` all channels between two ranks share one. Different layouts never run at the
+same time, so the first, second, ... group of a set of ranks is made once (`GroupPool`). Price on gloo: 1.3 to 1.6 ms a
+group. Ranks beyond a layout are idle in it.
 
-A layout needs several groups of the same ranks, because transfers of one group may wait for each other: two channels
-between two neighbours, the sum over two replicas. Different layouts never run at the same time. So the first, second,
-... group of a set of ranks is made once (`GroupPool`), and every layout takes them in that order. Price on gloo: 1.3 to
-1.6 ms a group (docs/design/runtime.md); a layout that has another's groups costs nothing.
-
-On NCCL a channel's kernels wait on the device for the other end, and hold the processors that they run on meanwhile. So
-groups of channels get few of them, and a stream that comes before computation; others get what NCCL takes.
-
-NCCL makes a communicator at a group's first transfer, and both ends have to be in it: the host blocks until the other
-rank comes. In a step, two neighbours would each wait in the first receive of another channel, for ever. So every group
-moves one element at start (`warm_up`), in an order that is the same on all ranks that meet: collectives by kind, then
-the channels of a pipeline from its first stage to its last, each group once where channels or layouts share it. The
-order is total, so no circle of waits is possible. Price: one transfer of a few bytes a group and start (0.1 to 1 s a
-communicator on NCCL by its documentation).
+On NCCL a channel's kernels hold processors while they wait for the other end, so groups of channels get few of them,
+and a stream that comes before computation. NCCL makes a communicator at a group's first transfer, which blocks until
+the other rank comes; so every group moves one element at start (`warm_up`), in one total order: collectives by kind,
+then channels from the first stage to the last.
 """
 
 import itertools
@@ -52,12 +42,7 @@ _Key = tuple[tuple[int, ...], bool]
 
 
 class GroupPool:
-    """Groups by ranks. Every rank makes the same calls in the same order, members or not.
-
-    Args:
-        backend: of tensors on the ranks' devices.
-        timeout: how long a rank waits for another.
-    """
+    """Groups by ranks. Every rank makes the same calls in the same order, members or not."""
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
         self._backend, self._timeout = backend, timeout
@@ -71,8 +56,7 @@ class GroupPool:
         self._taken.clear()
 
     def take(self, ranks: list[int], *, is_channel: bool = False) -> dist.ProcessGroup:
-        """A group of these ranks, in ascending order, that the layout at hand has not taken yet; for a channel, or for
-        anything else."""
+        """Return a group of these ranks, ascending, that the layout at hand has not taken yet."""
         # Only where channels have options of their own are their groups no good for others.
         key = tuple(ranks), is_channel and self._backend == "nccl"
         groups = self._made.setdefault(key, [])
@@ -107,20 +91,15 @@ class Mesh:
 
     Args:
         pp_rank, dp_rank, cp_rank, tp_rank: this rank's place; an idle rank has -1 of the first two.
-        control: all ranks, on the CPU (clocks, norms, metrics).
-        planning: all ranks, on the CPU, used by the thread that prepares coming steps.
-        saving: all ranks, on the CPU, used by the thread that writes checkpoints.
-        moving: all ranks, on their devices, used by what moves between two layouts; None = the layout never changes.
-        data: ranks that hold the same weights, all context ranks of all replicas; gradients are summed here. Of an
-            idle rank itself alone.
-        lines: by channel of this rank, hidden states first: a group of the sending and the receiving rank. None where
-            one rank holds both stages.
-        channels: whether every channel has a group of its own ("directed") or all channels of two ranks share one
-            ("fifo").
+        control, planning, saving: all ranks, on the CPU; the latter two for the threads that prepare steps and write
+            checkpoints.
+        moving: all ranks, on their devices, for what moves between two layouts; None = the layout never changes.
+        data: ranks that hold the same weights, all context ranks of all replicas. Of an idle rank itself alone.
+        lines: by channel of this rank, hidden states first, a group of both ends; none where one rank holds both
+            stages.
         context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
         tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
-        tie: the ranks of the first and the last stage (tied embeddings), all of both where stages have several; None
-            elsewhere, or where one rank holds both.
+        tie: all ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
         watch: every wait for other ranks runs inside `watch.waiting`, which names them when they fail.
         ranks_per_machine: neighbours in rank order that share a machine.
     """
@@ -212,12 +191,7 @@ class Mesh:
 
 
 class Meshes:
-    """The meshes of all layouts that a run may take, of one rank.
-
-    Args:
-        meshes: the first is that in which the run starts.
-        num_groups: process groups of all of them.
-    """
+    """The meshes of all layouts that a run may take, of one rank; the first is that in which the run starts."""
 
     def __init__(self, meshes: Sequence[Mesh], num_groups: int = 0) -> None:
         self.start = meshes[0]
@@ -245,21 +219,6 @@ class Meshes:
         return found
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Shared:
-    """What all meshes of a run have in common; fields as those of `Mesh`."""
-
-    rank: int
-    device: torch.device
-    control: dist.ProcessGroup
-    planning: dist.ProcessGroup
-    saving: dist.ProcessGroup
-    moving: dist.ProcessGroup | None
-    channels: ChannelMode
-    watch: RankWatch
-    ranks_per_machine: int
-
-
 def create_meshes(
     layouts: Sequence[ParallelLayout],
     device: torch.device,
@@ -274,12 +233,11 @@ def create_meshes(
 
     Args:
         layouts: the run starts in the first, which has a place for every process; others may leave ranks idle.
-        timeout_s: how long a rank waits for another before it gives up with an error.
-        saving_timeout_s: the same while a checkpoint is written, when a rank may wait for a slow disk of another;
-            None = `timeout_s`.
+        timeout_s: how long a rank waits for another before it gives up; saving_timeout_s: while a checkpoint is
+            written.
         signs: a store of all ranks in which they show that they live; used by nothing else.
         ranks_per_machine: None = all ranks are on this machine.
-        backend: that `torch.distributed` knows, of tensors on the device; None = NCCL for GPUs, gloo for CPUs.
+        backend: of tensors on the device; None = NCCL for GPUs, gloo for CPUs.
 
     Raises:
         ConfigError: the number of processes does not fit.
@@ -295,17 +253,17 @@ def create_meshes(
     everyone = list(range(world_size))
     control, planning = (pool.make(everyone, "gloo") for _ in range(2))
     rank = dist.get_rank()
-    shared = _Shared(
-        rank=rank,
-        device=device,
-        control=control,
-        planning=planning,
-        saving=pool.make(everyone, "gloo", timedelta(seconds=saving_timeout_s or timeout_s)),
-        moving=pool.make(everyone) if len(layouts) > 1 else None,
-        channels=channels,
-        watch=RankWatch(rank, f"rank {rank}", world_size, signs),
-        ranks_per_machine=ranks_per_machine or world_size,
-    )
+    shared: dict[str, Any] = {
+        "rank": rank,
+        "device": device,
+        "control": control,
+        "planning": planning,
+        "saving": pool.make(everyone, "gloo", timedelta(seconds=saving_timeout_s or timeout_s)),
+        "moving": pool.make(everyone) if len(layouts) > 1 else None,
+        "channels": channels,
+        "watch": RankWatch(rank, f"rank {rank}", world_size, signs),
+        "ranks_per_machine": ranks_per_machine or world_size,
+    }
     meshes = []
     for layout in layouts:
         if layout.world_size > world_size:
@@ -314,13 +272,13 @@ def create_meshes(
             )
         pool.begin_layout()
         meshes.append(_mesh_of(layout.arrangement, shared, pool))
-    shared.watch.name = meshes[0].place
+    meshes[0].watch.name = meshes[0].place
     return Meshes(meshes, pool.num_groups)
 
 
-def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
-    """One layout's mesh. Collective."""
-    rank, grid = shared.rank, rank_grid(layout)
+def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) -> Mesh:
+    """One layout's mesh; `shared` are the fields that all have in common. Collective."""
+    rank, watch, grid = shared["rank"], shared["watch"], rank_grid(layout)
     is_idle = rank >= layout.world_size
     pp_rank, dp_rank, cp_rank, tp_rank = (
         (-1, -1, 0, rank % layout.tp) if is_idle else (int(place) for place in np.unravel_index(rank, grid.shape))
@@ -337,28 +295,20 @@ def _mesh_of(layout: ParallelLayout, shared: _Shared, pool: GroupPool) -> Mesh:
     tensor = None
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
-        tensor = TensorGroup(made, shared.watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
-    lines, tie = _stage_groups(layout, rank, pool, shared.channels)
+        tensor = TensorGroup(made, watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
+    lines, tie = _stage_groups(layout, rank, pool, shared["channels"])
     return Mesh(
+        **shared,
         layout=layout,
-        rank=rank,
         pp_rank=pp_rank,
         dp_rank=dp_rank,
         cp_rank=cp_rank,
         tp_rank=tp_rank,
-        device=shared.device,
-        control=shared.control,
-        planning=shared.planning,
-        saving=shared.saving,
-        moving=shared.moving,
         data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
         lines=lines,
-        channels=shared.channels,
-        context=create_context_groups(layout, rank, pool.take, shared.watch),
+        context=create_context_groups(layout, rank, pool.take, watch),
         tensor=tensor,
         tie=tie,
-        watch=shared.watch,
-        ranks_per_machine=shared.ranks_per_machine,
     )
 
 
@@ -401,8 +351,7 @@ def _stage_groups(
 
 
 def warm_up(meshes: Mesh | Meshes) -> int:
-    """Use every group of this rank once, layout by layout; the number of transfers made. Collective; `RankLostError`
-    where a rank does not come."""
+    """Use every group of this rank once; return how many. Collective; `RankLostError`: a rank does not come."""
     of_layouts = [meshes] if isinstance(meshes, Mesh) else [meshes.of(layout) for layout in meshes.layouts]
     used: set[dist.ProcessGroup] = set()
     for mesh in of_layouts:
@@ -437,16 +386,12 @@ def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) 
 
 
 def most_of_ranks(value: float, mesh: Mesh) -> float:
-    """The largest that any rank has; whole numbers to 2^53 stay exact. Collective over the control group."""
-    return _reduced(value, dist.ReduceOp.MAX, mesh)
+    """Return the largest that any rank has; whole numbers to 2^53 stay exact. Collective over the control group."""
+    reduced = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=mesh.control)
+    return float(reduced)
 
 
 def least_of_ranks(value: float, mesh: Mesh) -> float:
     """As `most_of_ranks`, the smallest."""
-    return _reduced(value, dist.ReduceOp.MIN, mesh)
-
-
-def _reduced(value: float, op: dist.ReduceOp.RedOpType, mesh: Mesh) -> float:
-    reduced = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(reduced, op=op, group=mesh.control)
-    return float(reduced)
+    return -most_of_ranks(-value, mesh)

@@ -1,23 +1,18 @@
 """`TensorGroup`: the ranks that hold parts of the same matrices, and how rows of packs lie on them.
 
-Inside attention and feed-forward blocks every rank has all rows of a pack and some columns; between blocks it has
-whole rows of some tokens (sequence parallelism, Korthikanti et al. 2022).
+Inside attention and feed-forward blocks every rank has all rows of a pack and some columns; between blocks it has whole
+rows of some tokens (sequence parallelism, Korthikanti et al. 2022).
 
     gather       rows of all ranks -> all rows, in pack order; one all-gather, padded to the fullest rank
     sum_scatter  all rows of every rank -> own rows, summed; one all-to-all, summed here in at least fp32 and in rank
-                 order: the bytes of a reduce-scatter, but one rounding in bf16 instead of tp - 1, no padding, and the
-                 same bits whatever the transport does
+                 order: one rounding in bf16 instead of tp - 1, and the same bits whatever the transport does
 
 Both also in chunks of a pack's rows (`RowExchange.chunks`), so that the product of one chunk runs while the next is
-under way (`runtime/replay/tensor_parallel.py`). Transfers of a group run in the order in which they are started.
+under way (`runtime/replay/tensor_parallel.py`).
 
-Token p of document d belongs to rank (d + p) mod tp (`RowShard`). That must not depend on the pack, because a backward
-pack needs other ranges than were recorded. So any slice is divided to within one row, short documents do not all fall
-to the same rank, and no recorded row ever moves. Korthikanti et al. cut a batch into contiguous parts, which only works
-when backward has the forward's rows.
-
-Shapes come from the plan, so nothing is negotiated and no rank waits for its device. Price: a copy of the rows with
-the transfer, as rows of different ranks alternate.
+Token p of document d belongs to rank (d + p) mod tp (`RowShard`), whatever its pack: a backward pack needs other ranges
+than were recorded, and no recorded row ever moves. Price: a copy of the rows with the transfer, as rows of different
+ranks alternate.
 """
 
 from collections.abc import Callable, Iterable
@@ -66,11 +61,7 @@ def row_owners(ranges: Iterable[Range], size: int) -> NDArray[np.int64]:
 
 
 class TensorGroup:
-    """This rank's view of its group.
-
-    Attributes:
-        chunk_rows: rows of a pack that a chunk has at least; alike on all ranks.
-    """
+    """This rank's view of its group; chunks have at least `chunk_rows` of a pack's rows, alike on all ranks."""
 
     chunk_rows = CHUNK_ROWS
 
@@ -90,7 +81,7 @@ class TensorGroup:
         gathered, rows = rows.new_empty((self.shard.size * rows.shape[0], *rows.shape[1:])), rows.contiguous()
         with self.waiting(what):
             work = all_gather_single(gathered, rows, group=self._group, async_op=True)
-        return Transfer(gathered, (work,), rows, self, what)
+        return Transfer(gathered, (work,), rows, self.waiting, what)
 
     def start_all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Transfer:
         """counts[r] rows for every rank r, in rank order -> [size · counts[own], ...] from all ranks, in rank order,
@@ -101,7 +92,7 @@ class TensorGroup:
         with self.waiting(what):
             work = dist.all_to_all_single(received, rows, sizes, counts, group=self._group, async_op=True)
         assert work is not None
-        return Transfer(received, (work,), rows, self, what)
+        return Transfer(received, (work,), rows, self.waiting, what)
 
     def all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         with self.waiting(what):
@@ -115,11 +106,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, eq=False)
 class RowChunk:
-    """A run of a pack's rows whose transfers are made together.
-
-    Args:
-        rows, own: of the pack's T rows, and of this rank's.
-    """
+    """A run of a pack's T rows whose transfers are made together, and which of this rank's rows these are."""
 
     rows: slice
     own: slice

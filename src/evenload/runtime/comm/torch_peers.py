@@ -1,8 +1,4 @@
-"""`TorchPeers`: loaders of all ranks talk over `torch.distributed`, on CPU tensors.
-
-The group is used by one thread of each rank only (the one that prepares coming steps), so its collectives never mix
-with those of training.
-"""
+"""`TorchPeers`: loaders of all ranks talk over `torch.distributed`, on CPU tensors and a group that one thread uses."""
 
 from collections.abc import Sequence
 

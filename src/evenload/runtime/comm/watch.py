@@ -1,12 +1,9 @@
 """`RankWatch`: an error that names who waited for what, and who gave no sign of life.
 
-Every wait for another rank runs inside `waiting`. When its transport breaks or its time is up, the error says which
-rank waited for what of which rank, and since when. Where ranks share a store, each also shows a *sign* in it every
-second (a count, and what it is doing); a rank that gives up reads the signs twice and adds whose count stood still
-(dead or stopped) and what the others were doing, so that the cause is named and not only the neighbour.
-
-Price: a microsecond a wait; one small write a rank and second to the store, less often in large worlds; four seconds
-after a failure.
+Every wait for another rank runs inside `waiting`, whose error says which rank waited for what of which rank, and since
+when. Where ranks share a store, each shows a *sign* in it every second (a count, and what it is doing); a rank that
+gives up reads the signs twice and adds whose count stood still and what the others were doing. Price: a microsecond a
+wait; one small write a rank and second; four seconds after a failure.
 """
 
 import threading
@@ -37,14 +34,9 @@ class _Sign(msgspec.Struct, array_like=True):
 
 
 class RankWatch:
-    """Knows what this rank is doing, for its own errors and for those of the others.
-
-    Args:
-        rank: global.
-        name: how errors call it, such as "rank 3 (dp 1, stage 1)"; may change with the layout.
-        world_size: ranks whose signs are read.
-        store: shared by all ranks; used by this object alone. None = errors know this rank only.
-    """
+    """Knows what this rank is doing, for its own errors and for those of the others, and calls it by `name`, which may
+    change with the layout. Signs are shown in `store`, shared by all ranks and used by this object alone; None = errors
+    know this rank only."""
 
     def __init__(
         self,
@@ -77,15 +69,8 @@ class RankWatch:
 
     @contextmanager
     def waiting(self, what: str, peers: str = "all ranks") -> Iterator[None]:
-        """Around a transfer or a collective.
-
-        Args:
-            what: such as "the hidden states of forward pack 7"; "of step 12" is added where it does not say so.
-            peers: who has to do their part, such as "rank 1".
-
-        Raises:
-            RankLostError: instead of the transport's error. Other errors pass.
-        """
+        """Surround a transfer or a collective; raise `RankLostError` instead of the transport's error, others pass.
+        `what` is such as "the hidden states of forward pack 7", `peers` have to do their part, such as "rank 1"."""
         thread, from_s = threading.get_ident(), time.monotonic()
         step = f" of step {self.step}" if self.step >= 0 and " of step " not in what else ""
         text = f"{what}{step} from {peers}"

@@ -1,40 +1,25 @@
 """What replicas send each other in a step, overlapped with compute: gradients into shards, updated weights back.
 
-**Gradients** (`GradientReduction`, a reduce-scatter a unit). The loss of every rank is already divided by the label
-count of the *global* batch (known from the plan), so gradients are summed, never averaged: ranks may hold any number of
-packs, tokens or labels.
+**Gradients** (`GradientReduction`, a reduce-scatter a unit). Every rank's loss is already divided by the label count of
+the global batch, so gradients are summed, never averaged. A unit's gradients travel as soon as the last pack has added
+to them: the head's first, the embedding's last, in the same order on all ranks that hold them. No action waits for a
+sum, so no circle of waits is possible as long as no replica waits for another inside a pack (docs/decisions/03); steps
+whose packs replicas share reduce after the last action. Either way results are equal to the bit. Each unit's squares
+are summed behind its reduce-scatter, so that one number a rank is left for the norm. Never overlapped: what ties both
+ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
 
-A unit's gradients travel as soon as the last pack has added to them: the head's first, then layer by layer downwards,
-the embedding's last. That is the order in which a stage's last backward completes them, on every replica, so all ranks
-that hold the same units reduce them in one order, which nothing but the layout decides. Nobody waits for a sum before
-the last action of the step; so no action ever waits for another rank's sums. Where a device runs all its transfers in
-one queue a sum may stand in front of an action's transfer; that this makes no circle holds as long as no replica waits
-for another inside a pack (docs/decisions/03). Steps whose packs replicas share reduce after the last action. The
-calls and tensors are the same either way, so results are equal to the bit.
-
-The norm of the gradient is summed in two phases: each unit's squares behind its sum, on the same queue, and after the
-last action what is left of them, so that what follows the last sum is one number a rank and then the update. Never
-overlapped: what ties both ends of a pipeline, and the gradients of norms inside a tensor-parallel group.
-
-**Weights** (`WeightGathers`, an all-gather a unit). An update runs unit by unit from the start of the model to its end,
-and each unit's gather is queued at once: embedding, layers upwards, head, the order in which the next step's first
-forward reads them, on every rank that holds them, so nobody negotiates. A forward waits for the gathers of its own unit
-and of those before it, and for no other. Whoever reads whole weights otherwise (checkpoints, exports, changes of the
-layout) calls `finish` first.
-
-Nothing deadlocks: a rank queues all gathers of an update before it begins any action of the next step, and a gather
-waits for nothing but the updates of the other ranks. So no chain of waits leads from a gather to an action, whatever
-packs and schedules the next step has and whoever shares them, also on devices that run a rank's transfers in one queue,
-where all gathers stand before all of the step's transfers. Gradients use the same group: the executor finishes the
-gathers before its first backward, so on every rank all gathers come before the first sum.
+**Weights** (`WeightGathers`, an all-gather a unit). An update runs from the embedding to the head, the order in which
+the next forward reads them, and queues each unit's gather at once; a forward waits for its own unit alone. Whoever
+reads whole weights otherwise calls `finish` first. All gathers of an update are queued before any action of the next
+step, and finished before its first backward, so they never wait for an action and always come before the first sum.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -42,43 +27,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.config.sections import RunConfig
-from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.collectives import Span, all_gather_single, collective_queue, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
-class Overlaps(NamedTuple):
-    """Whether a step's reduce-scatters overlap its packs, and the all-gathers of its weights those of the next step."""
-
-    sums: bool
-    gathers: bool
-
-
-def overlaps_of(settings: RunConfig, coefficients: CostCoefficients, *, shares_packs: bool, goes_on: bool) -> Overlaps:
-    """The same on all ranks.
-
-    Args:
-        shares_packs: replicas wait for each other inside of packs, where sums may make a circle (docs/decisions/03).
-        coefficients: without `overlap` nothing is reduced or gathered beside packs;
-            `cli.worker_setup.run_coefficients` measures it.
-        goes_on: another step follows.
-    """
-    sums, gathers = coefficients.reduction_overlap is not None, coefficients.gather_overlap is not None
-    return Overlaps(
-        sums=settings.overlap_reduction and sums and not shares_packs,
-        gathers=settings.overlap_gather and gathers and goes_on,
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class ReductionTrace:
-    """When one rank's sums ran, in their order; seconds on its own monotonic clock.
-
-    Args:
-        unit: int32[n], numbers of `StageModel.units`; start_s, end_s: float64[n].
-    """
+    """When one rank's sums ran, in their order: units, int32[n], and seconds on its own clock, float64[n]."""
 
     unit: NDArray[np.int32]
     start_s: NDArray[np.float64]
@@ -86,21 +42,19 @@ class ReductionTrace:
 
 
 class GradientReduction:
-    """One step's sums over replicas and, for tied weights, over both stages that hold them.
-
-    Where a tensor-parallel group holds a parameter whole (norms), every rank has the gradient of its rows or heads, and
-    they are summed too. To be used as a context, which lets go of what an error leaves behind.
-
-    Args:
-        is_overlapped: reduce what is released while the rest is computed; else all of it in `finish`.
-    """
+    """Sums one step's gradients over replicas, tied weights over both stages that hold them, and what a tensor-parallel
+    group holds whole (norms) over its ranks. A context, which lets go of what an error leaves behind. Reduces what is
+    released while the rest is computed where `is_overlapped`; else all of it in `finish`."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self._buffers, self._mesh = buffers, mesh
         self._is_overlapped = is_overlapped
+        self._has_wide_stages = mesh.layout.has_wide_stages
         self._shards = [buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size) for buffer in buffers]
-        # From the end of the model to its start, the buffers of a unit as they stand.
-        self._left = sorted((at for at in range(len(buffers)) if self._is_summed(buffers[at])), key=self._depth)
+        # From the end of the model to its start, the buffers of a unit as they stand. Tied ends of wide stages are
+        # summed at once in `finish`.
+        summed = [at for at, buffer in enumerate(buffers) if not (buffer.tied and self._has_wide_stages)]
+        self._left = sorted(summed if mesh.data_size > 1 else [], key=lambda at: -buffers[at].unit)
         self._queued: list[int] = []
         self._released: set[int] = set()
         self._squares: dict[int, Tensor] = {}
@@ -119,18 +73,18 @@ class GradientReduction:
             self._put_released()
 
     def finish(self) -> list[Tensor]:
-        """Sum what is left and wait for all; this rank's shard of every buffer's gradient, [padded / (dp·cp)] each, in
-        its place of the buffer; the rest of the buffer is of no use any more. Collective over the groups of `mesh`."""
+        """Sum what is left and wait for all; return this rank's shard of every buffer's gradient, [padded / (dp·cp)]
+        each, a view of the buffer, whose rest is of no use any more. Collective over the groups of `mesh`."""
         buffers, shards, mesh = self._buffers, self._shards, self._mesh
         self._released |= {buffer.unit for buffer in buffers}
         self._put_released()
         self._spans = self._queue.wait()
-        if mesh.layout.has_wide_stages and mesh.tie is not None:
-            _sum_tied_ends(buffers, mesh)
         for buffer, shard in zip(buffers, shards, strict=True):
-            if buffer.tied and not mesh.layout.has_wide_stages:
+            if buffer.tied:
                 assert mesh.tie is not None
-                dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=mesh.tie)
+                # Where both ends have not as many ranks, their shards are not the same elements: the whole weight.
+                tied = buffer.grads[: buffer.num_elements] if self._has_wide_stages else shard
+                dist.all_reduce(tied, op=dist.ReduceOp.SUM, group=mesh.tie)
         whole = [shard for buffer, shard in zip(buffers, shards, strict=True) if not buffer.is_part]
         if mesh.tensor is not None and whole:
             # They are small: in one transfer.
@@ -140,8 +94,20 @@ class GradientReduction:
         return shards
 
     def norm_and_loss(self, loss: Tensor) -> tuple[float, float]:
-        """After `finish`: `global_norm_and_loss`, of which each unit's part was computed behind its sum."""
-        return global_norm_and_loss(self._buffers, self._shards, loss, self._mesh, self._squares)
+        """After `finish`, return the Euclidean norm of the gradient over all parameters of the model, each counted
+        once, and the sum of all ranks' shares of the loss (`loss`: fp64 scalar on the device); the same on every rank.
+        Collective."""
+        mesh = self._mesh
+        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        total[1] = loss
+        for at, (buffer, shard) in enumerate(zip(self._buffers, self._shards, strict=True)):
+            # A tied weight is held by the first and the last stage with the same summed gradient, and what is not cut
+            # by every rank of a tensor-parallel group.
+            if not (buffer.tied and mesh.is_last_stage) and (buffer.is_part or mesh.tp_rank == 0):
+                total[0] += self._squares[at] if at in self._squares else _square_sum(shard)
+        total = total.cpu()  # The step's only read of the device before its end: clipping and metrics need it.
+        dist.all_reduce(total, group=mesh.control)
+        return float(total[0].sqrt()), float(total[1])
 
     def trace(self) -> ReductionTrace:
         """Return when sums ran, after `finish`. Waits for a GPU."""
@@ -150,17 +116,6 @@ class GradientReduction:
             start_s=np.array(self._queue.clock.seconds([span.start for span in self._spans]), np.float64),
             end_s=np.array(self._queue.clock.seconds([span.end for span in self._spans]), np.float64),
         )
-
-    def _is_summed(self, buffer: FlatBuffer) -> bool:
-        """Over the ranks that hold the same units."""
-        return self._mesh.data_size > 1 and not (buffer.tied and self._mesh.layout.has_wide_stages)
-
-    def _changes_later(self, buffer: FlatBuffer) -> bool:
-        """What is added to its sum over replicas: of tied ends, and of norms in a tensor-parallel group."""
-        return buffer.tied or (self._mesh.tensor is not None and not buffer.is_part)
-
-    def _depth(self, at: int) -> int:
-        return -self._buffers[at].unit
 
     def _put_released(self) -> None:
         while self._left and self._buffers[self._left[0]].unit in self._released:
@@ -172,61 +127,20 @@ class GradientReduction:
         # In place, so that sums during a backward take no memory from it.
         buffer, shard = self._buffers[at], self._shards[at]
         reduce_scatter_single(shard, buffer.grads, op=dist.ReduceOp.SUM, group=self._mesh.data)
-        if self._is_overlapped and not self._changes_later(buffer):
-            self._squares[at] = square_sum(shard)
+        # Tied ends, and norms in a tensor-parallel group, are added to later.
+        changes_later = buffer.tied or (self._mesh.tensor is not None and not buffer.is_part)
+        if self._is_overlapped and not changes_later:
+            self._squares[at] = _square_sum(shard)
 
 
-def _sum_tied_ends(buffers: Sequence[FlatBuffer], mesh: Mesh) -> None:
-    """Over all ranks of both ends at once, in place: where these are not as many at either end, their shards are not
-    the same elements. Price: an all-reduce of the whole weight in place of a reduce-scatter and one of shards."""
-    for buffer in buffers:
-        if buffer.tied:
-            dist.all_reduce(buffer.grads[: buffer.num_elements], op=dist.ReduceOp.SUM, group=mesh.tie)
-
-
-def square_sum(shard: Tensor) -> Tensor:
+def _square_sum(shard: Tensor) -> Tensor:
     """Sum of a gradient's squares, fp64 scalar on the device."""
     return torch.linalg.vector_norm(shard, dtype=torch.float64).square()
 
 
-def global_norm_and_loss(
-    buffers: Sequence[FlatBuffer],
-    shards: list[Tensor],
-    loss: Tensor,
-    mesh: Mesh,
-    squares: Mapping[int, Tensor] | None = None,
-) -> tuple[float, float]:
-    """Euclidean norm of the gradient over all parameters of the model, each counted once, and the sum of all ranks'
-    shares of the loss; the same numbers on every rank, so that all decide alike whether to take the step.
-
-    Collective over the control group.
-
-    Args:
-        loss: fp64 scalar on the device, this rank's share.
-        squares: `square_sum` of the shards of which it is known, by their place.
-    """
-    known = squares or {}
-    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    total[1] = loss
-    for at, (buffer, shard) in enumerate(zip(buffers, shards, strict=True)):
-        # A tied weight is held by the first and the last stage with the same summed gradient, and what is not cut by
-        # every rank of a tensor-parallel group.
-        if not (buffer.tied and mesh.is_last_stage) and (buffer.is_part or mesh.tp_rank == 0):
-            total[0] += known[at] if at in known else square_sum(shard)
-    total = total.cpu()  # The step's only read of the device before its end: clipping and metrics need it.
-    dist.all_reduce(total, group=mesh.control)
-    return float(total[0].sqrt()), float(total[1])
-
-
 @dataclass(frozen=True, eq=False)
 class GatherTrace:
-    """When one rank's gathers of one update ran, in their order, and when something of this rank waited for them;
-    seconds on its own monotonic clock.
-
-    Args:
-        unit: int32[n], numbers of `StageModel.units`; start_s, end_s: float64[n].
-        wait_start_s, wait_end_s: float64[m].
-    """
+    """When one rank's gathers of an update ran, as `ReductionTrace`, and when this rank waited, float64[m]."""
 
     unit: NDArray[np.int32]
     start_s: NDArray[np.float64]
@@ -236,11 +150,7 @@ class GatherTrace:
 
 
 class WeightGathers:
-    """The gathers of one update on one rank.
-
-    Args:
-        is_overlapped: while the next packs are computed; else each where it is put.
-    """
+    """The gathers of one update on one rank, overlapped with the next packs or each where it is put."""
 
     def __init__(self, mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self.is_overlapped = is_overlapped and mesh.data_size > 1
@@ -279,8 +189,7 @@ class WeightGathers:
             self._last.clear()
 
     def take_traces(self, mesh: Mesh) -> list[GatherTrace]:
-        """Return traces that nobody has taken, none in another layout than that of the update; finish all. Waits for a
-        GPU."""
+        """Finish; return traces that nobody has taken, none in another layout. Waits for a GPU."""
         self.finish()
         if self._is_taken or mesh is not self._mesh:
             return []

@@ -1,28 +1,20 @@
 """`ShardedOptimizer`: AdamW, fused, or Muon on this rank's shard of every flat buffer (ZeRO-1, cut by unit).
 
-Muon updates the matrices of layers; embedding, head, norms and biases have AdamW in any case. With `train.ema_decay`
-every shard has a moving average with its weights.
+Muon updates the matrices of layers; everything else has AdamW. With `train.ema_decay` every shard has a moving average
+with its weights. bf16 parameters have fp32 master weights. Units are updated from the start of the model to its end,
+and the other shards of a unit are gathered as soon as its own is updated (`WeightGathers`).
 
-fp32 and fp64 parameters are updated in place in their shard; bf16 parameters have fp32 master weights. Clipping needs
-the norm of the whole gradient, so the first update comes after the last sum; from there on units are updated one by
-one, from the start of the model to its end, and every rank gathers the other shards of a unit as soon as its own is
-updated (`WeightGathers`), while later units are updated and, overlapped, the next step begins. What Muon gathers
-travels before all weights: they share a group.
-
-**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2). Momentum is elementwise, so it lies in shards as AdamW's
-moments do, and checkpoints and other layouts treat it alike. Orthogonalising needs whole matrices: the shards of what
-is to be orthogonalised are gathered once a buffer, and every rank orthogonalises the matrices of which it owns some
-elements: one that spans k shards is orthogonalised k times.
+**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2). Momentum lies in shards as AdamW's moments do. What is to be
+orthogonalised is gathered once a buffer, and every rank orthogonalises the matrices of which it owns some elements.
 
     momentum <- lerp(gradient, 1 - m)    direction = lerp(gradient, momentum, m)    (Nesterov, as `torch.optim.Muon`)
     update of a matrix = 0.2 sqrt(max(rows, columns)) NewtonSchulz(direction)       (as large as AdamW's)
 
 Newton-Schulz runs in bfloat16, in float64 for float64 models. Price: one more gather of gradients' size a step, which
-nothing hides, and five times three products of every matrix of which this rank owns a part. These are divided over the
-ranks only as far as a shard holds several matrices: on many ranks, each shard a part of one matrix, every rank pays for
-at least one whole matrix a buffer, however many ranks there are.
+nothing hides, and fifteen products of every matrix of which this rank owns a part.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,12 +36,8 @@ _AS_LARGE_AS_ADAMW = 0.2
 
 @torch.no_grad()
 def muon_update(buffer: FlatBuffer, gradient: Tensor, momentum: Tensor, decay: float, mesh: Mesh) -> Tensor:
-    """Return what the learning rate is multiplied with, for this rank's shard of a buffer, [shard] like the gradient.
-    Collective over the data group; `momentum` changes.
-
-    Args:
-        decay: of momentum.
-    """
+    """Return what the learning rate is multiplied with, for this rank's shard of a buffer, [shard] like the gradient;
+    `momentum`, with this decay, changes. Collective over the data group."""
     momentum.lerp_(gradient, 1 - decay)
     direction = gradient.lerp(momentum, decay)
     whole = direction
@@ -95,13 +83,9 @@ AVERAGE = "average"
 
 
 class ShardedOptimizer:
-    """Optimizer state of one rank, for the buffers of `flatten_units`; none where it holds none.
-
-    Args:
-        state: of every buffer, its shards by the names of `state_tensors`; None = the run begins.
-        num_steps: updates done so far.
-        average_decay: of the moving average of the weights; None = there is none.
-    """
+    """Optimizer state of one rank, for the buffers of `flatten_units`, after `num_steps` updates. `state` has every
+    buffer's shards by the names of `state_tensors`; None = the run begins. `average_decay` is of the moving average of
+    the weights; None = there is none."""
 
     def __init__(
         self,
@@ -112,9 +96,7 @@ class ShardedOptimizer:
         num_steps: int = 0,
         average_decay: float | None = None,
     ) -> None:
-        self._buffers = buffers
-        self._mesh = mesh
-        self._config = config
+        self._buffers, self._mesh, self._config = buffers, mesh, config
         self.num_steps = num_steps
         """Updates done so far; the same on every rank."""
         self.gathers = WeightGathers(mesh)
@@ -122,7 +104,7 @@ class ShardedOptimizer:
         self._masters: list[Tensor] = []
         given: Sequence[Mapping[str, Tensor]] = [{} for _ in buffers] if state is None else state
         for buffer, known in zip(buffers, given, strict=True):
-            master = buffer.shard(buffer.values, mesh.data_rank, mesh.data_size)
+            master = self._shard(buffer)
             if buffer.has_master:
                 master = known["master"] if known else master.to(buffer.grads.dtype)
             self._masters.append(master)
@@ -141,11 +123,7 @@ class ShardedOptimizer:
     def step(
         self, shards: list[Tensor], grad_norm: float, learning_rate: float, *, is_overlapped: bool = False
     ) -> None:
-        """Clip, update with shards of reduced gradients, and gather the rest. Collective over the data group.
-
-        Args:
-            is_overlapped: what is gathered may still be on its way on return; `gathers` knows.
-        """
+        """Clip, update shards, gather the rest, still under way where `is_overlapped`. Collective (data group)."""
         self.gathers.finish()
         self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
         self.num_steps += 1
@@ -170,7 +148,7 @@ class ShardedOptimizer:
                 if self._average_decay is not None:
                     self._averages[at].lerp_(master, 1 - self._average_decay)
                 if buffer.has_master:
-                    buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size).copy_(master)
+                    self._shard(buffer).copy_(master)
                 self.gathers.put(buffer)
         self.gathers.seal()
 
@@ -183,11 +161,10 @@ class ShardedOptimizer:
 
     def _make_muon_updates(self, shards: list[Tensor]) -> None:
         """Of gradients that Muon takes, in their place; in the order of units, the same on all ranks that hold them."""
-        for numbers, _ in self._units.values():
-            for at in numbers:
-                if self._has_muon(self._buffers[at]):
-                    momentum, decay = self._states[at]["momentum"], self._config.momentum
-                    shards[at].copy_(muon_update(self._buffers[at], shards[at], momentum, decay, self._mesh))
+        for at in itertools.chain.from_iterable(numbers for numbers, _ in self._units.values()):
+            if self._has_muon(self._buffers[at]):
+                momentum, decay = self._states[at]["momentum"], self._config.momentum
+                shards[at].copy_(muon_update(self._buffers[at], shards[at], momentum, decay, self._mesh))
 
     def _of_unit(self, unit: int) -> tuple[list[int], torch.optim.AdamW | None]:
         """Which of the buffers are a unit's, and what updates those without Muon; None where there are none."""
@@ -219,8 +196,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def average_as_weights(self) -> Iterator[None]:
-        """While inside, the weights of all ranks are the moving average; afterwards what they were, to the bit.
-        Collective over the data group, on the way in and out."""
+        """Have all ranks' weights be the moving average inside, restored to the bit afterwards. Collective."""
         assert self._average_decay is not None, "there is a moving average with train.ema_decay alone"
         self.gathers.finish()
         kept = [self._shard(buffer).clone() for buffer in self._buffers]
@@ -232,10 +208,9 @@ class ShardedOptimizer:
 
     def _put_whole(self, shards: Sequence[Tensor]) -> None:
         gathers = WeightGathers(self._mesh)
-        for numbers, _ in self._units.values():
-            for at in numbers:
-                self._shard(self._buffers[at]).copy_(shards[at])
-                gathers.put(self._buffers[at])
+        for at in itertools.chain.from_iterable(numbers for numbers, _ in self._units.values()):
+            self._shard(self._buffers[at]).copy_(shards[at])
+            gathers.put(self._buffers[at])
         gathers.seal()
         gathers.finish()
 

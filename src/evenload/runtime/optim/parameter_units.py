@@ -1,9 +1,8 @@
-"""`ParameterUnit`: one unit's parameters as two flat buffers, cut into data-parallel shards.
+"""Parameters of units as flat buffers, cut into data-parallel shards.
 
-Parameters become views of a flat buffer in compute precision, gradients (`parameter.main_grad`) views of
-a flat fp32 buffer (fp64 for fp64), so that reduction, sharding and the optimizer work on a few long
-tensors. Buffers are cut by unit, not by a byte range of the whole model: a change of stages moves whole
-units. One buffer takes weight decay (matrices), the other does not (norms, biases).
+Parameters become views of a flat buffer in compute precision, gradients (`parameter.main_grad`) views of a flat fp32
+buffer (fp64 for fp64). Buffers are cut by unit, because a change of stages moves whole units, and by whether they have
+weight decay (matrices) or not (norms, biases).
 """
 
 import itertools
@@ -20,32 +19,45 @@ from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.types.architectures import Architecture
 
 
-@dataclass(eq=False)
-class FlatBuffer:
-    """Parameters of one unit and one weight-decay group.
+@dataclass(frozen=True, eq=False)
+class BufferGroup:
+    """Parameters of one unit and one weight-decay group, which share a flat buffer.
 
     Args:
         names: Hugging Face parameter names, in order.
-        parameters: the parameters, views of `values`.
-        num_elements: real elements; the buffers are padded to a multiple of `dp`.
-        values: flat, compute precision, [padded]; grads: flat, fp32 or fp64, [padded].
-        tied: the buffer holds the embedding/head weight that another rank holds too, and nothing else.
         is_part: of matrices that are cut over a tensor-parallel group, this rank's parts; else all ranks of the group
             hold the same.
         unit: its number (`StageModel.units`).
+        tied: it is the embedding/head weight that another rank holds too, and nothing else.
         tied_name: what a tied weight is called in checkpoints: as the embedding.
     """
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
-    num_elements: int
-    values: Tensor
-    grads: Tensor
     decays: bool
-    tied: bool
     is_part: bool
     unit: int
+    tied: bool = False
     tied_name: str = ""
+
+    @property
+    def num_elements(self) -> int:
+        """Real elements, without padding."""
+        return sum(p.numel() for p in self.parameters)
+
+    def in_memory(self, values: Tensor, grads: Tensor, dp: int) -> "FlatBuffer":
+        """Return the buffer in the first elements of this memory, cut for `dp` ranks."""
+        padded = padded_size(self.num_elements, dp)
+        return FlatBuffer(**vars(self), values=values[:padded], grads=grads[:padded])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlatBuffer(BufferGroup):
+    """A group whose parameters are views of `values`, flat, compute precision, [padded to a multiple of dp]; `grads`:
+    flat, fp32 or fp64, [padded]."""
+
+    values: Tensor
+    grads: Tensor
 
     @property
     def is_of_layer(self) -> bool:
@@ -58,56 +70,21 @@ class FlatBuffer:
         return self.values.dtype != self.grads.dtype
 
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
-        """The view of `flat` that a data-parallel rank owns."""
+        """Return the view of `flat` that a data-parallel rank owns."""
         size = flat.numel() // dp
         return flat[dp_rank * size : (dp_rank + 1) * size]
 
 
-@dataclass(frozen=True, eq=False)
-class BufferGroup:
-    """Parameters that share a flat buffer; fields as those of `FlatBuffer`."""
-
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
-    decays: bool
-    is_part: bool
-    unit: int
-    tied: bool = False
-
-    @property
-    def num_elements(self) -> int:
-        return sum(p.numel() for p in self.parameters)
-
-
 def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Sequence[int] = ()) -> list[FlatBuffer]:
-    """Move the parameters of one rank's stages into flat buffers and give each a `main_grad`.
-
-    A parameter of two units (a tied embedding whose head is on the same rank) belongs to the first. Gradients that
-    autograd produces itself (norm weights, adapters) are added to `main_grad` by a hook; linears and the embedding
-    write there directly. Frozen parameters stay where they are.
-
-    Args:
-        dp: ranks that the buffers are cut for; others: for which they may be cut later, in the same memory.
-    """
+    """Move the parameters of one rank's stages into flat buffers, cut for `dp` ranks and in memory that suffices for
+    `others`, and give each a `main_grad`. A parameter of two units (a tied embedding whose head is on the same rank)
+    belongs to the first. Gradients that autograd produces itself (norm weights, adapters) are added to `main_grad` by a
+    hook; linears and the embedding write there directly. Frozen parameters stay where they are."""
     stages = [stages] if isinstance(stages, StageModel) else stages
     buffers = []
     for group in buffer_groups(stages):
         values, grads = _flatten(group.parameters, group.num_elements, padded_size(group.num_elements, dp, *others))
-        padded = padded_size(group.num_elements, dp)
-        buffers.append(
-            FlatBuffer(
-                group.names,
-                group.parameters,
-                group.num_elements,
-                values[:padded],
-                grads[:padded],
-                group.decays,
-                group.tied,
-                group.is_part,
-                group.unit,
-                embedding_name(stages[0].architecture),
-            )
-        )
+        buffers.append(group.in_memory(values, grads, dp))
     return buffers
 
 
@@ -124,14 +101,9 @@ def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
                 yield replace(group, tied=group.names[0] in tied and not is_within)
 
 
-def embedding_name(architecture: Architecture) -> str:
-    """Return the name of the embedding's matrix."""
-    return f"{architecture.names.embedding_path}.weight"
-
-
 def tied_names(config: PretrainedConfig, architecture: Architecture) -> tuple[str, ...]:
-    """Names of a tied embedding, as a first and as a last stage call it; none where it is not tied."""
-    return (embedding_name(architecture), "lm_head.weight") if config.tie_word_embeddings else ()
+    """Return the names of a tied embedding, as a first and as a last stage call it; none where it is not tied."""
+    return (f"{architecture.names.embedding_path}.weight", "lm_head.weight") if config.tie_word_embeddings else ()
 
 
 def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str], unit: int) -> Iterator[BufferGroup]:
@@ -144,7 +116,7 @@ def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str], 
         ]
         if group:
             names, parameters = zip(*group, strict=True)
-            yield BufferGroup(names, parameters, decays, is_part, unit)
+            yield BufferGroup(names, parameters, decays, is_part, unit, tied_name=tied[0] if tied else "")
 
 
 def padded_size(num_elements: int, *data_sizes: int) -> int:

@@ -1,31 +1,21 @@
 """Weights and optimizer state on their way to the ranks that lack them in a new layout.
 
 **Weights** (`bring_weights`), before the first step of the layout: read from the memory of a rank of the same machine
-where it is shared (`twin_memory`), else sent, straight into the memory where they stay.
+where it is shared (`twin_memory`), else sent, straight to where they stay.
 
     marks -> barrier -> sends and receives are posted -> reads -> waits -> (several machines: barrier -> relayed reads)
 
-The first barrier says that every rank has made its last update, the second that what is relayed has come. What ranks
-read stays until all have read it: whoever lets go of it waits for that.
-
-**Optimizer state** (`StateArrival`), behind the step that already runs in the new layout. A thread reads what lies in
-the machine's shared memory, sends and receives the rest in the order of the moves, and waits. Nothing of a step needs
-the state before its optimizer update, which waits for the thread. State of a shared piece lies where its elements are,
-so what a rank keeps is not touched, and old and new shares take no more than the elements of both.
+**Optimizer state** (`StateArrival`), in a thread behind the step that already runs in the new layout; only its update
+waits for it. On a GPU all of it is queued on a stream of its own, behind what made the old state.
 
     all have their weights (barrier) -> let old weights go -> state -> all have theirs (barrier) -> let old state go
 
-On gloo transfers run while others compute; their share of cores and memory is what hiding them costs. On a GPU all of
-it, memory included, is queued on a stream of its own: behind what made the old state, not behind the step, which in
-turn waits for it where the host needs the state, on the device alone.
-
-**Memory** (`Preallocated`), while the step before the switch still trains. Plans are made steps ahead, so a rank knows
-which layout comes. The update before the switch changes weights and optimizer state, but not where they will lie: a
-thread takes the memory of all that the rank will hold, page by page (page faults are half of a switch whose values are
-copied at the speed of memory), and reads frozen pieces from the machine's shared memory. It needs no other rank, so
+**Memory** (`Preallocated`), while the step before the switch still trains: a thread takes the memory of all that the
+rank will hold, page by page (page faults are half of a switch), and reads frozen pieces. It needs no other rank, so
 each decides for itself whether there is room.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,8 +31,6 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.parameter_units import padded_size
 from evenload.runtime.stages.live_pieces import LivePiece, share_of_rank
 from evenload.runtime.stages.twin_memory import WEIGHTS, PieceMemory, TwinMemory, touch
-
-_WEIGHTS_WAIT = "weights of layout {}"
 
 
 def mark_held(pieces: Sequence[LivePiece], twins: TwinMemory, num_updates: int, but: Collection[int] = ()) -> None:
@@ -64,19 +52,14 @@ def bring_weights(
     num_updates: int,
     there: Collection[int] = (),
 ) -> int:
-    """Bytes that this rank received. Collective; `RankLostError` where a rank does not come.
-
-    Args:
-        pieces: those that this rank gains have their memory.
-        num_updates: made so far.
-        there: indices of the pieces that were read ahead.
-    """
-    waiting = mesh.watch.waiting
+    """Bring the weights that this rank gains, whose pieces have their memory; return the bytes received. Pieces with
+    index in `there` were read ahead. Collective; `RankLostError` where a rank does not come."""
+    waiting = functools.partial(mesh.watch.waiting, f"weights of layout {mesh.layout.describe()}")
     if twins is not None:
         # Those that are gained have memory, and no values yet.
         gained = {move.piece for move in (*moves.weights, *moves.relayed) if move.target == mesh.rank}
         mark_held(pieces, twins, num_updates, gained)
-        with waiting(_WEIGHTS_WAIT.format(mesh.layout.describe())):
+        with waiting():
             dist.barrier(group=mesh.control)
     ops, reads = [], []
     for number, move in enumerate(moves.weights):
@@ -88,18 +71,18 @@ def bring_weights(
             continue
         way = dist.irecv if mesh.rank == move.target else dist.isend
         ops += [dist.P2POp(way, tensor, other, mesh.moving, tag=number) for tensor in pieces[move.piece].weights()]
-    with waiting(_WEIGHTS_WAIT.format(mesh.layout.describe())):
+    with waiting():
         works = dist.batch_isend_irecv(ops) if ops else []
     for move in reads:
         _read(pieces, move, twins, num_updates, there)
-    with waiting(_WEIGHTS_WAIT.format(mesh.layout.describe())):
+    with waiting():
         for work in works:
             work.wait()
     if twins is not None and mesh.num_ranks > mesh.ranks_per_machine:
         for move in moves.weights:
             if mesh.rank == move.target:
                 twins.mark(move.piece, mark_of(pieces[move.piece], num_updates))
-        with waiting(_WEIGHTS_WAIT.format(mesh.layout.describe())):
+        with waiting():
             dist.barrier(group=mesh.control)
         for move in moves.relayed:
             if mesh.rank == move.target:
@@ -129,24 +112,17 @@ _STATE_WAIT = "optimizer state of the new layout"
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """Holds what a switch left behind on this rank.
-
-    Args:
-        pieces: indices of those that it holds no more.
-        memory: theirs that nobody else reads; it goes with this object.
-    """
+    """Holds what a switch left behind here: indices of pieces that are held no more, and their private memory."""
 
     pieces: Sequence[int] = ()
     memory: Sequence[object] = ()
 
 
 class StateArrival:
-    """One switch's optimizer state on one rank.
+    """Moves one switch's optimizer state on one rank.
 
     Args:
-        old, new: meshes of both layouts.
-        before: by piece, what this rank owned in the old one.
-        twins: shared memory of the machine; None = everything is sent.
+        before: by piece, what this rank owned in the old layout.
         num_updates: that state and weights are of.
         leaving: what can go when all ranks have their weights.
     """
@@ -176,8 +152,7 @@ class StateArrival:
         self.thread.start()
 
     def wait(self) -> tuple[dict[int, Shards], float]:
-        """By piece what this rank owns in the new layout, and the seconds that this call waited for it. Raises what
-        went wrong."""
+        """Return by piece what this rank owns in the new layout, and the seconds waited. Raises what went wrong."""
         from_s = time.perf_counter()
         self.thread.join()
         if self._error is not None:
@@ -268,8 +243,7 @@ class StateArrival:
         return live.is_held and bool(live.state_names)
 
     def _target(self, index: int) -> tuple[tuple[int, int], Shards]:
-        """The elements that this rank is to own, and where their state goes: where it has its place, or the old memory
-        where it is the same."""
+        """The elements that this rank is to own, and where their state goes."""
         live = self._pieces[index]
         wanted = self._share(self._new, index)
         size = padded_size(live.piece.num_elements, self._new.data_size) // self._new.data_size
@@ -318,10 +292,9 @@ Ranges = Mapping[int, Sequence[tuple[int, int]]]
 
 
 class Preallocated:
-    """Takes memory for one switch, on one rank.
+    """Takes memory for one switch to the layout of `mesh`, on one rank.
 
     Args:
-        mesh: of the layout that comes.
         gained: indices of the pieces that come.
         state: elements of shared pieces whose optimizer state comes.
         after: must have ended before any memory is taken, which it may be giving back.

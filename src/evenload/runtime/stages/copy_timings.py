@@ -1,12 +1,8 @@
 """`measured_copies`: what a switch costs on this machine, by doing what it does: ranks read each other's memory, all at
-once and one alone, into memory that was touched and into fresh memory, give pieces of the model memory and take it, and
-arrange their stages anew.
+once and one alone, into memory that was touched and into fresh memory, and arrange their stages anew.
 
-Small switches are mostly what surrounds them, so that is rehearsed, too: a step has used the caches before, and ranks
-that are ready train already while others, on the same cores, are not. Without both a switch that copies nothing took
-1.6 to 1.9 times as long as predicted.
-
-Price: about two seconds at the start of a run that may change its layout.
+Rehearsed with cold caches and with ranks that are ready and train already on the same cores, as in a run; without both,
+predictions were 1.6 to 1.9 times too short. Price: about two seconds at the start of a run.
 """
 
 import statistics
@@ -39,46 +35,38 @@ def measured_copies(
     rehearsals: Mapping[int, Callable[[], object]],
     stand_ins: Sequence[LivePiece],
 ) -> CopySpec:
-    """Collective over all ranks; every rank returns the same. Before the first update, where some piece is shared.
+    """Measure before the first update, where some piece is shared; every rank returns the same. Collective.
 
     Args:
-        rehearsals: what a switch does except moving, by the layers that a rank comes to hold; it leaves things as they
-            are.
+        rehearsals: what a switch does except moving, by the layers that a rank comes to hold.
         stand_ins: pieces as the model's layers are, which nobody holds; at least one.
     """
     reading = _Reading(pieces, twins, mesh)
     first = mesh.rank % mesh.ranks_per_machine == 0
     scratch = torch.zeros(_LEAST_BYTES, dtype=torch.uint8)
-    machine_s = [_slowest_s(reading.run, mesh, scratch, trains_on=True) for _ in range(_REPEATS)]
-    alone_s = [_slowest_s(reading.run if first else _nothing, mesh, scratch) for _ in range(_REPEATS)]
-    fresh_s = [_slowest_s(_touch_fresh, mesh, scratch) for _ in range(_REPEATS)]
+
+    def medians_s(repeats: int, *works: Callable[[], object], trains_on: bool = False) -> list[float]:
+        """In turn, so that what disturbs one disturbs the others."""
+        rounds = [[_slowest_s(work, mesh, scratch, trains_on=trains_on) for work in works] for _ in range(repeats)]
+        return [statistics.median(one) for one in zip(*rounds, strict=True)]
+
+    (machine_s,) = medians_s(_REPEATS, reading.run, trains_on=True)
+    (alone_s,) = medians_s(_REPEATS, reading.run if first else lambda: None)
+    (fresh_s,) = medians_s(_REPEATS, _touch_fresh)
+    gained_s, left_s = medians_s(
+        _REPEATS, lambda: [piece.gain() for piece in stand_ins], lambda: [piece.drop() for piece in stand_ins]
+    )
     least, most = min(rehearsals), max(rehearsals)
-    pieces_s = [
-        (
-            _slowest_s(lambda: [piece.gain() for piece in stand_ins], mesh, scratch),
-            _slowest_s(lambda: [piece.drop() for piece in stand_ins], mesh, scratch),
-        )
-        for _ in range(_REPEATS)
-    ]
-    gained_s, left_s = (statistics.median(one) for one in zip(*pieces_s, strict=True))
-    # In turn, so that what disturbs one disturbs the other.
-    switches_s = [
-        (
-            _slowest_s(rehearsals[least], mesh, scratch, trains_on=True),
-            _slowest_s(rehearsals[most], mesh, scratch, trains_on=True),
-        )
-        for _ in range(_REHEARSALS)
-    ]
-    least_s, most_s = (statistics.median(one) for one in zip(*switches_s, strict=True))
+    least_s, most_s = medians_s(_REHEARSALS, rehearsals[least], rehearsals[most], trains_on=True)
     layer_s = max(0.0, most_s - least_s) / max(1, most - least)
     read_alone = reading.num_bytes if first else 0
     read = torch.tensor([reading.num_bytes, read_alone, read_alone > 0, _LEAST_BYTES, first], dtype=torch.float64)
     dist.all_reduce(read, group=mesh.control)
     everyone_bytes, alone_bytes, reading_machines, fresh_bytes, machines = read.tolist()
     return CopySpec(
-        rank_bytes_per_s=alone_bytes / reading_machines / statistics.median(alone_s),
-        machine_bytes_per_s=everyone_bytes / reading_machines / statistics.median(machine_s),
-        taken_bytes_per_s=fresh_bytes / machines / statistics.median(fresh_s),
+        rank_bytes_per_s=alone_bytes / reading_machines / alone_s,
+        machine_bytes_per_s=everyone_bytes / reading_machines / machine_s,
+        taken_bytes_per_s=fresh_bytes / machines / fresh_s,
         fixed_s=max(0.0, least_s - layer_s * least),
         layer_s=layer_s,
         gained_s=gained_s / len(stand_ins),
@@ -88,8 +76,7 @@ def measured_copies(
 
 
 class _Reading:
-    """Reads on one rank the shared pieces that the next rank with any holds, round and round; nothing where no rank
-    of its machine holds one (`plan.twin_bytes` may leave out all that a machine has)."""
+    """Reads the shared pieces that the next rank with any on this machine holds, round and round."""
 
     def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:
         held = [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None]
@@ -119,17 +106,8 @@ def _touch_fresh() -> None:
     touch(SparseMemory(_LEAST_BYTES).tensor(0, _LEAST_BYTES, torch.uint8))
 
 
-def _nothing() -> None:
-    """Others are timed."""
-
-
 def _slowest_s(work: Callable[[], object], mesh: Mesh, scratch: torch.Tensor, *, trains_on: bool = False) -> float:
-    """From when all have come until the last is done.
-
-    Args:
-        scratch: more than caches hold; used up before, so that they hold nothing of the work, as behind a step.
-        trains_on: whoever is done computes, as in its step, while others are not.
-    """
+    """From when all have come, with cold caches, until the last is done; `trains_on`: others compute meanwhile."""
     scratch.add_(1)
     dist.barrier(group=mesh.control)
     from_s = time.perf_counter()

@@ -1,28 +1,23 @@
-"""What reads the weights after a step and trains nothing: losses of the validation data, and samples.
+"""What reads the weights after a step and trains nothing: losses of the validation data, and samples. All ranks come to
+`Evaluation` together after every step; results are rank 0's to show.
 
-All ranks come to `Evaluation` together after every step. Results are rank 0's to show.
-
-**Validation** (`Validator`). Everything else stays as it was.
+**Validation** (`Validator`).
 
     read a batch -> plan it as a step of the layout that runs -> drop its backwards -> run the forwards -> add up losses
 
-The strategy and the limit of packs are those of training, without a limit of memory: forwards hold one pack and the
-keys and values of documents that are cut, less than training one pack of that size. The loader is its own and begins
-anew every time. Ranks read and plan together on the control group, in the training thread: the thread that makes coming
-training steps goes on with its own group. Documents that a strategy would put off to a later step are computed with
-their batch. Price: about a third of training steps of as many tokens, and their reading and planning, which nothing
-hides; so validation takes its share of a run's time by `validation.every_steps` and the size of its data.
+Strategy and limit of packs are those of training, without a limit of memory, of which forwards need less. The loader is
+its own and begins anew every time; ranks read and plan on the control group, in the training thread. Price: about a
+third of training steps of as many tokens, and their reading and planning, which nothing hides.
 
-**Samples** (`Sampler`), by the forwards that train. The prompt is one slice of a document, every new token the next
-slice, so keys and values of what stands are kept as those of a document that is cut. One stage, whole matrices; rank 0
-writes, the others wait for the next step. Price: a forward of one row for every new token, on a GPU bound by its
-launches.
+**Samples** (`Sampler`): the prompt is one slice of a document, every new token the next slice. Rank 0 writes, the
+others wait. Price: a forward of one row for every new token.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -31,21 +26,19 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenload.config.sections import SamplesConfig, validation_data, validation_digest
-from evenload.config.train_config import TrainConfig
+from evenload.config.sections import SamplesConfig, ValidationConfig, validation_data, validation_digest
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import with_opening
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
 from evenload.errors import ConfigError, DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
-from evenload.runtime.checkpoint.directory import BestPass, checkpoints_of, saved_passes, with_pass
+from evenload.runtime.checkpoint.directory import BestPass, saved_passes, with_pass
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.comm.torch_peers import TorchPeers
-from evenload.runtime.replay.rank_packs import PackTokens
+from evenload.runtime.replay.rank_packs import Exchange, PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ForwardStore
 from evenload.runtime.stages.rank_state import RankState
@@ -53,35 +46,24 @@ from evenload.runtime.step_source import prepare_step
 from evenload.stepplan.plan_file import forward_only
 from evenload.types.document import Range
 from evenload.types.layout import ParallelLayout
-from evenload.types.model import ModelSpec
 from evenload.types.run import LossOf, Sample, Validation
 from evenload.types.text import counted
 
 
-def require_whole_model(config: TrainConfig, layouts: Sequence[ParallelLayout]) -> None:
-    """One process holds all of the model in every layout of a run with `[samples]`.
-
-    Raises:
-        ConfigError: none does in one of them, or the records of the run are ids, whose text nobody knows.
-    """
-    if config.samples is None:
-        return
+def require_whole_model(data: DataConfig, layouts: Sequence[ParallelLayout]) -> None:
+    """Raise `ConfigError` where no process can write samples in some layout, or their text is not known."""
     for layout in layouts:
         if layout.num_stages > 1 or layout.tp > 1:
             raise ConfigError(
                 f"[samples] is set, but in layout {layout.describe()} no process holds the whole model; samples need "
                 "pp, virtual and tp 1. Leave [samples] out, and write from the exported model"
             )
-    if config.data.record == "tokens":
+    if data.record == "tokens":
         raise ConfigError("[samples] is set, but data.record is 'tokens': there is no tokeniser for the prompts")
 
 
 class Sampler:
-    """Writes the samples of a run with `[samples]`.
-
-    Args:
-        opening: ids that the run's texts begin with, and so the prompts.
-    """
+    """Writes the samples of a run with `[samples]`; its texts, and so the prompts, begin with the ids `opening`."""
 
     def __init__(
         self,
@@ -90,7 +72,7 @@ class Sampler:
         longest: int | None,
         opening: tuple[int, ...] = (),
     ) -> None:
-        self._settings, self._tokenizer = settings, tokenizer
+        self.settings, self._tokenizer = settings, tokenizer
         self._prompts = [with_opening(tokenizer.encode(prompt), opening) for prompt in settings.prompts]
         for prompt, tokens in zip(settings.prompts, self._prompts, strict=True):
             if not len(tokens):
@@ -104,17 +86,28 @@ class Sampler:
                     f"{settings.max_new_tokens} are more than the model's {longest} positions; lower max_new_tokens"
                 )
 
-    def is_due(self, steps_done: int) -> bool:
-        """Return whether samples are due after so many steps."""
-        return steps_done % self._settings.every_steps == 0
-
     def run(self, step: int, stage: PipelineStage) -> tuple[Sample, ...]:
         """Write on from every prompt after a step."""
         found = []
-        for prompt, tokens in zip(self._settings.prompts, self._prompts, strict=True):
-            written = greedy_tokens(stage, tokens, self._settings.max_new_tokens, self._tokenizer.eos_id)
+        for prompt, tokens in zip(self.settings.prompts, self._prompts, strict=True):
+            written = greedy_tokens(stage, tokens, self.settings.max_new_tokens, self._tokenizer.eos_id)
             found.append(Sample(step=step, prompt=prompt, text=self._tokenizer.decode(written)))
         return tuple(found)
+
+
+def run_sampler(
+    settings: SamplesConfig,
+    data: DataConfig,
+    tokenizer: DocumentTokenizer,
+    longest: int | None,
+    layouts: Sequence[ParallelLayout],
+) -> Sampler:
+    """Make the sampler of a run. `ConfigError` as `require_whole_model`, or where prompts are no tokens."""
+    require_whole_model(data, layouts)
+    assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), "refused above where there is none"
+    texts = any(part.record != "messages" for part in mixture_configs(data))
+    opening = required_opening(tokenizer, data.prepend_bos) if texts else ()
+    return Sampler(settings, tokenizer, longest, opening)
 
 
 @torch.no_grad()
@@ -141,26 +134,28 @@ def greedy_tokens(
     return np.array(written, np.int64)
 
 
-class EndedPass(NamedTuple):
-    """Losses, None where the pass was abandoned; the signal to stop that any rank got until then, 0 = none."""
-
-    validation: Validation | None
-    stop_signal: int
-
-
 class Validator:
-    """Computes validation losses on one rank; `tokenizer` is the run's. Collective; `DataError` where the data has
-    no document, or its first ones cannot be read."""
+    """Computes validation losses on one rank. Collective; `DataError` where the data has no readable document."""
 
     def __init__(
-        self, config: TrainConfig, tokenizer: DocumentTokenizer | None, vocab_size: int, meshes: Meshes
+        self,
+        settings: ValidationConfig,
+        data: DataConfig,
+        tokenizer: DocumentTokenizer | None,
+        vocab_size: int,
+        meshes: Meshes,
+        *,
+        strategy: str,
+        exchange: Exchange,
     ) -> None:
-        assert config.validation is not None
-        self._settings, self._config, self._meshes = config.validation, config, meshes
-        data = validation_data(config.data, config.validation)
+        self.settings, self._strategy, self._exchange = settings, strategy, exchange
+        self.digest = validation_digest(data, settings)
+        """Digest of the settings that decide losses."""
+        own = validation_data(data, settings)
+        self._sources = tuple(part.name for part in own.mixture) or (", ".join(own.sources),)
         peers = TorchPeers(meshes.start.control)
-        self._loader = GlobalBatchLoader(data, tokenizer, peers=peers, vocab_size=vocab_size)
-        self._begin, self._sources = self._loader.state(), _sources_of(data)
+        self._loader = GlobalBatchLoader(own, tokenizer, peers=peers, vocab_size=vocab_size)
+        self._begin = self._loader.state()
         with meshes.start.watch.waiting("the first validation documents"):
             self._require_documents()
 
@@ -178,67 +173,60 @@ class Validator:
                 "give validation.sources others, raise validation.share, or leave [validation] out"
             )
 
-    def is_due(self, steps_done: int) -> bool:
-        """Return whether a pass is due after so many steps, whether or not they are the last."""
-        return self._settings.is_due(steps_done)
-
-    def is_due_or_last(self, steps_done: int, is_last: Callable[[], bool]) -> bool:
-        """Return whether a pass is due after so many steps; `is_last` is called where that decides."""
-        return self.is_due(steps_done) or (self._settings.at_end and is_last())
-
     def run(
         self,
         step: int,
         state: RankState,
-        planner: StepPlanner | FlexPlanner,
+        planner: StepPlanner,
         stop_requested: Callable[[], int] = lambda: 0,
-    ) -> EndedPass:
-        """The losses after a step, the same on every rank. Collective.
+    ) -> tuple[Validation | None, int]:
+        """Compute the losses after a step, the same on every rank. Collective.
 
         Args:
-            planner: that plans the run's steps.
+            planner: that plans steps in the layout that runs.
             stop_requested: signal that this rank got, or 0; called before every batch, when all abandon the pass if any
                 got one, and at the end.
+
+        Returns:
+            The losses, None where the pass was abandoned, and the signal that any rank got until then, 0 = none.
 
         Raises:
             DataError: a record cannot be read; InfeasiblePlanError: a document does not fit into a pack.
         """
         from_s = time.perf_counter()
-        mesh = state.mesh
-        inside = planner.planner_of(state.layout) if isinstance(planner, FlexPlanner) else planner
-        maker = self._maker(inside, mesh)
+        maker = self._maker(planner, state.mesh)
         self._loader.load_state(self._begin)
-        with state.optimizer.average_as_weights() if self._settings.of_average else nullcontext():
+        with state.optimizer.average_as_weights() if self.settings.of_average else nullcontext():
             try:
                 found, stop_signal = self._batches(maker, state, stop_requested)
                 account = self._loader.ledger.state
             finally:
                 self._loader.close()
         if found is None:
-            return EndedPass(None, stop_signal)
-        columns = _BatchLosses(*(np.concatenate(parts) for parts in zip(*(one.columns for one in found), strict=True)))
+            return None, stop_signal
+        columns = _BatchLosses(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
         validation = Validation(
             step=step,
             whole=columns.loss_of("all", np.ones(len(columns.losses), np.bool_)),
             by_length=tuple(columns.by_length()),
-            by_source=tuple(columns.by_source(self._sources)),
+            by_source=tuple(columns.loss_of(name, columns.parts == part) for part, name in enumerate(self._sources)),
             seconds=time.perf_counter() - from_s,
-            of_average=self._settings.of_average,
+            of_average=self.settings.of_average,
             left_out=tuple((reason, one.documents, one.tokens) for reason, one in account.dropped.items()),
         )
-        return EndedPass(validation, stop_signal)
+        return validation, stop_signal
 
     def _batches(
         self, maker: StepMaker, state: RankState, stop_requested: Callable[[], int]
     ) -> tuple[list["_BatchLosses"] | None, int]:
         """None where ranks agreed to abandon the pass; the signal."""
         found: list[_BatchLosses] = []
-        while self._settings.batches is None or len(found) < self._settings.batches:
+        while self.settings.batches is None or len(found) < self.settings.batches:
             if (planned := maker.next()) is None:
                 break
             if stop_signal := _agreed(stop_requested(), state.mesh):
                 return None, stop_signal
-            found.append(self._losses(planned, state, state.mesh))
+            found.append(self._losses(planned, state))
         return found, _agreed(stop_requested(), state.mesh)
 
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
@@ -249,42 +237,31 @@ class Validator:
         )
         return StepMaker(
             self._loader,
-            RunPlanner(planner, self._config.plan.strategy, may_delay=False),
+            RunPlanner(planner, self._strategy, may_delay=False),
             replicas=lambda layout: layout.replicas(mesh.num_ranks),
             max_pack_tokens=options.max_pack_tokens,
             waiting=mesh.watch.waiting,
         )
 
-    def _losses(self, planned: PlannedStep, state: RankState, mesh: Mesh) -> "_BatchLosses":
-        plan = planned.plan
-        step = None
-        if not mesh.is_idle:
-            step = prepare_step(forward_only(plan), planned.tokens, mesh, self._config.parallel.cp_exchange)
-        losses = state.losses(step, len(plan.documents)).numpy()
-        documents = plan.documents
+    def _losses(self, planned: PlannedStep, state: RankState) -> "_BatchLosses":
+        documents, step = planned.plan.documents, None
+        if not state.mesh.is_idle:
+            step = prepare_step(forward_only(planned.plan), planned.tokens, state.mesh, self._exchange)
         return _BatchLosses(
             np.array([document.num_tokens for document in documents], np.int64),
             np.array([document.num_label_tokens for document in documents], np.int64),
             np.array([planned.part_of(document.doc_id) for document in documents], np.int64),
-            losses,
+            state.losses(step, len(documents)).numpy(),
         )
 
 
-class _BatchLosses:
+class _BatchLosses(NamedTuple):
     """Documents as columns: tokens, labels and part of the mixture, int64[n] each, and sums of losses, float64[n]."""
 
-    def __init__(
-        self,
-        tokens: NDArray[np.int64],
-        labels: NDArray[np.int64],
-        parts: NDArray[np.int64],
-        losses: NDArray[np.float64],
-    ) -> None:
-        self.tokens, self.labels, self.parts, self.losses = tokens, labels, parts, losses
-
-    @property
-    def columns(self) -> tuple[NDArray, ...]:
-        return self.tokens, self.labels, self.parts, self.losses
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    parts: NDArray[np.int64]
+    losses: NDArray[np.float64]
 
     def loss_of(self, name: str, chosen: NDArray[np.bool_]) -> LossOf:
         labels, total = int(self.labels[chosen].sum()), float(self.losses[chosen].sum())
@@ -303,10 +280,6 @@ class _BatchLosses:
             low, high = 2**one, 2 ** (one + 1) - 1
             yield self.loss_of(f"{low}-{high}" if one else "1", classes == one)
 
-    def by_source(self, names: Sequence[str]) -> Iterable[LossOf]:
-        for part, name in enumerate(names):
-            yield self.loss_of(name, self.parts == part)
-
 
 def _agreed(stop_signal: int, mesh: Mesh) -> int:
     """The largest signal of any rank. Collective."""
@@ -314,20 +287,8 @@ def _agreed(stop_signal: int, mesh: Mesh) -> int:
         return int(most_of_ranks(stop_signal, mesh))
 
 
-def _sources_of(data: DataConfig) -> tuple[str, ...]:
-    """Names of the parts."""
-    return tuple(part.name for part in data.mixture) or (", ".join(data.sources),)
-
-
 class EvaluationResult(NamedTuple):
-    """Holds the results of an evaluation after a step.
-
-    Args:
-        validation: None = no pass was due, or it was abandoned.
-        is_best: the pass is among the best, so its checkpoint is kept.
-        samples: of rank 0; () = none were due.
-        stop_signal: that came during the pass, as all ranks agreed; 0 = none.
-    """
+    """Holds what an evaluation after a step gave; no validation = no pass was due, or it was abandoned."""
 
     validation: Validation | None = None
     is_best: bool = False
@@ -335,53 +296,37 @@ class EvaluationResult(NamedTuple):
     stop_signal: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class EvaluatedRun:
-    """Holds what evaluations take from the run, the same from its first step to its last.
+    """Holds what evaluations take from the run.
 
     Args:
-        state: whose weights are read.
-        planner: that plans the run's steps.
+        planner_of: that plans steps in a layout.
         is_last: no step of the run comes after those done; called where that decides.
         stop_requested: the signal that this rank got, or 0; all abandon a pass where any got one.
         settle_saves: waits until no checkpoint is being written; collective.
     """
 
     state: RankState
-    planner: StepPlanner | FlexPlanner
-    _: KW_ONLY
+    planner_of: Callable[[ParallelLayout], StepPlanner]
     is_last: Callable[[], bool]
     stop_requested: Callable[[], int]
     settle_saves: Callable[[], None]
 
 
 class Evaluation:
-    """Evaluates the weights of one run, on one rank. `ConfigError` where no process can write the samples.
-
-    Args:
-        tokenizer: the run's; None where its documents are numbers already.
-    """
+    """Evaluates the weights of one run; `keep_best` checkpoints with the smallest losses stay in `checkpoints`."""
 
     def __init__(
-        self, config: TrainConfig, tokenizer: DocumentTokenizer | None, model: ModelSpec, meshes: Meshes
+        self, validator: Validator | None, sampler: Sampler | None, *, keep_best: int, checkpoints: Path
     ) -> None:
-        require_whole_model(config, meshes.layouts)
-        self._keep_best, self._directory = config.train.keep_best, checkpoints_of(config.train.output_dir)
-        self._validator: Validator | None = None
-        self._sampler: Sampler | None = None
-        self.digest = ""
+        self._validator, self._sampler = validator, sampler
+        self._keep_best, self._directory = keep_best, checkpoints
+        self.digest = "" if validator is None else validator.digest
         """Digest of the settings that decide losses of the validation data; "" = there are none."""
-        if config.validation is not None:
-            self.digest = validation_digest(config.data, config.validation)
-            self._validator = Validator(config, tokenizer, model.vocab_size, meshes)
-        if config.samples is not None:
-            assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), "refused above where there is none"
-            texts = any(part.record != "messages" for part in mixture_configs(config.data))
-            opening = required_opening(tokenizer, config.data.prepend_bos) if texts else ()
-            self._sampler = Sampler(config.samples, tokenizer, model.position_rows or None, opening)
         self.best: tuple[BestPass, ...] = ()
         """Passes over the validation data with the smallest losses, best first. Where the last one is among the best
-        `train.keep_best`, also the one that it drives out as soon as its checkpoint is there."""
+        `keep_best`, also the one that it drives out as soon as its checkpoint is there."""
         self.validated_steps = 0
         """Steps done when the validation data was last gone through; 0 = never."""
 
@@ -403,30 +348,24 @@ class Evaluation:
 
     def validates_after(self, steps_done: int) -> bool:
         """Whether weights are read after so many steps, whether or not they are the last."""
-        return self._validator is not None and self._validator.is_due(steps_done)
+        return self._validator is not None and self._validator.settings.is_due(steps_done)
 
     def after_step(self, steps_done: int, run: EvaluatedRun, *, is_stopping: bool) -> EvaluationResult:
-        """Evaluate what is due after a step. Collective.
-
-        Args:
-            is_stopping: all ranks have agreed to end; the start that goes on makes the pass.
-
-        Raises:
-            DataError, InfeasiblePlanError: as `Validator.run`.
-        """
+        """Evaluate what is due after a step, nothing where all end. Collective; raises as `Validator.run`."""
         if is_stopping:
             return EvaluationResult()
         samples = self._write_samples(steps_done, run.state)
         return self.run_if_due(steps_done, run)._replace(samples=samples)
 
     def run_if_due(self, steps_done: int, run: EvaluatedRun) -> EvaluationResult:
-        """The pass that is due after so many steps and was not made yet, also by the run that did them: it may have
-        been stopped, or have left off. Collective; raises as `after_step`."""
+        """Make the pass that is due after so many steps and was not made yet, also by an earlier start. Collective."""
         if self._validator is None or steps_done in (0, self.validated_steps):
             return EvaluationResult()
-        if not self._validator.is_due_or_last(steps_done, run.is_last):
+        settings = self._validator.settings
+        if not (settings.is_due(steps_done) or (settings.at_end and run.is_last())):
             return EvaluationResult()
-        validation, stop_signal = self._validator.run(steps_done - 1, run.state, run.planner, run.stop_requested)
+        planner = run.planner_of(run.state.layout)
+        validation, stop_signal = self._validator.run(steps_done - 1, run.state, planner, run.stop_requested)
         if validation is None:
             return EvaluationResult(stop_signal=stop_signal)
         self.validated_steps = steps_done
@@ -446,7 +385,7 @@ class Evaluation:
 
     def _write_samples(self, steps_done: int, state: RankState) -> tuple[Sample, ...]:
         """Write samples where they are due, on rank 0; the others wait."""
-        if self._sampler is None or not self._sampler.is_due(steps_done):
+        if self._sampler is None or steps_done % self._sampler.settings.every_steps:
             return ()
         mesh, stages = state.mesh, state.stages  # which waits for weights on every rank
         found = self._sampler.run(steps_done - 1, stages[0]) if mesh.rank == 0 else ()

@@ -1,13 +1,12 @@
 """`LivePiece`: a piece of the model (`plan.layouts.moves.Piece`) on one rank, with memory or without.
 
-A trained piece is one flat buffer, a frozen one the tensors that are not trained. Memory comes and goes with the piece;
-buffers are large enough for every number of data-parallel ranks that the run's layouts have, so that a piece that stays
-is cut anew without being moved. Weights lie in memory that the machine's ranks read where the piece has such a place
-(`twin_memory`). Memory may be taken a step ahead (`take`), so that a switch meets no page faults; else it is touched
-when it is received into or computed in.
+A trained piece is one flat buffer, a frozen one the tensors that are not trained. Buffers are large enough for every
+number of data-parallel ranks of the run's layouts, so that a piece that stays is cut anew without being moved. Memory
+may be taken a step ahead (`take`), so that a switch meets no page faults.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from evenload.runtime.optim.parameter_units import (
     FlatBuffer,
     add_gradients_of_autograd,
     attach,
-    embedding_name,
     padded_size,
     tied_names,
     unit_groups,
@@ -34,15 +32,7 @@ MASTER_NAME = "master"
 
 
 class LivePiece:
-    """One piece.
-
-    Args:
-        parameters: the same objects for the whole run.
-        group: of a trained piece; None = frozen.
-        tied_name: of the embedding, which a tied head is called in checkpoints.
-        data_sizes: numbers of data-parallel ranks that it may be cut for.
-        is_held: its parameters have values from the start.
-    """
+    """One piece, whose parameters are the same objects for the whole run; no `group` = it is frozen."""
 
     def __init__(
         self,
@@ -51,7 +41,6 @@ class LivePiece:
         group: BufferGroup | None,
         *,
         at_both_ends: bool,
-        tied_name: str,
         data_sizes: Sequence[int],
         device: torch.device,
         is_held: bool,
@@ -59,7 +48,6 @@ class LivePiece:
         self.parameters = tuple(parameters)
         self.is_held = is_held
         self.buffer: FlatBuffer | None = None
-        self._tied_name = tied_name
         self._group, self._data_sizes, self._device = group, tuple(data_sizes), device
         self._memory: tuple[Tensor, Tensor] | None = None
         self._taken: tuple[Tensor, Tensor | None] | None = None
@@ -118,7 +106,6 @@ class LivePiece:
             parameters,
             self._group,
             at_both_ends=self.piece.at_both_ends,
-            tied_name=self._tied_name,
             data_sizes=self._data_sizes,
             device=self._device,
             is_held=False,
@@ -134,7 +121,7 @@ class LivePiece:
         grads = None if self._memory is None else self._memory[1]
         self._attach(values, grads)
         if self.buffer is not None:
-            self.buffer.values = values[: self.buffer.values.numel()]
+            self.buffer = replace(self.buffer, values=values[: self.buffer.values.numel()])
 
     def take(self) -> None:
         """Take and touch the memory that `gain` will need. In any thread; the piece is not held."""
@@ -168,8 +155,7 @@ class LivePiece:
         self._attach(values, grads)
 
     def drop(self) -> object:
-        """Let memory go; parameters stay the same objects. Private memory lives as long as what is returned, shared
-        memory until it is released: somebody may be reading it."""
+        """Let memory go: private memory with what is returned, shared memory when it is released."""
         kept = self._memory, [parameter.data for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
@@ -199,20 +185,7 @@ class LivePiece:
     def cut(self, group: BufferGroup, data_size: int) -> FlatBuffer:
         """The buffer in a layout, in which the piece may have another name and other holders."""
         assert self._memory is not None
-        padded = padded_size(self.piece.num_elements, data_size)
-        values, grads = (flat[:padded] for flat in self._memory)
-        self.buffer = FlatBuffer(
-            group.names,
-            group.parameters,
-            self.piece.num_elements,
-            values,
-            grads,
-            group.decays,
-            group.tied,
-            group.is_part,
-            group.unit,
-            self._tied_name,
-        )
+        self.buffer = group.in_memory(*self._memory, data_size)
         return self.buffer
 
     def weights(self) -> tuple[Tensor, ...]:
@@ -250,7 +223,6 @@ def live_pieces(
                 parameters,
                 group,
                 at_both_ends=bool(tied) and parameters[0] is modules.embedding.weight,
-                tied_name=embedding_name(modules.architecture),
                 data_sizes=data_sizes,
                 device=device,
                 is_held=id(parameters[0]) in modules.held,

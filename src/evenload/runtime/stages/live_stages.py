@@ -6,22 +6,17 @@ Between two steps, on every rank, from the same plan of moves (`plan.layouts.mov
     the stall:       weights into place (`arrivals`) ─► stages, buffers
     the step after:  let old weights go, optimizer state behind the step (`arrivals`)
 
-Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU what is
-shared (`plan.layouts.moves`) lies in memory that the ranks of a machine read (`twin_memory`), the rest is sent.
-All ranks post their transfers in the order of the moves, all before they wait for one, so no circle of waits is
-possible; groups, layers as modules and hooks are from the start of the run. Every bit of weights and optimizer state
-arrives as it was.
+Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU shared
+pieces lie in memory that the ranks of a machine read (`twin_memory`), the rest is sent. All ranks post their transfers
+in the order of the moves before they wait for one, so no circle of waits is possible. Every bit of weights and
+optimizer state arrives as it was. Price: the stall is the copy of the weights that a rank lacks.
 
-Price: the stall is the copy of the weights that a rank lacks; the moves are planned in a millisecond. `benchmarks/
-reconfigure.py` measures it.
-
-`Monitor` gives what was measured of a run whose layout may change to its planner (FlexPipe section 3.2): step times,
-switches and memory go into a `LayoutTrack`, on rank 0, where steps are planned.
+`Monitor` gives what was measured of such a run to its planner (FlexPipe section 3.2), on rank 0.
 """
 
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -30,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenload.config.optimizer import OptimizerConfig
-from evenload.config.train_config import TrainConfig
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import ModelConfig
 from evenload.cost.coefficients import CopySpec, CostCoefficients, most_layers
 from evenload.cost.validity import completed_between_layouts
 from evenload.errors import ConfigError
@@ -57,22 +53,18 @@ from evenload.runtime.stages.arrivals import (
 )
 from evenload.runtime.stages.copy_timings import measured_copies
 from evenload.runtime.stages.live_pieces import MASTER_NAME, LivePiece, live_pieces, share_of_rank
-from evenload.runtime.stages.rank_stages import RankStages, build_models, unit_modules
+from evenload.runtime.stages.rank_stages import RankStages, build_models, dtype_of, unit_modules
 from evenload.runtime.stages.twin_memory import TwinMemory, gather_from_all, open_twins, placed
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
 from evenload.types.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Twins:
-    """Summarises for a user what lies in shared memory.
-
-    Args:
-        num_shared, num_pieces: pieces of the model.
-        num_bytes: the most of one machine, in any layout.
-        reason: why nothing is shared, where no budget was set; "" else.
-    """
+    """Summarises for a user how many pieces lie in shared memory, and the most bytes of one machine in any layout;
+    `reason` says why nothing is shared where no budget was set."""
 
     num_shared: int
     num_pieces: int
@@ -83,16 +75,8 @@ class Twins:
 def open_shared_memory(
     budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes
 ) -> tuple[TwinMemory | None, Collection[int], Twins | None]:
-    """Open shared memory for as many pieces as the budget holds; return it, their indices and a summary.
-
-    All that this rank holds of them lies there afterwards. None where ranks have nothing to share. Collective.
-
-    Args:
-        budget_bytes: of a machine; None = no limit.
-
-    Raises:
-        ConfigError: a budget is set, and ranks of a machine cannot read each other's memory.
-    """
+    """Share as many pieces as a machine's budget holds, None = no limit; return the memory, their indices and a
+    summary. `ConfigError` where a budget is set and ranks cannot read each other's memory. Collective."""
     mesh = meshes.start
     if mesh.device.type != "cpu" or mesh.ranks_per_machine == 1 or budget_bytes == 0:
         return None, (), None
@@ -123,12 +107,10 @@ class Switch:
     """A change of the layout before a step, on this rank; `joined_switch` joins those of all ranks.
 
     Args:
-        before, after: descriptions of the layouts.
         stall_s: seconds until the weights were in place and the step could begin.
         wait_s: seconds for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
-        predicted_stall_s: as `plan.layouts.switch_prices` counts it.
-        predicted_state_s: until all optimizer state is there; it hides behind the step as far as that lasts.
+        predicted_stall_s, predicted_state_s: by `plan.layouts.switch_prices`; the latter hides behind the step.
     """
 
     before: str
@@ -143,39 +125,30 @@ class Switch:
 
 def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
     """Join what all ranks report of one switch: their longest seconds, the sum of their bytes. Collective."""
-    seconds = torch.tensor([switch.stall_s, switch.wait_s, switch.predicted_stall_s], dtype=torch.float64)
-    received = torch.tensor([switch.weight_bytes, switch.state_bytes])
+    longest, added = ("stall_s", "wait_s", "predicted_stall_s"), ("weight_bytes", "state_bytes")
+    seconds = torch.tensor([getattr(switch, name) for name in longest], dtype=torch.float64)
+    received = torch.tensor([getattr(switch, name) for name in added])
     with mesh.watch.waiting("what the change of the layout took"):
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=mesh.control)
         dist.all_reduce(received, group=mesh.control)
-    return replace(
-        switch,
-        stall_s=float(seconds[0]),
-        wait_s=float(seconds[1]),
-        predicted_stall_s=float(seconds[2]),
-        weight_bytes=int(received[0]),
-        state_bytes=int(received[1]),
-    )
+    of_all = dict(zip(longest, seconds.tolist(), strict=True)) | dict(zip(added, received.tolist(), strict=True))
+    return replace(switch, **of_all)
 
 
 class LiveStages:
     """One rank's part of the model. `held` is what runs now, in the layout of `mesh`."""
 
-    def __init__(self, config: TrainConfig, meshes: Meshes) -> None:
+    def __init__(
+        self, model: ModelConfig, run: RunConfig, spec: ModelSpec, meshes: Meshes, twin_bytes: int | None
+    ) -> None:
         self.mesh = mesh = meshes.start
-        built = build_models(config, mesh)
-        models = built.models
-        self._modules = unit_modules(
-            tuple(models.values()),
-            dtype=built.dtype,
-            lora=config.model.lora,
-            tp_rank=mesh.tp_rank,
-            tp=mesh.layout.tp,
-        )
-        # Of stages that others hold now, too.
+        built = build_models(model, run, spec, mesh)
+        models, tp = built.models, mesh.layout.tp
+        parts = tuple(models.values())
+        self._modules = unit_modules(parts, dtype=dtype_of(model), lora=model.lora, tp_rank=mesh.tp_rank, tp=tp)
         # Of all stages, so that a piece takes as much room on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
-        buffers = flatten_units(tuple(models.values()), mesh.data_size, data_sizes)
+        buffers = flatten_units(parts, mesh.data_size, data_sizes)
         self._pieces = live_pieces(self._modules, buffers, data_sizes, mesh.device)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         self._backend = built.backend
@@ -183,10 +156,9 @@ class LiveStages:
         make_layers_replayable(self._modules.layers, self._state, self._modules.architecture, mesh.tensor)
         self.held = RankStages(
             built.hf_config,
-            built.model,
-            {index: self._stage(model) for index, model in models.items()},
+            {index: self._stage(part) for index, part in models.items()},
             buffers,
-            frozen_bytes(tuple(models.values())),
+            frozen_bytes(parts),
         )
         self._arrival: StateArrival | None = None
         self._meshes = meshes
@@ -194,17 +166,16 @@ class LiveStages:
         self._expected: Mesh | None = None
         self._switch: Switch | None = None
         self._num_steps = 0
-        self._twin_memory, shared, self.twins = open_shared_memory(config.plan.twin_bytes, self._pieces, meshes)
+        self._twin_memory, shared, self.twins = open_shared_memory(twin_bytes, self._pieces, meshes)
         self.moved = SwitchPieces(
             pieces=tuple(live.piece for live in self._pieces),
             shared=frozenset(shared),
             ranks_per_machine=mesh.ranks_per_machine,
-            tp=mesh.layout.tp,
+            tp=tp,
         )
 
     def initial_state(self) -> list[dict[str, Tensor]]:
-        """For a new `ShardedOptimizer` of the start's buffers: zeros, and weights as masters, where the pieces have
-        their places."""
+        """Make a new optimizer's state, in its places: zeros, and weights as masters."""
         found = []
         for buffer in self.held.buffers:
             live, shard = self._live_of(buffer), buffer.shard(buffer.values, self.mesh.data_rank, self.mesh.data_size)
@@ -236,11 +207,8 @@ class LiveStages:
         return measured_copies(self._pieces, self._twin_memory, self.mesh, rehearsals, stand_ins)
 
     def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], headroom_bytes: int) -> None:
-        """Where the next step is known to run in another layout, do ahead what can be done, if it takes no more than
-        there is room for. Not collective: it changes how long a switch takes, and nothing else. Takes no time.
-
-        On a GPU nothing is done: its memory has no page faults, and what is taken would count as the step's, whose
-        measured peak corrects decisions (`plan.layouts.measured_layouts`)."""
+        """Take the memory of the next step's layout, if it is known and there is room. Not collective. On a GPU nothing
+        is done: it has no page faults, and what is taken would count as the step's peak."""
         if self.mesh.device.type != "cpu":
             return
         if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):
@@ -252,20 +220,20 @@ class LiveStages:
             if not live.is_held and mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
         ]
         state = {index: ranges for index in range(len(self._pieces)) if (ranges := self._coming_state(index, mesh))}
-        if self._taken_bytes(gained, state) <= headroom_bytes:
+        taken_bytes = sum(self._pieces[index].held_bytes for index in gained) + sum(
+            self._pieces[index].piece.state_bytes * (stop - start)
+            for index, ranges in state.items()
+            for start, stop in ranges
+        )
+        if taken_bytes <= headroom_bytes:
             after = None if self._arrival is None else self._arrival.thread
             moves = self._moves_to(mesh)
             self._ahead = Preallocated(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
 
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
-        """Become the layout of `mesh`; weights are in place on return, optimizer state when `settle` returns.
-        Collective. `RankLostError` where a rank does not come.
-
-        Args:
-            optimizer: of the layout so far, of no use afterwards.
-            coefficients: for what is predicted, over the links that they know.
-            from_s: `time.perf_counter` when training stopped for it.
-        """
+        """Become the layout of `mesh`; optimizer state is there when `settle` returns, and `optimizer` of no use.
+        Training stopped for it at `from_s` of `time.perf_counter`. Collective. `RankLostError` where a rank does not
+        come."""
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
         old, moves = self.mesh, self._moves_to(mesh)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
@@ -334,13 +302,6 @@ class LiveStages:
         had = share_of_rank(self.mesh, live.piece) if live.is_held else (0, 0)
         return without(share_of_rank(mesh, live.piece), had)
 
-    def _taken_bytes(self, gained: Sequence[int], state: Mapping[int, Sequence[tuple[int, int]]]) -> int:
-        """Return the bytes of weights with their gradients, and of optimizer state."""
-        total = sum(self._pieces[index].held_bytes for index in gained)
-        for index, ranges in state.items():
-            total += self._pieces[index].piece.state_bytes * sum(stop - start for start, stop in ranges)
-        return total
-
     def _preallocated_for(self, mesh: Mesh) -> Preallocated | None:
         """Wait for what was taken ahead, or give it back where it was for another layout."""
         ahead, self._ahead, self._expected = self._ahead, None, None
@@ -376,14 +337,7 @@ class LiveStages:
 
 
 class Monitor:
-    """Follows the layouts of one run.
-
-    Args:
-        planner: that decides.
-        start: the layout that runs now.
-        steps_ahead: of a step's training its plan may be made.
-        known: of a checkpoint.
-    """
+    """Follows the layouts of one run from `start` on; plans may be made `steps_ahead` of training."""
 
     def __init__(
         self, planner: FlexPlanner, start: ParallelLayout, steps_ahead: int, known: Sequence[KnownAfter]
@@ -398,13 +352,9 @@ class Monitor:
     def note(
         self, planned: PlannedStep, measured: Timeline, switch: Switch | None, peak_bytes: int | None
     ) -> LayoutDecision | None:
-        """Take a trained step into account; its decision, with what was measured of it. Every step, in order.
-
-        Args:
-            switch: before the step; None = there was none.
-            peak_bytes: measured, of the fullest rank; None where what is counted is not what is predicted (on a CPU,
-                without temporary buffers). That of a step with a switch is not used: it has both layouts' state.
-        """
+        """Take a trained step into account, every step in order; return its decision, with what was measured of it.
+        `peak_bytes` of the fullest rank, None where what is counted is not what is predicted; not used in a step with a
+        switch, which has both layouts' state."""
         plan, decision, measured_switch = planned.plan, planned.decision, None
         if switch is not None:
             moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s

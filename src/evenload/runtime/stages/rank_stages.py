@@ -1,9 +1,8 @@
 """`RankStages`: what one rank holds of the configured model, as stages that run packs and buffers that are summed.
 
-A run whose layout changes makes all modules at its start (`UnitModules`): those that the rank holds with their weights,
-the others as shells, whose parameters have no elements (`live_pieces`) until the unit comes to this rank. So a switch
-builds no modules; it gives parameters memory and takes it away, and hooks, classes of replay and tensor-parallel parts
-are put on once. Price: the modules of the layers elsewhere, without weights: kilobytes a layer, milliseconds at start.
+A run whose layout changes makes all modules at its start (`UnitModules`); those of units that the rank does not hold
+are shells, whose parameters have no elements until the unit comes (`live_pieces`). So a switch builds no modules.
+Price: kilobytes a layer, milliseconds at start.
 """
 
 from collections.abc import Collection
@@ -19,19 +18,18 @@ from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import RangeAttention
-from evenload.config.sections import LoraConfig
-from evenload.config.train_config import TrainConfig
+from evenload.config.sections import LoraConfig, RunConfig
+from evenload.config.train_config import ModelConfig
 from evenload.data.hub import local_path
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import StageModel, build_rank_models, build_stage_model, empty_model
-from evenload.runtime.model.hf_weights import fill_constants
 from evenload.runtime.model.lora import inject_adapters
 from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
+from evenload.runtime.model.weight_files import fill_constants
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
-from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.architectures import Architecture
 from evenload.types.layout import ParallelLayout
@@ -39,22 +37,17 @@ from evenload.types.model import ModelSpec
 
 
 def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
-    """A `ConfigError` on all ranks where they would load different revisions. Collective over the control group.
-
-    Args:
-        path: `model.path`.
-        folder: what this rank loads; `path` itself where it lies here.
-    """
+    """Raise `ConfigError` on all ranks where their `folder`s are of different revisions of `path`. Collective."""
     # A folder of a cache is called as the revision is.
     mine = None if folder == path else Path(folder).name
     everyone: list[str | None] = [None] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
     if len(set(everyone)) == 1:
         return
-    by_revision = {
-        one: [rank for rank, other in enumerate(everyone) if other == one] for one in dict.fromkeys(everyone)
-    }
-    found = "; ".join(f"{one or 'a folder of that name'} on ranks {ranks}" for one, ranks in by_revision.items())
+    found = "; ".join(
+        f"{one or 'a folder of that name'} on ranks {[rank for rank, other in enumerate(everyone) if other == one]}"
+        for one in dict.fromkeys(everyone)
+    )
     first = next(one for one in everyone if one is not None)
     raise ConfigError(
         f"model.path '{path}' is not the same on all ranks: {found}; name one revision, such as model.path = "
@@ -64,8 +57,7 @@ def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnitModules:
-    """All units; of a tied model embedding and head have one weight. `held` are the parameters, by `id`, that have
-    values; the others have memory that nothing touched, on the CPU."""
+    """All units; of a tied model embedding and head have one weight. `held`: ids of parameters with values."""
 
     config: PretrainedConfig
     architecture: Architecture
@@ -85,8 +77,7 @@ class UnitModules:
         return [module for module in found if module is not None]
 
     def named_units(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return every unit's (embedding, layers, norm with head) pairs of Hugging Face name and parameter; a tied
-        matrix is the embedding's."""
+        """Return every unit's pairs of Hugging Face name and parameter; a tied matrix is the embedding's."""
         names = self.architecture.names
         positions = [] if self.positions is None else _named(names.positions_path, self.positions)
         head = [] if self.config.tie_word_embeddings else _named("lm_head", self.head)
@@ -97,8 +88,7 @@ class UnitModules:
         ]
 
     def stage_models(self, layout: ParallelLayout, pp_rank: int) -> dict[int, StageModel]:
-        """The virtual stages of a pipeline rank in a layout, ascending; none of an idle rank. As `build_rank_models`
-        makes them."""
+        """Return the virtual stages of a pipeline rank in a layout, as `build_rank_models` makes them."""
         models: dict[int, StageModel] = {}
         for stage in layout.stages_of_rank(pp_rank):
             layers = layout.stage_layers[stage]
@@ -128,12 +118,7 @@ def unit_modules(
     tp_rank: int,
     tp: int,
 ) -> UnitModules:
-    """The units of a rank's stages as they are, and shells of all others.
-
-    Args:
-        models: of all its stages, with weights; at least one.
-        dtype, lora, tp_rank, tp: with which they were made.
-    """
+    """Return the units of a rank's stages, all of them and with weights, as they are, and shells of all others."""
     some = next(iter(models))
     config, architecture = some.config, some.architecture
     whole = empty_model(config, dtype)
@@ -187,17 +172,9 @@ Stage = TypeVar("Stage", bound=PipelineStage)
 
 @dataclass(frozen=True, eq=False)
 class RankStages(Generic[Stage]):
-    """One rank's part of the model.
-
-    Args:
-        model: as the cost model sees it.
-        stages: virtual stages by index, ascending.
-        buffers: their trained parameters and gradients.
-        frozen_bytes: of parameters that are not trained.
-    """
+    """Holds one rank's part of the model: virtual stages by index, ascending, and their trained parameters."""
 
     hf_config: PretrainedConfig
-    model: ModelSpec
     stages: dict[int, Stage]
     buffers: list[FlatBuffer]
     frozen_bytes: int
@@ -205,53 +182,54 @@ class RankStages(Generic[Stage]):
 
 @dataclass(frozen=True, eq=False)
 class RankModels:
-    """One rank's stages as modules with weights, by index, ascending, and what runs them."""
+    """Holds one rank's stages as modules with weights, by index, ascending, and what runs them."""
 
     hf_config: PretrainedConfig
-    model: ModelSpec
-    dtype: torch.dtype
     models: dict[int, StageModel]
     backend: RangeAttention
 
 
 def build_rank_stages(
-    config: TrainConfig, mesh: Mesh, stage_class: type[Stage] = PipelineStage, backend: RangeAttention | None = None
+    model: ModelConfig,
+    run: RunConfig,
+    spec: ModelSpec,
+    mesh: Mesh,
+    stage_class: type[Stage] = PipelineStage,
+    backend: RangeAttention | None = None,
 ) -> RankStages[Stage]:
     """Make this rank's stages with their weights, and the configured attention or another. `ConfigError` or
     `UnsupportedModelError` where the model, its weights or its options cannot be trained like this."""
-    built = build_models(config, mesh, backend)
+    built = build_models(model, run, spec, mesh, backend)
     models = tuple(built.models.values())
     buffers = flatten_units(models, mesh.data_size)
     stages = {index: stage_class(part, built.backend, mesh.tensor) for index, part in built.models.items()}
-    return RankStages(built.hf_config, built.model, stages, buffers, frozen_bytes(models))
+    return RankStages(built.hf_config, stages, buffers, frozen_bytes(models))
 
 
-def build_models(config: TrainConfig, mesh: Mesh, backend: RangeAttention | None = None) -> RankModels:
-    """The modules of `build_rank_stages`; errors as there."""
-    hf_config, model = load_config(config.model.path), model_spec(config)
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    path, is_random = config.model.path, config.model.random_init
-    folder = local_path(path, "model.path", "settings" if is_random else "weights")
-    require_same_revision(path, folder, mesh)
-    if config.parallel.cp_exchange == "ring":
-        require_no_window(max(model.windows))
+def build_models(
+    model: ModelConfig, run: RunConfig, spec: ModelSpec, mesh: Mesh, backend: RangeAttention | None = None
+) -> RankModels:
+    """Make the modules of `build_rank_stages`; errors as there."""
+    hf_config = load_config(model.path)
+    dtype = dtype_of(model)
+    folder = local_path(model.path, "model.path", "settings" if model.random_init else "weights")
+    require_same_revision(model.path, folder, mesh)
     build = partial(
         build_stage_model,
         tp_rank=mesh.tp_rank,
         dtype=dtype,
         device=mesh.device,
-        weights=None if is_random else folder,
-        seed=config.train.seed,
-        lora=config.model.lora,
-        router_aux_loss_coef=router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef),
+        weights=None if model.random_init else folder,
+        seed=run.seed,
+        lora=model.lora,
+        router_aux_loss_coef=router_aux_loss_coef(hf_config, model.router_aux_loss_coef),
     )
-    models = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
     if backend is None:
-        backend = select_backend(
-            config.train.attention,
-            mesh.device.type,
-            attention_soft_cap(hf_config),
-            dtype=dtype,
-            head_dim=model.head_dim,
-        )
-    return RankModels(hf_config, model, dtype, models, backend)
+        soft_cap = attention_soft_cap(hf_config)
+        backend = select_backend(run.attention, mesh.device.type, soft_cap, dtype=dtype, head_dim=spec.head_dim)
+    return RankModels(hf_config, build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build), backend)
+
+
+def dtype_of(model: ModelConfig) -> torch.dtype:
+    """Return the precision of weights and activations."""
+    return getattr(torch, model.dtype)

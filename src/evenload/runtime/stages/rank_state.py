@@ -1,9 +1,6 @@
-"""`RankState`: what a rank holds of the model in the layout that runs, and what trains it; it changes between steps.
-
-It runs a step's packs, sums their gradients and updates its weights. A run of one layout holds the same from start to
-end. Where there are several, `LiveStages` moves weights and optimizer state, and everything that refers to them is
-exchanged here, at once.
-"""
+"""`RankState`: what a rank holds of the model in the layout that runs, and what trains it: it runs a step's packs, sums
+their gradients and updates its weights. Where a run has several layouts, `LiveStages` moves weights and optimizer state
+between steps, and everything that refers to them is exchanged here, at once."""
 
 import functools
 import math
@@ -15,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenload.config.layouts import require_optimizer
-from evenload.config.train_config import TrainConfig
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.sections import RunConfig
+from evenload.config.train_config import ModelConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
@@ -29,18 +27,12 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
 from evenload.runtime.stages.rank_stages import RankStages, build_rank_stages
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepGradients:
-    """Holds what one rank has of a step before its update.
-
-    Args:
-        shards: of every buffer's summed gradient.
-        grad_norm, loss: of the whole step, the same on every rank.
-        sums: when gradients were summed.
-        gathers: of updates whose weights became whole in this step; none that was taken before.
-    """
+    """Holds one rank's gradients of a step before its update; norm and loss are of the whole step."""
 
     run: RankRun
     shards: list[Tensor]
@@ -55,23 +47,24 @@ class StepGradients:
 
 
 class RankState:
-    """Holds one rank's part, first in the layout in which the run starts.
+    """Holds one rank's part. `ConfigError`, `UnsupportedModelError`: model or options cannot be trained like this."""
 
-    Raises:
-        ConfigError, UnsupportedModelError: model, weights or options cannot be trained like this.
-    """
-
-    def __init__(self, config: TrainConfig, meshes: Meshes) -> None:
-        self._config, self._meshes = config, meshes
+    def __init__(
+        self,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        run: RunConfig,
+        spec: ModelSpec,
+        meshes: Meshes,
+        twin_bytes: int | None = None,
+    ) -> None:
+        self._settings, self._meshes = optimizer, meshes
         self.mesh: Mesh = meshes.start
-        self.live = LiveStages(config, meshes) if len(meshes.layouts) > 1 else None
-        self.held: RankStages = build_rank_stages(config, self.mesh) if self.live is None else self.live.held
-        require_optimizer(config, self.held.model, len(meshes.layouts))
+        self.live = LiveStages(model, run, spec, meshes, twin_bytes) if len(meshes.layouts) > 1 else None
+        self.held: RankStages = build_rank_stages(model, run, spec, self.mesh) if self.live is None else self.live.held
         self.executor = Executor(self.held.stages, self.mesh)
         state = None if self.live is None else self.live.initial_state()
-        self.optimizer = ShardedOptimizer(
-            self.held.buffers, self.mesh, config.optimizer, state, average_decay=config.train.ema_decay
-        )
+        self.optimizer = ShardedOptimizer(self.held.buffers, self.mesh, optimizer, state, average_decay=run.ema_decay)
         self.layout = self.mesh.layout
         """That runs now; its generation is that of the last plan."""
 
@@ -94,12 +87,7 @@ class RankState:
     def gradients(
         self, step: RankStep | None, before_action: Callable[[], None] = lambda: None, *, is_overlapped: bool = False
     ) -> StepGradients:
-        """Run this rank's part of a step, None where it is idle, and sum gradients. Collective.
-
-        Args:
-            before_action: called before every action; takes no time.
-            is_overlapped: reduce during packs.
-        """
+        """Run this rank's part of a step, None where it is idle, and sum gradients. Collective."""
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
             buffer.grads.zero_()
@@ -122,8 +110,7 @@ class RankState:
         )
 
     def losses(self, step: RankStep | None, num_documents: int) -> Tensor:
-        """The sum of label losses of each of so many documents of a step without backwards; float64[n], the same on
-        every rank. Collective; None where this rank is idle."""
+        """Sum label losses by document, float64[n], the same on every rank; no step where idle. Collective."""
         self.optimizer.gathers.finish()
         sums = torch.zeros(num_documents, dtype=torch.float64)
         if step is not None:
@@ -143,16 +130,11 @@ class RankState:
         return f"the ranks that hold stage {self.mesh.pipeline_stage}"
 
     def looking_ahead(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
-        """Return what to call often in a step: where the next one runs in another layout, it begins what can be done
-        before it in so many bytes."""
+        """Return what to call often in a step: it prepares a coming change of layout in so many bytes."""
         return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, headroom_bytes)
 
     def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
-        """Go on in another layout, or in another generation of this one. Collective.
-
-        Raises:
-            InvalidPlanError: another layout in the same generation.
-        """
+        """Go on in another layout or generation. `InvalidPlanError`: another layout in one generation. Collective."""
         from_s, mesh = time.perf_counter(), self._meshes.of(layout)
         if mesh is not self.mesh:
             if layout.generation == self.layout.generation:
@@ -168,11 +150,8 @@ class RankState:
         self.layout = layout
 
     def settle(self) -> Switch | None:
-        """Take the optimizer of the layout that runs, after a step's gradients and before its update.
-
-        Returns what a switch before the step took, on all ranks, None where there was none. Collective where there was
-        one."""
-        found = None if self.live is None else self.live.settle(self._config.optimizer)
+        """Before a step's update, take the layout's optimizer; return what a switch took, on all ranks. Collective."""
+        found = None if self.live is None else self.live.settle(self._settings)
         if found is None:
             return None
         self.optimizer, switch = found

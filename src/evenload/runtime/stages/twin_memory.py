@@ -1,23 +1,16 @@
 """`TwinMemory`: the pieces of the model in memory that all ranks of a machine read.
 
-Every rank has one such memory with a place for everything that it may ever hold: of each shared piece its weights, and
-the optimizer state of the whole piece, in which the rank's share lies where its elements are. So a piece that comes
-needs no new place, a share that is cut anew leaves what it keeps where it is, and what another rank has lies at the
-same offset in the memory of that rank.
+Every rank has one, with a place for everything that it may ever hold, at the same offsets on all ranks:
 
     marks | weights of piece 0 | exp_avg of piece 0 | exp_avg_sq of piece 0 | weights of piece 1 | ...
 
-A rank *marks* what it holds with the number of updates that it is of, before others read it, and readers check the
-mark: a twin is of exactly this step, or it is not read.
+A rank *marks* what it holds with the number of updates that it is of, and readers check the mark: a twin is of exactly
+this step, or it is not read.
 
-The memory (`SparseMemory`) is a file without a name (Linux's `memfd_create`), mapped by its process. Addresses are
-plenty and pages come with the first touch, so that whatever may ever lie there has a place of its own from the start;
-`release` gives pages back and keeps the place. Another process opens it once, through `/proc/PID/fd`, and reads from it
-straight into its own memory (`preadv`): one copy, no page of the other's is mapped, and what a system's monitor shows
-of a process stays its own. Nothing is left behind: there is no name to remove, and the kernel frees the pages when the
-last process that has it open has ended, however it ended. Until then what a dead process held can be read. The size of
-`/dev/shm` (64 MB in a container by default) does not matter; the pages count as the machine's, and as the container's,
-like any others.
+The memory (`SparseMemory`) is a file without a name (Linux's `memfd_create`), mapped by its process: pages come with
+the first touch, `release` gives them back and keeps the place. Other processes open it through `/proc/PID/fd` and read
+with `preadv`, one copy. Nothing is left behind: the kernel frees the pages when the last process that has it open has
+ended, however it ended. The size of `/dev/shm` does not matter.
 """
 
 import mmap
@@ -39,14 +32,7 @@ _RELEASED_AT_ONCE = 2**22
 
 
 class SparseMemory:
-    """Maps memory of this process that others may read.
-
-    Args:
-        num_bytes: of places, not of memory.
-
-    Raises:
-        OSError: the system has no such memory, or not so many addresses.
-    """
+    """Maps memory of this process that others may read, with places of `num_bytes`. `OSError`: not possible here."""
 
     def __init__(self, num_bytes: int) -> None:
         if not hasattr(os, "memfd_create"):
@@ -76,14 +62,7 @@ class SparseMemory:
 
 
 class OthersMemory:
-    """The `SparseMemory` of another process of this machine, to read.
-
-    Args:
-        address: as the other process gives it.
-
-    Raises:
-        OSError: this process may not see it, or it is another process's (of another container, say).
-    """
+    """The `SparseMemory` of another process of this machine, to read. `OSError`: not visible, or another's."""
 
     def __init__(self, address: tuple[int, int, int]) -> None:
         process, descriptor, number = address
@@ -106,8 +85,7 @@ class OthersMemory:
 
 
 def touch(tensor: Tensor) -> None:
-    """Take the memory of a contiguous tensor on the CPU, so that writing to it later meets no page faults; its values
-    are lost. Other threads run meanwhile."""
+    """Take the memory of a contiguous tensor on the CPU; its values are lost. Other threads run meanwhile."""
     if tensor.numel():
         flat = tensor.view(torch.uint8)
         flat[::PAGE_BYTES].zero_()
@@ -132,13 +110,7 @@ class Place:
 
 
 class TwinMemory:
-    """Holds the memory of one rank, and reads that of others.
-
-    Args:
-        own: of this rank.
-        others: by rank, of those of this machine with the same tensor-parallel place, itself included.
-        places: by index, of the shared pieces.
-    """
+    """Holds one rank's memory, and reads that of `others`: of this machine, with the same tensor-parallel place."""
 
     def __init__(
         self, own: SparseMemory, others: Mapping[int, OthersMemory], places: Mapping[int, Place], num_pieces: int
@@ -161,11 +133,7 @@ class TwinMemory:
         self._marks[piece] = _ABSENT if num_updates is None else num_updates
 
     def read(self, piece: int, part: str, source: int, start: int, into: Tensor, num_updates: int) -> None:
-        """Copy elements from `start` on of a part of a piece from another rank.
-
-        Raises:
-            TwinError: what is there is not of so many updates.
-        """
+        """Copy elements from `start` on of a rank's part. `TwinError` where it is not of so many updates."""
         other, mark = self._others[source], torch.empty(1, dtype=torch.int64)
         other.read(piece * mark.itemsize, mark)
         if int(mark) != num_updates:
@@ -202,12 +170,8 @@ class PieceMemory:
 def placed(
     parts: Sequence[Mapping[str, torch.dtype] | None], capacities: Sequence[int]
 ) -> tuple[dict[int, Place], int]:
-    """Places for pieces, one after the other, each part from a page of its own on; bytes of all.
-
-    Args:
-        parts: of every piece, by name; None = it is not shared.
-        capacities: elements of every piece.
-    """
+    """Find places for pieces of so many elements each, one after the other, each part from a page of its own on; None
+    of `parts` = it is not shared. Return them by index, and the bytes of all."""
     end = _pages(len(parts) * torch.int64.itemsize)
     places = {}
     for index, (dtypes, capacity) in enumerate(zip(parts, capacities, strict=True)):
