@@ -91,8 +91,7 @@ class StreamState(Frozen, array_like=True):
 
     Args:
         cursor: of the open block, or of the next one; None = the stream has ended for this epoch.
-        taken: documents of that block that came already.
-        left: what is left of the open block; it was counted as read.
+        taken, left: documents of the open block that came already, and the rest, which was counted as read.
         checksum: of the open block, where documents of it came already.
     """
 
@@ -120,11 +119,7 @@ class PartState(Frozen, array_like=True):
 
 
 class DeferredDocument(Frozen):
-    """A document that a plan deferred, and where its tokens are.
-
-    Args:
-        has_labels: it may have labels that differ from its tokens.
-    """
+    """A document that a plan deferred, its place, and whether its labels may differ from its tokens."""
 
     document: Document
     place: DocumentPlace
@@ -135,10 +130,8 @@ class LoaderState(Frozen):
     """Everything that decides the coming batches.
 
     Args:
-        step: number of the next global batch.
-        next_doc_id: of the next new document.
+        step, next_doc_id: of the next global batch, and of the next new document.
         parts: where the streams of every part of the mixture stand.
-        deferred: documents that plans deferred.
         fingerprint: data settings and sources by name, see `config_fingerprint`.
     """
 
@@ -215,12 +208,10 @@ def decode_state(data: bytes) -> LoaderState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenBlock:
-    """A block that documents are sampled from.
+    """A block that documents are sampled from; lengths and num_labels are int32[num_documents].
 
     Args:
-        owner: rank that reads the stream.
-        lengths, num_labels: int32[num_documents].
-        block: with tokens, on the owner; None elsewhere.
+        owner: rank that reads the stream; it has the `block` with tokens, the others None.
     """
 
     key: StreamKey

@@ -409,7 +409,7 @@ class BlockReader:
                 raise DataError(
                     f"{self._files.origin(file, record.offset)} has {size} tokens, more than max_document_tokens "
                     f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
-                    f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave the document out)'
+                    f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave it out) instead of "error"'
                 )
             case "drop":
                 yield _Step(None, rank, after, dropped=("overlong", 1, size))

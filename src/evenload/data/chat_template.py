@@ -12,7 +12,7 @@ The template is the file `data.chat_template`; else `chat_template.jinja` in the
 `chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken: the order of
 transformers. A template that uses a special token that no file defines is refused: it would be left out silently.
 
-Data sets write some things in several forms (`TemplateForms`): content is text or a list of parts of text; arguments of
+Data sets write some things in several forms: content is text or a list of parts of text; arguments of
 a tool call are an object or JSON text (OpenAI's form). A template that expects the other form writes it wrong without
 an error. So a short conversation is rendered in both forms, once a template and role. Where one comes out right and the
 other does not, messages are given in that one; else they stay as they are.
@@ -61,6 +61,16 @@ _GIVEN = {"messages", "tools", "add_generation_prompt", _BLOCKS}
 _IGNORE = "repair the record, or pass over the column by data.ignore_columns"
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
+_TEXT, _USER = "Qz7", {"role": "user", "content": "q"}
+# The two forms: of content, and of arguments ("arguments" is no role that anybody has).
+_FORMS = {"parts": [{"type": "text", "text": _TEXT}], "text": _TEXT}
+_ARGUMENTS = {"object": {_TEXT: 1}, "text": json.dumps({_TEXT: 1})}
+# A repr of an object, a part as a whole, or JSON in JSON.
+_IS_WRONG = re.compile(r"""\{'Qz7'|['"]text\\*['"]: *\\*['"]Qz7|\\"Qz7""")
+
+
 class _GenerationBlocks(Extension):
     """`{% generation %}`: passes its content through, between marks where the rendering counts them."""
 
@@ -96,6 +106,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
         self.source, self.variables, self.origin = source, dict(variables), origin
         self._inputs: dict[str, Any] = {}
+        self._forms: dict[str, str | None] = {}
         content = json.dumps([source, sorted(self.variables.items())])
         self.name = hashlib.sha256(content.encode()).hexdigest()[:16]
         environment = ImmutableSandboxedEnvironment(
@@ -172,6 +183,52 @@ class ChatTemplate:
         bound = copy.copy(self)
         bound._inputs = {"tools": tools, **(chat_template_kwargs or {})}
         return bound
+
+    def usual_role(self, role: str) -> str | None:
+        """The usual name of a role that has another one here; None where it may stay, as the template names it."""
+        lower = role.strip().lower()
+        usual = _OTHER_NAMES.get(lower, lower)
+        if role in _ROLES or usual not in _ROLES:
+            return None
+        is_named = f"'{role}'" in self.source or f'"{role}"' in self.source
+        # Without blocks, what the assistant says is found by its name.
+        return None if is_named and (usual != "assistant" or self.marks_generation) else usual
+
+    def adapted(self, message: Message) -> Message:
+        """The message in the forms that the template wants."""
+        content, calls = message.get("content"), message.get("tool_calls")
+        form = None if content is None else self._form(message["role"])
+        if form == "text" and not isinstance(content, str):
+            message = message | {"content": "".join(part["text"] for part in content or ())}
+        elif form == "parts" and isinstance(content, str):
+            message = message | {"content": [{"type": "text", "text": content}]}
+        if isinstance(calls, list | tuple):
+            message = message | {"tool_calls": [_with_arguments(call, self._form("arguments")) for call in calls]}
+        return message
+
+    def _form(self, of: str) -> str | None:
+        """ "text", "parts" or "object"; None = either, or not known."""
+        if of not in self._forms:
+            written = (
+                {form: self._written("assistant", tool_calls=_calls(value)) for form, value in _ARGUMENTS.items()}
+                if of == "arguments"
+                else {form: self._written(of, content=value) for form, value in _FORMS.items()}
+            )
+            right = [form for form, text in written.items() if _TEXT in text and not _IS_WRONG.search(text)]
+            self._forms[of] = right[0] if len(right) == 1 else None
+        return self._forms[of]
+
+    def _written(self, role: str, **keys: Any) -> str:
+        """A conversation with such a message; "" where the template does not take it."""
+        before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
+        if role in ("tool", "function"):
+            before.append({"role": "assistant", "content": "", "tool_calls": _calls({})})
+            keys |= {"tool_call_id": "abcdefghi", "name": "f"}
+        after = [_USER] if role in ("system", "developer") else []
+        try:
+            return self.render([*before, {"role": role, "content": "", **keys}, *after])
+        except RecordProblem:
+            return ""
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, blocks: Iterator[int] | None) -> str:
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, _BLOCKS: blocks}
@@ -283,70 +340,6 @@ def _read_text(path: str | Path) -> tuple[str, str]:
         raise ConfigError(
             f"chat template '{path}' cannot be read: {err}; set data.chat_template to a text file"
         ) from err
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
-_TEXT, _USER = "Qz7", {"role": "user", "content": "q"}
-# The two forms: of content, and of arguments ("arguments" is no role that anybody has).
-_FORMS = {"parts": [{"type": "text", "text": _TEXT}], "text": _TEXT}
-_ARGUMENTS = {"object": {_TEXT: 1}, "text": json.dumps({_TEXT: 1})}
-# A repr of an object, a part as a whole, or JSON in JSON.
-_IS_WRONG = re.compile(r"""\{'Qz7'|['"]text\\*['"]: *\\*['"]Qz7|\\"Qz7""")
-
-
-class TemplateForms:
-    """Of one template. Can be pickled."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
-        self._known: dict[str, str | None] = {}
-
-    def usual_role(self, role: str) -> str | None:
-        """The usual name of a role that has another one here; None where it may stay, as the template names it."""
-        lower = role.strip().lower()
-        usual = _OTHER_NAMES.get(lower, lower)
-        if role in _ROLES or usual not in _ROLES:
-            return None
-        is_named = f"'{role}'" in self._template.source or f'"{role}"' in self._template.source
-        # Without blocks, what the assistant says is found by its name.
-        return None if is_named and (usual != "assistant" or self._template.marks_generation) else usual
-
-    def adapted(self, message: Message) -> Message:
-        """The message in the forms that the template wants."""
-        content, calls = message.get("content"), message.get("tool_calls")
-        form = None if content is None else self._form(message["role"])
-        if form == "text" and not isinstance(content, str):
-            message = message | {"content": "".join(part["text"] for part in content or ())}
-        elif form == "parts" and isinstance(content, str):
-            message = message | {"content": [{"type": "text", "text": content}]}
-        if isinstance(calls, list | tuple):
-            message = message | {"tool_calls": [_with_arguments(call, self._form("arguments")) for call in calls]}
-        return message
-
-    def _form(self, of: str) -> str | None:
-        """ "text", "parts" or "object"; None = either, or not known."""
-        if of not in self._known:
-            written = (
-                {form: self._written("assistant", tool_calls=_calls(value)) for form, value in _ARGUMENTS.items()}
-                if of == "arguments"
-                else {form: self._written(of, content=value) for form, value in _FORMS.items()}
-            )
-            right = [form for form, text in written.items() if _TEXT in text and not _IS_WRONG.search(text)]
-            self._known[of] = right[0] if len(right) == 1 else None
-        return self._known[of]
-
-    def _written(self, role: str, **keys: Any) -> str:
-        """A conversation with such a message; "" where the template does not take it."""
-        before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
-        if role in ("tool", "function"):
-            before.append({"role": "assistant", "content": "", "tool_calls": _calls({})})
-            keys |= {"tool_call_id": "abcdefghi", "name": "f"}
-        after = [_USER] if role in ("system", "developer") else []
-        try:
-            return self._template.render([*before, {"role": role, "content": "", **keys}, *after])
-        except RecordProblem:
-            return ""
 
 
 def _calls(arguments: Any) -> list[dict[str, Any]]:

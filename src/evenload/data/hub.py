@@ -69,9 +69,10 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
         if _is_usable(Path(folder), wanted):
             if _lacks_settings(Path(folder), wanted):
                 _log.warning(
-                    "'%s' has no %s: the Hub has none, or cannot be reached from here. It names the token that ends a "
-                    "document, which is guessed from the usual names; set data.eos_token to be sure",
+                    "'%s' (revision %s) has no %s: the Hub has none, or cannot be reached. It names the token that "
+                    "ends a document, which is guessed from the usual names; set data.eos_token to be sure",
                     path,
+                    Path(folder).name,
                     _TOKENIZER_SETTINGS,
                 )
             _log.info("%s '%s' is revision %s", setting, path, Path(folder).name)

@@ -51,7 +51,6 @@ class GlobalBatchLoader:
     """Global batches of `config`.
 
     Args:
-        config: data settings.
         tokenizer: instead of the one that `config.tokenizer` names.
         peers: the ranks that read together; each makes its own loader of equal settings.
         datasets: Hugging Face data sets by source name, read instead of files (see `open_part`).
@@ -113,8 +112,7 @@ class GlobalBatchLoader:
         Documents that plans deferred come along as `carried`, at the end in a batch of their own.
 
         Raises:
-            DataError: a record that is an error by the settings, an epoch without any document, or a
-                ledger that does not balance at the end of an epoch; on every rank. The loader stays where it was.
+            DataError: as `DrawnBatches.take`; on every rank. The loader stays where it was.
         """
         if self._lost:
             self._reload_deferred()
@@ -128,10 +126,8 @@ class GlobalBatchLoader:
 
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
         """New documents of the next `count` batches, with the ids that they will have; fewer batches where the data
-        ends, or where one of them cannot be read, which `next_batch` raises when its turn comes. Collective.
-
-        Their records are read and kept. Nothing else changes: neither the state, nor the account, nor what
-        `next_batch` gives.
+        ends, or where one of them cannot be read, which `next_batch` raises when its turn comes. Collective. Neither
+        the state nor the account changes.
         """
         return tuple(batch.documents for batch in self._drawn.ahead(count, self._check_epoch))
 
@@ -194,8 +190,7 @@ class GlobalBatchLoader:
     def state(self) -> LoaderState:
         """Where the loader stands: restored, it continues with the batch after the last one handed out.
 
-        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger. What was read
-        of later batches (`coming`; a record that failed in the middle of one) is not in it.
+        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger.
         """
         return LoaderState(
             step=self._step,

@@ -25,7 +25,7 @@ what tools answer and users ask in it).
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from evenload.data.chat_template import ChatTemplate, Message, TemplateForms, open_chat_template
+from evenload.data.chat_template import ChatTemplate, Message, open_chat_template
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import (
     CharSpan,
@@ -171,10 +171,10 @@ class Chats:
         loss = "completion" if has_spans else "all"
         passed_over = f", passed over {sorted(ignored)}" if ignored else ""
         self.name = f"messages of {columns}, loss on {loss}, template {template.name}{passed_over}"
-        self._has_spans, self._template, self._forms = has_spans, template, TemplateForms(template)
+        self._has_spans, self._template = has_spans, template
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        messages = read_messages(values[0], self.columns[0], self._forms)
+        messages = read_messages(values[0], self.columns[0], self._template)
         if not messages:
             return RenderedText("", () if self._has_spans else None)
         template = self._template.for_record(**dict(zip(self.columns[1:], values[1:], strict=False)))
@@ -240,7 +240,7 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
     return is_untrained
 
 
-def read_messages(value: Any, column: str, forms: TemplateForms) -> list[Message]:
+def read_messages(value: Any, column: str, template: ChatTemplate) -> list[Message]:
     """The messages, as new dictionaries, in the forms in which their template writes them as they are meant.
 
     Raises:
@@ -250,10 +250,10 @@ def read_messages(value: Any, column: str, forms: TemplateForms) -> list[Message
     if not isinstance(value, list | tuple):
         held = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
-    return [_read_message(message, f"message {index} of '{column}'", forms) for index, message in enumerate(value)]
+    return [_read_message(message, f"message {index} of '{column}'", template) for index, message in enumerate(value)]
 
 
-def _read_message(value: Any, where: str, forms: TemplateForms) -> Message:
+def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
     if not isinstance(value, dict):
         raise RecordProblem(f"{where} is of type {type(value).__name__}, must be an object with role and content")
     message = {key: item for key, item in value.items() if item is not None}
@@ -261,7 +261,7 @@ def _read_message(value: Any, where: str, forms: TemplateForms) -> Message:
         raise RecordProblem(
             f"{where} has no 'role' (it has {sorted(map(str, message))}); rename its keys to role, content"
         )
-    if usual := forms.usual_role(message["role"]):
+    if usual := template.usual_role(message["role"]):
         raise RecordProblem(f"{where} has role '{message['role']}', another name of a usual one; call it '{usual}'")
     content = message.get("content")
     if content is None:
@@ -279,7 +279,7 @@ def _read_message(value: Any, where: str, forms: TemplateForms) -> Message:
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
-    return forms.adapted(message)
+    return template.adapted(message)
 
 
 def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
@@ -332,7 +332,6 @@ class PromptCompletion:
         passed_over = f", passed over {sorted(ignored)}" if ignored else ""
         self.name = f"prompt and completion of {columns}, loss on {loss}, template {known}{passed_over}"
         self._has_spans, self._template = has_spans, template
-        self._forms = TemplateForms(template) if isinstance(template, ChatTemplate) else None
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         (prompt, completion), inputs = values[:2], dict(zip(self.columns[2:], values[2:], strict=False))
@@ -345,11 +344,11 @@ class PromptCompletion:
         return RenderedText(whole, ((len(prompt), len(whole)),) if self._has_spans else None, is_bare=True)
 
     def _render_messages(self, prompt: Any, completion: Any, inputs: dict[str, Any]) -> RenderedText:
-        if isinstance(self._template, str) or self._forms is None:
+        if isinstance(self._template, str):
             raise RecordProblem(self._template)
         prompt_column, completion_column = self.columns[:2]
-        before = read_messages(prompt, prompt_column, self._forms)
-        after = read_messages(completion, completion_column, self._forms)
+        before = read_messages(prompt, prompt_column, self._template)
+        after = read_messages(completion, completion_column, self._template)
         if not before or not after:
             empty = completion_column if before else prompt_column
             raise RecordProblem(f"column '{empty}' holds no message; a prompt and a completion need at least one each")

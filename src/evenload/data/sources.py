@@ -226,17 +226,11 @@ def files_digest(files: Sequence[SourceFile]) -> str:
     return f"{len(files)} files of {total_bytes} bytes, {digest.hexdigest()[:16]}"
 
 
-_SUFFIX_FORMATS: dict[str, FileFormat] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".bin": "memmap",
-    ".idx": "memmap",
-    ".npy": "memmap",
-}
+_SUFFIXES: dict[FileFormat, str] = {
+    "jsonl": ".jsonl .ndjson", "json": ".json", "parquet": ".parquet", "arrow": ".arrow .feather",
+    "memmap": ".bin .idx .npy",
+}  # fmt: skip
+_SUFFIX_FORMATS = {suffix: format for format, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
 # An index is read with the token file it belongs to and is no source of its own.
 _INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")

@@ -182,8 +182,17 @@ class StepMaker(Generic[State]):
     def _shared_answer(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
         peers, answer, bug = self.loader.peers, _Answer(), None
         if peers.rank == 0:
+            start_s, documents = time.perf_counter(), batch.carried + batch.documents
             try:
-                answer = self._planned(batch, coming)
+                plan, state, decision = self.planner.plan_step(
+                    batch.step, documents, self.planner_state, coming=coming, is_last=batch.is_last
+                )
+                answer = _Answer(
+                    plan=encode_plan(plan),
+                    state=msgspec.msgpack.encode(state),
+                    decision=decision,
+                    plan_time_s=time.perf_counter() - start_s,
+                )
             except EvenloadError as error:
                 answer = _Answer(error=type(error).__name__, text=str(error))
             except Exception as error:
@@ -196,18 +205,6 @@ class StepMaker(Generic[State]):
         if answer.error:
             raise getattr(errors, answer.error)(answer.text)
         return answer
-
-    def _planned(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
-        start_s = time.perf_counter()
-        plan, state, decision = self.planner.plan_step(
-            batch.step, batch.carried + batch.documents, self.planner_state, coming=coming, is_last=batch.is_last
-        )
-        return _Answer(
-            plan=encode_plan(plan),
-            state=msgspec.msgpack.encode(state),
-            decision=decision,
-            plan_time_s=time.perf_counter() - start_s,
-        )
 
 
 def documents_by_replica(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
