@@ -205,14 +205,20 @@ def no_label_warning(plan: StepPlan) -> str:
     )
 
 
+class UpdateValues(NamedTuple):
+    """What a step's update was: the loss a label token, the global gradient norm before clipping, the learning rate."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+
+
 def step_row(
     plan: StepPlan,
     timeline: Timeline,
     model: ModelSpec,
     *,
-    loss: float,
-    grad_norm: float,
-    learning_rate: float,
+    update: UpdateValues,
     peaks: DevicePeaks,
     end: RankEnd,
     exchange_s: float,
@@ -237,9 +243,9 @@ def step_row(
     deferred = [left for left in plan.left_out if left.reason == DEFERRED]
     return {
         "step": plan.step,
-        "loss": loss,
-        "grad_norm": grad_norm,
-        "lr": learning_rate,
+        "loss": update.loss,
+        "grad_norm": update.grad_norm,
+        "lr": update.learning_rate,
         "tokens": tokens,
         "label_tokens": plan.num_label_tokens,
         "padding_tokens": padding,
