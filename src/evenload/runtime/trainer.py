@@ -169,7 +169,7 @@ class Trainer:
             stop_requested: number of a signal after which this rank shall stop, or 0; called once a step, and before
                 every batch of validation data, the rest of which is then left out. When any rank got one, all end, and
                 `stop_signal` says which it was.
-            on_late_pass: called on rank 0, before the first step, with a validation pass that an earlier start left out.
+            on_late_pass: called on rank 0, before the first step, with a validation pass that an earlier start missed.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
