@@ -134,7 +134,7 @@ class Trainer:
 
     def resume(self) -> Path | None:
         """Load the latest checkpoint, `coefficients` included; return its path, or None. `ConfigError` where
-        `train.resume` is off, or it is damaged or of another model. Collective."""
+        `train.resume` is off, or it is damaged. Collective."""
         path = checkpoint_for_all(self._checkpoints, self.mesh, may_resume=self.config.train.resume)
         if path is None:
             return None
@@ -319,17 +319,14 @@ class Trainer:
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 
-    def export(self) -> Path:
+    def export(self, suffix: str = "") -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
-        return self._exported("")
+        config, output = self.config, Path(self.config.train.output_dir)
+        return export_run(output, config.model, config.data, self.hf_config, self.state.buffers, self.mesh, suffix)
 
     def export_average(self) -> Path | None:
         """Export the moving average of the weights (`train.ema_decay`) as `export` does; None where there is none."""
         if self.config.train.ema_decay is None:
             return None
         with self.state.optimizer.average_as_weights():
-            return self._exported("-average")
-
-    def _exported(self, suffix: str) -> Path:
-        config, output = self.config, Path(self.config.train.output_dir)
-        return export_run(output, config.model, config.data, self.hf_config, self.state.buffers, self.mesh, suffix)
+            return self.export("-average")
