@@ -53,7 +53,7 @@ test-docs: .venv/dev  ## README, tutorial and recipes as they stand; make test f
 	  tests/docs/test_pages_followed.py
 
 # Where the runtime touches what differs among versions of PyTorch: attention, transfers, reduction, whole steps.
-TORCH_TESTS := tests/attention tests/runtime tests/dist/test_matrix.py tests/dist/test_fifo_channels.py \
+TORCH_TESTS := tests/attention tests/runtime tests/dist/test_matrix.py tests/dist/test_random_plans.py \
   tests/dist/test_context_attention.py tests/dist/test_tensor_parallel.py
 OTHER := .venv/torch-$(TORCH)
 

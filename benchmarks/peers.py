@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.plan.packing import price_packs, run_packs
+from evenload.plan.packing import run_packs
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.registry import STRATEGIES, register
@@ -48,7 +48,7 @@ _given: list[Replicas] = []
 
 
 def _plan_given(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    return run_packs(problem, price_packs(problem, _given[-1]))
+    return run_packs(problem, _given[-1])
 
 
 GIVEN = Strategy(

@@ -1,21 +1,15 @@
 """The ledger grows by rows of one format, and what they were predicted from lies beside it."""
 
 import csv
-from contextlib import nullcontext
 
 import msgspec
 import pytest
 
 from bench_samples import batch_run, ledger_row, result_of, runs
-from cost_samples import sample_coefficients
-from evenload.bench.runs import BenchInputs, BenchResult, MachineLoad, option_tables_of, recorded_batch
-from evenload.config.keys import plan_options
-from evenload.cost.host_memory import HostMemory
-from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.bench.runs import BenchResult, recorded_batch
+from evenload.errors import ConfigError, DataError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.wlb import WlbOptions
-from evenload.types.cluster import LinkSpec
 from ledger import (
     COLUMNS,
     append_result,
@@ -43,17 +37,6 @@ def test_rows_are_appended_under_one_head(tmp_path):
     assert rows[0]["device"] == "some device, with a comma"
     assert (rows[0]["step_time_s"], rows[0]["step_time_error"]) == ("1.050000", "-0.0571")
     assert (rows[1]["step_time_error"], rows[1]["memory_error"]) == ("+0.2500", "-0.1000")
-
-
-def test_rows_are_read_as_they_were_measured(tmp_path):
-    path = tmp_path / "accuracy.csv"
-    assert read_ledger(path) == ()
-    append_result(path, result("slimpack", load=MachineLoad(demand=2.0, waited_share=0.25)), "tiny", commit="abc")
-    one, other = read_ledger(path)
-    assert (one.case, one.commit, one.batch, other.batch) == ("tiny", "abc", 0, 1)
-    assert (one.demand, one.waited_share, one.is_quiet) == (2.0, 0.25, False)
-    assert (one.spread, other.spread) == (pytest.approx(0.1 / 1.05, abs=1e-4), 0.0)
-    assert one.inputs == other.inputs
 
 
 def test_a_damaged_row_is_named(tmp_path):
@@ -103,31 +86,6 @@ def test_what_plans_were_made_from_lies_beside_and_makes_them_again(tmp_path):
         assert recorded_batch(again) == inputs.batches[0]
 
 
-def test_options_of_strategies_come_back(tmp_path):
-    options = PlanOptions(max_pack_tokens=64, strategies=(WlbOptions(release="queues"),))
-    inputs = msgspec.structs.replace(result().inputs, options=option_tables_of(options))
-    read = msgspec.json.decode(msgspec.json.encode(inputs), type=BenchInputs)
-    assert plan_options(read.options) == options
-
-
-def test_what_was_offloaded_within_host_memory_is_planned_within_it_again():
-    options = option_tables_of(PlanOptions(max_pack_tokens=64, policy="offload"))
-    costs = sample_coefficients(host_link=LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-3))
-    before = msgspec.structs.replace(result().inputs, options=options)
-    needed = plan_again(before, costs, "slimpack", 0).predicted.peak_host_bytes_per_node
-    assert needed > 0
-    for limit_bytes, fits in ((needed, True), (needed - 1, False)):
-        inputs = msgspec.structs.replace(before, host=HostMemory(costs.devices_per_node, limit_bytes))
-        inputs = msgspec.json.decode(msgspec.json.encode(inputs), type=BenchInputs)
-        with nullcontext() if fits else pytest.raises(InfeasiblePlanError, match="of host memory"):
-            plan_again(inputs, costs, "slimpack", 0)
-
-
-def test_missing_inputs_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"inputs/abc\.json cannot be read"):
-        read_inputs(tmp_path / "accuracy.csv", "abc")
-
-
 def test_another_file_is_refused_and_stays_as_it_is(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("tokens\n17\n")
@@ -137,10 +95,3 @@ def test_another_file_is_refused_and_stays_as_it_is(tmp_path):
         append_result(path, result("auto"), "tiny")
     assert path.read_text() == "tokens\n17\n"
     assert not (tmp_path / "costs").exists()
-
-
-def test_a_new_or_empty_file_is_a_ledger(tmp_path):
-    require_ledger(tmp_path / "new.csv")
-    (tmp_path / "empty.csv").touch()
-    require_ledger(tmp_path / "empty.csv")
-    assert read_ledger(tmp_path / "empty.csv") == ()

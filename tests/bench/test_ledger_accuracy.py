@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from bench_samples import batch_run, ledger_row, result_of, runs
-from evenload.cost.coefficients import write_coefficients
-from ledger import append_result, current_rows, plan_again, read_inputs, read_ledger
+from ledger import append_result, current_rows, plan_again, read_ledger
 from ledger_accuracy import (
     KIND_CASES,
     Again,
@@ -52,22 +51,6 @@ def test_the_same_version_predicts_what_was_recorded(ledger):
     (again,) = predicted_again(ledger, read_ledger(ledger))
     assert again.error == pytest.approx(1 / 1.04 - 1)
     assert drifted([again]) == []
-
-
-def test_prices_that_moved_are_told(ledger):
-    """The optimizer takes longer: the same plan, another prediction."""
-    (before,) = read_ledger(ledger)
-    _, coefficients = read_inputs(ledger, before.inputs)
-    slower = msgspec.structs.replace(
-        coefficients, optimizer_s_per_parameter=100 * coefficients.optimizer_s_per_parameter
-    )
-    write_coefficients(ledger.parent / "costs" / f"{before.inputs}.json", slower)
-    (again,) = predicted_again(ledger, [before])
-    assert again.predicted_s is not None
-    assert again.error > before.step_time_error + 0.01
-    (said,) = drifted([again])
-    assert said.startswith("tiny, some layout, with a comma, slimpack, batch 0: predicted ")
-    assert "recorded -3.9%; measure it again" in said
 
 
 def test_a_plan_that_is_made_no_more_is_not_held_against_its_measurement(ledger):
@@ -126,19 +109,6 @@ def test_kinds_with_enough_cases_have_intervals_of_their_own():
     assert inside == len(rows)
 
 
-def test_one_processor_says_nothing_of_another():
-    rows = [*many("pp=2", 4, 1.1), *many("pp=2", 4, 0.8, device="NVIDIA H100")]
-    found = {(one.device, one.layout): (one.low, one.high) for one in intervals_of(rows)}
-    assert found == {("EPYC", "any layout"): (1.1, 1.1), ("NVIDIA H100", "any layout"): (0.8, 0.8)}
-    assert coverage(rows) == (32, 32)
-
-
-def test_disturbed_rows_and_data_sheets_make_no_intervals():
-    rows = many("pp=2", KIND_CASES, 1.1)
-    for change in ({"waited_share": 0.5}, {"spread": 0.5}, {"demand": 2.0}, {"costs": "analytic"}):
-        assert intervals_of(msgspec.structs.replace(one, **change) for one in rows) == ()
-
-
 @pytest.fixture(scope="module")
 def recorded():
     rows = current_rows(read_ledger(RECORDED))
@@ -186,26 +156,6 @@ def test_nine_of_ten_rows_of_new_cases_lie_inside(cases, case_sd, row_sd):
         new = np.concatenate(list(drawn(rng, 20, 5, case_sd, row_sd).values()))
         inside.append(np.mean((low <= new) & (new <= high)))
     assert 0.85 <= np.mean(inside) <= 0.95
-
-
-@pytest.mark.parametrize(("case_sd", "row_sd"), [(0.0, 0.05), (0.03, 0.03), (0.05, 0.02)])
-def test_what_is_counted_by_leaving_cases_out_is_what_new_cases_see(case_sd, row_sd):
-    rng = np.random.default_rng(1)
-    counts = np.array([left_out_coverage(drawn(rng, 12, 12, case_sd, row_sd)) for _ in range(100)])
-    assert (counts[:, 1] == 144).all()
-    assert 0.85 <= counts[:, 0].sum() / counts[:, 1].sum() <= 0.95
-
-
-def test_an_interval_by_hand():
-    """Three cases of three rows, every other case's median 1: ranks 1 and 9 of 9 are the extremes, mirrored."""
-    low, high = case_interval({"a": [0.9, 1.0, 1.1], "b": [1.0, 1.0, 1.0], "c": [1.0, 1.2, 1.0]}) or (0.0, 0.0)
-    assert low == pytest.approx(1 / 1.2)
-    assert high == pytest.approx(1.2)
-
-
-def test_bias_moves_the_interval():
-    low, high = case_interval({name: [1.3] * 4 for name in "abc"}) or (0.0, 0.0)
-    assert (low, high) == (pytest.approx(1.3), pytest.approx(1.3))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from evenload.attention.backends import select_backend
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
 from evenload.calibrate.kernels import weight_seconds
-from evenload.calibrate.links import measured_overlap, overlap_cost, quick_links
+from evenload.calibrate.links import overlap_cost, quick_links
 from evenload.calibrate.rounds import PackClock, num_tokens_of, pack_clock, time_round, whole
 from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.mesh import create_meshes
@@ -93,37 +93,6 @@ def test_weight_gradients_that_are_put_off_are_timed():
     assert all(one.main_grad.abs().sum() > 0 for one in parameters if one.dim() == 2)
     whole_s = sum(one.seconds for one in time_round(stage, whole(*[128] * 8), clock)) / model.num_layers
     assert 0 < found_s < whole_s
-
-
-def _overlap_of_a_run(sizes_of_layouts):
-    layouts = [even_layout(3, **sizes) for sizes in sizes_of_layouts]
-    found = measured_overlap(create_meshes(layouts, torch.device("cpu"), TIMEOUT_S))
-    return None if found is None else (found.communication_slowdown, found.compute_slowdown)
-
-
-def test_a_run_that_starts_without_replicas_times_the_layout_with_most_of_them(gloo_pool):
-    """Every rank has the same answer, the idle one too."""
-    (found,) = set(gloo_pool.run(3, _overlap_of_a_run, [{"pp": 3}, {"dp": 2}]))
-    assert found is not None
-    assert gloo_pool.run(2, _overlap_of_a_run, [{"pp": 2}]) == [None, None]
-
-
-def test_a_collective_that_fails_ends_the_trial(monkeypatch):
-    """A rank that is lost meanwhile: the others must not compute for ever."""
-    calls = []
-
-    def sum_or_fail(*_, **__):
-        calls.append(1)
-        if len(calls) > 8:
-            raise RuntimeError("the connection broke")
-
-    monkeypatch.setattr("evenload.calibrate.links.reduce_scatter_single", sum_or_fail)
-    monkeypatch.setattr("evenload.calibrate.links.all_gather_single", lambda *_, **__: None)
-    monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
-    group, layout = SimpleNamespace(size=lambda: 2), even_layout(4, dp=2)
-    mesh = SimpleNamespace(data=group, layout=layout, device=torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="the connection broke"):
-        overlap_cost(mesh)
 
 
 def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):

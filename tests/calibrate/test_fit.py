@@ -1,10 +1,6 @@
 """The fit of coefficients: what it recovers, and how far off it says it is."""
 
 import dataclasses
-import multiprocessing
-import os
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -15,7 +11,7 @@ from hypothesis import strategies as st
 
 from cost_samples import BACKWARD, FORWARD, sample_model
 from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, pass_timings
-from evenload.calibrate.fit import CoreWaits, fit_relative, left_out, num_outliers, spread_of_repeats
+from evenload.calibrate.fit import fit_relative, left_out
 from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.profile import _best_tile
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features, rounds_up_to
@@ -82,90 +78,6 @@ def test_the_table_of_kernels_by_rows_and_keys_comes_back_from_packs():
         for keys in (2048, 12_288, 65_536):
             *_, own_pairs, own_prefix = pack_features(((0, keys - rows, keys),), (0,), tile)
             assert pairs * own_pairs + prefix * own_prefix == pytest.approx(kernel_s(rows, keys), rel=0.03)
-
-
-def test_left_out_packs_are_predicted_by_the_others():
-    """Seconds a token by hand: of two folds each is predicted by the other's slope, all timings of a pack together.
-
-    Packs a and c (fold 0) take 1 s a token, pack b (fold 1) takes 2: so a and c are predicted with slope 2, b with 1.
-    """
-    features = [(1.0,), (2.0,), (4.0,), (2.0,)]
-    seconds = [1.0, 4.0, 4.0, 4.0]
-    found = left_out(features, seconds, ["a", "b", "c", "b"], folds=2)
-    assert found.seconds == pytest.approx([2.0, 2.0, 8.0, 2.0])
-    # errors: 1, 0.5, 1, 0.5
-    assert (found.error.packs, found.error.folds) == (3, 2)
-    assert found.error.median == pytest.approx(0.75)
-    assert found.error.p90 == pytest.approx(1.0)
-
-
-def test_one_pack_cannot_be_left_out():
-    with pytest.raises(ValueError, match="1 packs cannot be left out"):
-        left_out([(1.0,), (1.0,)], [1.0, 2.0], ["a", "a"])
-
-
-def test_features_respect_windows_and_tiles():
-    """By hand: rows 6..9 of a document behind a window of 4 see 4 keys each, and 4 tokens of prefix."""
-    assert pack_features(((0, 6, 10),), (4,)) == (4.0, 1.0, 1.0, 16.0, 4.0)
-    # Two layers, one full: 7 + 8 + 9 + 10 = 34 pairs there.
-    assert pack_features(((0, 6, 10),), (4, 0)) == (4.0, 1.0, 1.0, 25.0, 5.0)
-    # A tile of 16 rows lacks 12, each as dear as the last, which sees 10 keys.
-    assert pack_features(((0, 6, 10),), (0,), 16) == (4.0, 1.0, 1.0, 34.0 + 120.0, 6.0)
-
-
-def test_repeats_far_from_the_median_are_counted():
-    assert num_outliers([1.0, 1.01, 0.99, 1.02, 1.0]) == 0
-    assert num_outliers([1.0, 1.01, 0.99, 1.02, 1.0, 3.0]) == 1
-    assert num_outliers([1.0, 1.0, 1.0, 1.0, 1.04]) == 0, "a clock's jitter is not an outlier"
-    assert num_outliers([1.0, 1.0, 1.0, 1.0, 0.5]) == 1
-
-
-def _keep_busy(core: int) -> None:
-    os.sched_setaffinity(0, {core})
-    while True:
-        pass
-
-
-def _waited_share(core: int, demand: float) -> float:
-    """Of 0.5 s of computing on one core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        waits, from_s = CoreWaits(demand), time.perf_counter()
-        while time.perf_counter() - from_s < 0.5:
-            sum(range(1000))
-        return waits.share()
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not count how long threads wait")
-def test_a_neighbour_on_the_same_core_is_seen_and_the_runs_own_ranks_are_not() -> None:
-    """Two processes share a core evenly: half of the time is waited, unless the run itself wants two threads a core."""
-    core = min(os.sched_getaffinity(0))
-    context = multiprocessing.get_context("fork")
-    neighbours = [context.Process(target=_keep_busy, args=(core,), daemon=True) for _ in range(3)]
-    for neighbour in neighbours:
-        neighbour.start()
-    try:
-        share = _waited_share(core, demand=1.0)
-        own = _waited_share(core, demand=100.0)
-    finally:
-        for neighbour in neighbours:
-            neighbour.kill()
-            neighbour.join()
-    assert share > 0.3
-    assert Noise(waited_share=share, spread=0.0).is_noisy
-    assert own < 0.1
-
-
-def test_repeats_that_differ_are_noisy() -> None:
-    even = spread_of_repeats([[1.0, 1.1, 1.05], [4.0, 4.2, 4.1]])
-    uneven = spread_of_repeats([[1.0, 3.0, 2.0], [4.0, 9.0, 8.0]])
-    assert not Noise(waited_share=0.0, spread=even).is_noisy
-    assert Noise(waited_share=0.0, spread=uneven).is_noisy
-    assert Noise(waited_share=0.0, spread=uneven).size > Noise(waited_share=0.05, spread=even).size
-    assert "3% of the time" in Noise(waited_share=0.03, spread=0.0).describe()
 
 
 DEVICE = {

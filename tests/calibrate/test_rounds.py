@@ -9,7 +9,7 @@ import torch
 from cost_samples import sample_model
 from evenload.calibrate import rounds as pack_clock
 from evenload.calibrate.calibrate import _rounds
-from evenload.calibrate.rounds import QUICK_ROUNDS, AskingClock, PackClock, QueueClock, longest_of, rounds_up_to
+from evenload.calibrate.rounds import QUICK_ROUNDS, AskingClock, QueueClock, longest_of, rounds_up_to
 from evenload.data.hub import model_from
 
 
@@ -30,10 +30,6 @@ def test_documents_as_long_as_packs_come_whole_and_cut():
     whole, cut = ([8192], [7168, 1024])
     assert [tokens_of(packs) for packs in rounds_up_to(8192, 8192)] == [[8192], whole, cut]
     assert longest_of(rounds_up_to(8192, 8192)[0]) == 1024
-
-
-def test_runs_of_small_packs_have_no_more_than_others():
-    assert rounds_up_to(max(map(longest_of, QUICK_ROUNDS)), 4096) == ()
 
 
 class FakeStage:
@@ -74,13 +70,6 @@ def test_large_packs_of_a_large_model_are_timed_on_one_layer(monkeypatch):
     assert max(rounds)[0] == 65_536
     assert all(layers == ([0] if tokens > 4096 else [0, 1, 2, 3]) for tokens, layers in rounds)
     assert all(layers == list(range(32)) for _, layers in timed(monkeypatch, "cpu", 0, model, 65_536))
-
-
-def test_layers_that_are_timed_have_every_window_of_the_stage(monkeypatch):
-    """Five layers with a window for one without, as in Gemma 3."""
-    model = sample_model(num_layers=6, sliding_windows=(64,) * 5 + (0,))
-    rounds = timed(monkeypatch, "cuda", 80, model, 8192)
-    assert {tuple(layers) for _, layers in rounds} == {(0, 5)}
 
 
 class Machine:
@@ -144,33 +133,6 @@ def test_both_are_told_apart_once_the_host_has_a_head_start(machine, host_s, dev
         assert again == (pytest.approx(10 * device_s), pytest.approx(10 * host_s))
 
 
-def test_a_first_call_that_compiles_asks_for_no_long_head_start_later(machine):
-    clock = QueueClock(torch.device("cuda"), keeps_busy(machine))
-    clock.time("pack", machine.kernels(1.0, 10e-6))
-    clock.time("pack", machine.kernels(50e-6, 10e-6))
-    before_s = machine.synchronise()
-    found = clock.time("pack", machine.kernels(50e-6, 10e-6))
-    assert found.device_s == pytest.approx(100e-6)
-    assert machine.synchronise() - before_s < 2e-3
-
-
-def test_a_host_that_becomes_slower_gets_a_longer_head_start(machine):
-    clock = QueueClock(torch.device("cuda"), keeps_busy(machine))
-    for host_s in (20e-6, 20e-6, 90e-6):
-        found = clock.time("pack", machine.kernels(host_s, 10e-6))
-    assert found.device_s > 500e-6, "it waited for its host"
-    assert clock.time("pack", machine.kernels(90e-6, 10e-6)).device_s == pytest.approx(100e-6)
-
-
-def test_devices_that_share_a_pack_begin_it_together(machine):
-    """What this rank waits for the others is before the pack, not in it."""
-    other_s = 5e-3
-    clock = QueueClock(torch.device("cuda"), keeps_busy(machine), lambda: machine.launch(host_s=1e-6, device_s=other_s))
-    for _ in range(2):
-        found = clock.time("pack", machine.kernels(50e-6, 10e-6))
-    assert found.device_s == pytest.approx(100e-6)
-
-
 def test_layers_whose_host_asks_the_device_are_not_told_apart(machine):
     def asks():
         machine.kernels(50e-6, 10e-6)()
@@ -181,9 +143,3 @@ def test_layers_whose_host_asks_the_device_are_not_told_apart(machine):
     for _ in range(3):
         found = clock.time("pack", asks)
         assert found == (pytest.approx(20 * 50e-6 + 20e-6, rel=0.02), 0.0)
-
-
-def test_a_cpu_is_its_own_host():
-    found = PackClock(torch.device("cpu")).time("pack", lambda: torch.ones(200, 200) @ torch.ones(200, 200))
-    assert found.device_s > 0
-    assert found.host_s == 0

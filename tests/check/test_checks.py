@@ -15,9 +15,7 @@ from check_cases import (
     invariance_among_processors,
     invariance_verdict,
     isolation_verdict,
-    not_planned_in_a_check,
     resume_verdict,
-    summed_in_a_check,
 )
 from dist_training import COSTS
 from evenload.check.checks import check_ledger, check_memory, survey_batches
@@ -91,11 +89,6 @@ def test_a_leak_of_a_thousandth_of_the_neighbour_is_caught(gloo_pool, config_fil
     assert "reach another" in verdict.why
 
 
-def test_packs_of_one_document_prove_nothing(gloo_pool, config_file):
-    more = [*PIPELINE, "data.batch_documents=1"]
-    assert agreed(gloo_pool.run(2, isolation_verdict, str(config_file), more, False)).outcome == "skipped"
-
-
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     sweep(
@@ -129,35 +122,10 @@ def test_in_float64_the_verdict_does_not_depend_on_the_processor(gloo_pool, tmp_
     assert verdict.outcome == "pass", verdict
 
 
-def test_gradients_are_summed_as_the_run_does(gloo_pool, config_file):
-    """Beside packs or after them: the same to the bit, and what is checked is what runs."""
-    more = ["parallel.dp=2", "plan.options.dp_merge=false"]
-    beside = gloo_pool.run(2, summed_in_a_check, str(config_file), more)
-    after = gloo_pool.run(2, summed_in_a_check, str(config_file), [*more, "train.overlap_reduction=false"])
-    assert [seen for seen, _ in beside] == [[True]] * 2
-    assert [seen for seen, _ in after] == [[False]] * 2
-    for (_, one), (_, other) in zip(beside, after, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_plans_of_checks_keep_within_host_memory(gloo_pool, config_file):
-    more = [*PIPELINE, "plan.options.policy=offload", "plan.host_memory_bytes=1000"]
-    left_out = gloo_pool.run(2, not_planned_in_a_check, str(config_file), more)[0]
-    assert len(left_out) == 5
-    assert all("of host memory on the fullest node of 2 devices" in said for said in left_out)
-
-
 def test_a_wrong_denominator_is_caught(gloo_pool, config_file):
     verdict = agreed(gloo_pool.run(2, invariance_verdict, str(config_file), PIPELINE, True))
     assert verdict.outcome == "fail"
     assert verdict.why.startswith("slimpack in short slices: loss off by ")
-
-
-def test_plain_training_of_adapters_is_not_there_to_compare_with(gloo_pool, config_file):
-    verdict = agreed(gloo_pool.run(2, invariance_verdict, str(config_file), [*TENSOR, "model.lora.rank=2"], False))
-    assert verdict.outcome == "skipped"
-    assert "adapters" in verdict.why
 
 
 @pytest.mark.parametrize("more", sweep([[*TENSOR, "model.lora.rank=2"], PIPELINE], 1), ids=" ".join)
@@ -270,11 +238,6 @@ def test_what_differs_among_processors_does_not_under_exact_casts(kind):
     assert difference(kind) > 100 * EXACT, "and is over afterwards"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_it_holds_in_every_test_that_does_not_ask_otherwise(kind):
-    assert difference(kind) <= EXACT
-
-
 class Narrowed(TorchFunctionMode):
     """Collects functions that make float32 of a float64 model's values, or of integers."""
 
@@ -302,24 +265,6 @@ def test_nothing_of_a_float64_model_passes_through_float32(kind, attention):
     with Narrowed() as narrowed:
         model(ids, labels=ids, use_cache=False).loss.backward()
     assert narrowed.functions == []
-
-
-@rounds
-def test_without_it_transformers_does_narrow():
-    model = plain_model(tiny_config("llama"), random_weights("llama"), torch.float64)
-    with Narrowed() as narrowed:
-        model(TOKENS[0][None], use_cache=False)
-    assert {"to", "float"} <= set(narrowed.functions)
-
-
-@rounds
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_models_of_other_precisions_are_left_alone(dtype):
-    weights = {name: weight.to(dtype) for name, weight in random_weights("gemma2").items()}
-    model = plain_model(tiny_config("gemma2"), weights, dtype)
-    plain = model(TOKENS[0][None]).logits
-    with exact_casts():
-        assert torch.equal(model(TOKENS[0][None]).logits, plain)
 
 
 @rounds

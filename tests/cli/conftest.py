@@ -20,3 +20,11 @@ def command_here(capfd: pytest.CaptureFixture[str]):
         return int(exit.value.code or 0), *capfd.readouterr()
 
     return run
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks must not start, and what is checked before is checked in this process, which has imported it all."""
+    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
+    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))

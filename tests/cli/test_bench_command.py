@@ -10,12 +10,8 @@ from bench_samples import batch_run, result_of, runs
 from cost_samples import sample_coefficients, sample_model
 from evenload.bench.runs import BenchResult, MachineLoad
 from evenload.cli.bench import show_result
-from evenload.cli.bench_worker import bench_report, checked_bench
 from evenload.cli.main import main
-from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import MeasuredOn, Noise
-from evenload.plan.strategies.registry import STRATEGIES
-from evenload.report.run_report import RunSection
 from ledger import plan_again
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
@@ -75,49 +71,6 @@ def test_the_same_batches_are_measured_under_every_strategy(project, monkeypatch
     assert "losses of the strategies differ by at most" in output
 
 
-def test_all_says_what_it_leaves_out(project):
-    """Strategies that cannot train in the layout are named with the reason, not dropped."""
-    plan, layout = checked_bench(load_train_config(Path("config.toml"), []), None, 1, 1)
-    assert layout.world_size == 2
-    assert {*plan.strategies, *(one.name for one in plan.left_out)} == set(STRATEGIES)
-    why = {one.name: one.why for one in plan.left_out}
-    assert "it knows no pipeline" in why["skrull"]
-    assert "changes the layout between steps, and there is pp=2 alone" in why["flexpipe"]
-
-
-def test_no_number_is_cut_however_narrow_the_terminal_and_busy_the_machine(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    quiet, busy = batch_run((1.0, 1.02, 1.05), 0.9), batch_run((12.53, 142.1, 1.33), 1234.5)
-    found = (runs("fixed_greedy", quiet), runs("slimpack", busy))
-    show_result(result_of(*found, loss_difference=1e-9), 3.0)
-    out = capsys.readouterr().out
-    assert "…" not in out
-    assert all(number in out for number in ("fixed_greedy", "+9752.4 %", "1123.5 %", "1234 s"))
-
-
-def test_no_winner_is_shown_that_the_repeats_do_not_support(capsys, monkeypatch):
-    """Table, lines and page: an arrow and a factor on a quiet machine, neither on a noisy one."""
-    monkeypatch.setenv("COLUMNS", "100")
-    slow, fast = runs("best_fit", batch_run((1.3, 1.31, 1.3), 1.3)), runs("slimpack", batch_run((1.0, 1.01, 1.0)))
-    quiet = result_of(slow, fast)
-    show_result(quiet, 3.0)
-    out = capsys.readouterr().out
-    assert out.count("▶ slimpack") == 1
-    assert "\nmeasured: best_fit takes 1.30 times as long as slimpack (95 % interval 1." in out
-    assert "; predicted: 1.30\n" in out
-    noisy = result_of(runs("best_fit", batch_run((1.0, 1.6, 1.1))), runs("slimpack", batch_run((1.4, 0.9, 1.0))))
-    show_result(noisy, 3.0)
-    out = capsys.readouterr().out
-    assert "▶" not in out
-    assert "\nmeasured: this machine is too noisy to tell: best_fit takes 0." in out
-    # Of steps, of which these results have none.
-    monkeypatch.setattr("evenload.cli.bench_worker._section", lambda one, *_: RunSection(name=one.strategy))
-    monkeypatch.setattr("evenload.cli.bench_worker._row", lambda one, _: {"name": one.strategy})
-    pages = [bench_report(result, {"best_fit": (), "slimpack": ()}) for result in (quiet, noisy)]
-    assert [page.best for page in pages] == ["slimpack", ""]
-    assert [page.headline for page in pages] == [f"Measured: {result.outcome}" for result in (quiet, noisy)]
-
-
 def noisy_result(load: MachineLoad, noise: Noise, *seconds: float) -> BenchResult:
     """Of one strategy, with costs that were measured under a noise."""
     where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, noise=noise)
@@ -157,11 +110,8 @@ def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, noise, 
         (["train.stepz=3"], "train.steps"),
     ],
 )
-def test_mistakes_are_refused_before_processes_start(project, capsys, monkeypatch, arguments, message):
-    def nothing(*_, **__):
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr("evenload.cli.launch.run_local", nothing)
+@pytest.mark.usefixtures("no_ranks", "project")
+def test_mistakes_are_refused_before_processes_start(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "config.toml", *arguments])
     assert stopped.value.code == 2

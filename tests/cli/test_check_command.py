@@ -10,7 +10,6 @@ from evenload.cli.main import main
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.types.model import MODELS
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
-from sweeps import thorough
 
 NAMES = ("isolation", "invariance", "resume", "ledger", "memory")
 
@@ -51,18 +50,6 @@ def test_a_right_run_passes_and_nothing_is_written(project, command_here):
     assert "Traceback" not in output + errors
 
 
-@thorough  # tests/check/test_checks.py has tensor-parallel ranks without a command
-@pytest.mark.long
-def test_a_tensor_parallel_run_is_proved_too(project, command_here):
-    """Two ranks with parts of every matrix and of every row: nothing is skipped."""
-    write_small_costs(project, tp=2)
-    settings = ("parallel.pp=1", "parallel.tp=2", "train.cost_file=cost.json")
-    code, output, errors = command_here("check", "config.toml", *settings)
-    assert verdicts(output) == dict.fromkeys(NAMES, "pass"), output
-    assert code == 0
-    assert "on layout tp=2" in errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -73,11 +60,9 @@ def test_a_tensor_parallel_run_is_proved_too(project, command_here):
         (["plan.strategy=slimpak"], "did you mean 'slimpack'"),
     ],
 )
-def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, arguments, expected):
+@pytest.mark.usefixtures("no_ranks")
+def test_mistakes_are_refused_before_ranks_start(project, capsys, arguments, expected):
     """In this process, which has imported it all; that errors pass from another one shows test_train_command.py."""
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
     write_coefficients(project / "of_nothing.json", COSTS)
     of_another = MeasuredOn(model=MODELS["llama-7b"], dp=1, cp=1, pp=2, tp=1)
     write_coefficients(project / "of_another.json", msgspec.structs.replace(COSTS, measured_on=of_another))
@@ -85,10 +70,3 @@ def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, a
         main(["check", "config.toml", *arguments])
     assert exit.value.code == 2
     assert expected in capsys.readouterr().err
-
-
-def test_torchrun_is_not_needed(project, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    with pytest.raises(SystemExit):
-        main(["check", "config.toml"])
-    assert "run it without torchrun" in capsys.readouterr().err

@@ -26,23 +26,6 @@ def test_words_in_brackets_are_shown():
     assert "the processes of [parallel]" in " ".join(shown("check").split())
 
 
-def test_lines_of_the_source_are_no_lines_of_the_help():
-    """The terminal wraps; blocks such as command lines stay."""
-    helps = {command.name: command.help or "" for command in app.registered_commands}
-    assert set(helps) == set(COMMANDS)
-    for paragraph in (one for text in helps.values() for one in text.split("\n\n")):
-        assert paragraph.startswith("    ") or "\n" not in paragraph, paragraph
-    assert "    torchrun --nnodes 2" in helps["train"]
-
-
-def test_options_of_plan_stand_under_what_they_are_for():
-    text = shown("plan")
-    places = [text.index(f"─ {panel} ─") for panel in ("Model and cluster", "Documents", "Strategies", "Searches")]
-    assert places == sorted(places)
-    documents = text[places[1] : places[2]]
-    assert all(option in documents for option in ("--context", "--tokens", "--tokenizer", "--overlong"))
-
-
 def test_the_smallest_configuration_in_the_help_of_train_is_one():
     lines = shown("train").partition("smallest CONFIG.toml")[2].partition("Starts its own")[0].splitlines()[1:]
     config = read_train_config(tomllib.loads("\n".join(line.strip() for line in lines)))

@@ -1,7 +1,6 @@
 import json
 import sys
 
-import numpy as np
 import pytest
 
 from evenload.cli.main import main
@@ -43,13 +42,6 @@ def test_lengths_writes_table_json_page_and_picture(table, tmp_path, capsys) -> 
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_documents_of_a_text_source_are_counted(tmp_path, capsys) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"text": "de"}\n')
-    assert run(str(tmp_path / "a.jsonl")) == 0
-    # Bytes, and an end-of-document token each.
-    assert "2 documents, 7 bytes" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("content", "more", "message"),
     [
@@ -70,29 +62,9 @@ def test_user_errors_are_one_line_and_exit_2(tmp_path, capsys, content, more, me
     assert message in error
 
 
-def test_a_window_below_one_and_a_missing_file_exit_2(table, capsys) -> None:
-    assert run(table, "--window", "0") == 2
-    assert run("nowhere.npy") == 2
-    assert "nowhere.npy" in capsys.readouterr().err
-
-
 def test_a_picture_without_matplotlib_names_the_extra(table, tmp_path, capsys, monkeypatch) -> None:
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     assert run(table, "--png", str(tmp_path / "a.png")) == 2
     assert "pip install 'evenload[png]'" in capsys.readouterr().err
     assert not (tmp_path / "a.png").exists()
-
-
-def test_a_real_table_is_counted_exactly(capsys, tmp_path) -> None:
-    lengths = np.random.default_rng(0).lognormal(7, 2, 20_000).astype(np.int64) + 1
-    np.save(tmp_path / "a.npy", lengths)
-    assert run(str(tmp_path / "a.npy"), "--json", str(tmp_path / "a.json")) == 0
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["tokens"] == int(lengths.sum())
-    assert found["windows"][0]["tokens_beyond"] == int(np.maximum(lengths - 4096, 0).sum())
-
-
-def test_help_has_an_example(capsys) -> None:
-    assert run("--help") == 0
-    assert "evenload lengths examples/lengths/github_dirs.npy.gz" in capsys.readouterr().out

@@ -8,31 +8,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import msgspec
 import numpy as np
 import pytest
-from rich.console import Console
 
-from dist_training import COSTS
-from evenload import plan
-from evenload.cli import worker_setup
 from evenload.cli.environment import prepare_environment, replace_unknown_characters, with_home
 from evenload.cli.main import main
 from evenload.cli.options import require_writable, require_writable_directory
-from evenload.cli.train_run import train_run
+from evenload.cli.train import train_run
 from evenload.config.keys import settings_of
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
-from evenload.cost.coefficients import read_coefficients
-from evenload.data.blocks import HoldOut
-from evenload.data.config import DataConfig
-from evenload.data.hub import model_from
-from evenload.data.loader import GlobalBatchLoader
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError
 from evenload.types.base import PathText
-from evenload.types.layout import even_layout
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 from sweeps import LOOKS_FURTHER, thorough
 
@@ -122,25 +111,6 @@ def test_a_home_that_belongs_to_somebody_else_is_refused(tmp_path, monkeypatch):
         prepare_environment()
 
 
-def test_a_home_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    measured = SimpleNamespace(coefficients=COSTS, largest_pack_tokens=8, noise=SimpleNamespace(is_noisy=False))
-    for name, answer in (("calibrate", measured), ("computing_demand", None), ("what_is_timed", "")):
-        monkeypatch.setattr(worker_setup, name, lambda *asked, answer=answer: answer)
-    monkeypatch.setattr(worker_setup.dist, "broadcast_object_list", lambda *asked, **options: None)
-    mesh = SimpleNamespace(rank=0, device=SimpleNamespace(type="cpu"), control=None, layout=even_layout(2))
-    config = SimpleNamespace(
-        train=SimpleNamespace(cost_file=None, recalibrate=False),
-        data=SimpleNamespace(max_document_tokens=8),
-        max_pack_tokens=8,
-    )
-    trainer = SimpleNamespace(mesh=mesh, config=config, coefficients=None, stages=None, model=model_from("llama3-8b"))
-    found = worker_setup._found_or_measured(trainer, tmp_path / "file" / "cache", 1, Console(width=400), None)
-    assert found is COSTS
-    assert "not kept for the next run" in (shown := capsys.readouterr().out)
-    assert "cache cannot be written (Not a directory); set HOME or XDG_CACHE_HOME" in shown
-
-
 def test_arguments_with_a_tilde_are_paths_whatever_stands_before():
     home = os.path.expanduser("~")
     assert with_home("~/a b") == f"{home}/a b"
@@ -192,17 +162,6 @@ def test_every_setting_that_is_a_path_knows_the_home_directory(tmp_path, monkeyp
         assert value == f"{tmp_path}/{name}"
     with pytest.raises(ConfigError, match=r"output_dir is '~nobody-has-it/x', and no such home is known"):
         load_train_config(tmp_path / "c.toml", ["model.path=m", "train.output_dir=~nobody-has-it/x"])
-
-
-def test_functions_know_the_home_directory_as_commands_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "l.txt").write_text("100\n200\n")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    found = plan("~/l.txt", model="~/config.json", cluster="h100x2", strategy="balanced", documents=2)
-    found.write_html("~/page.html")
-    assert (tmp_path / "page.html").is_file()
-    with pytest.raises(ConfigError, match=r"cost file ~/no.json cannot be read: No such file"):
-        read_coefficients("~/no.json")
 
 
 def test_links_that_lead_nowhere_are_named(tmp_path, monkeypatch, capsys):
@@ -272,26 +231,6 @@ def test_odd_names_are_read_shown_and_written(tmp_path, monkeypatch, capfd, name
             or "\n" in told
         )
         assert Path(page).stat().st_size > 1000
-
-
-def test_a_share_that_holds_out_nothing_or_everything_names_itself_and_the_documents(tmp_path):
-    assert HoldOut(0.99, takes=True).is_held_out(BYTES_NAME, 0)  # a name that is no text, too
-    (tmp_path / "docs").mkdir()
-    for index in range(6):
-        (tmp_path / "docs" / f"{index}.txt").write_text("some text")
-    config = DataConfig(
-        sources=(str(tmp_path / "docs"),), batch_documents=2, max_document_tokens=64, epochs=1, workers=0,
-        held_out_share=1e-6, reads="held_out",
-    )  # fmt: skip
-    with pytest.raises(
-        DataError, match=r"validation.share 1e-06 holds out none of 6 documents of data.sources; raise it"
-    ):
-        GlobalBatchLoader(config).next_batch()
-    rest = msgspec.structs.replace(config, held_out_share=1 - 1e-9, reads="training")
-    with pytest.raises(
-        DataError, match=r"held out for validation\) +6 documents.* check data.sources,.*validation.share"
-    ):
-        GlobalBatchLoader(rest).next_batch()
 
 
 def lengths(path: Path, capsys) -> tuple[int, str]:

@@ -1,18 +1,12 @@
 """`evenload.plan` gives what `evenload plan` writes."""
 
-import inspect
 import json
-import subprocess
-import sys
-from dataclasses import fields
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 import evenload
-from evenload.cli.plan_arguments import PlanArguments
-from evenload.cli.plan_call import PlanSettings
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.stepplan.validate import validate_plan
 from plan_calls import run_plan, write_lengths
@@ -133,12 +127,6 @@ def test_a_notebook_shows_a_table_and_says_what_does_not_fit():
     assert repr(found) == "Comparison(1 strategy, best='balanced', factor=None)"
 
 
-def test_every_option_of_the_command_is_a_setting():
-    named = set(inspect.signature(evenload.plan).parameters) - {"further"}
-    assert named | set(PlanSettings.__annotations__) == {field.name for field in fields(PlanArguments)} - FILES
-    assert not named & set(PlanSettings.__annotations__)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -157,12 +145,3 @@ def test_mistakes_are_errors_in_words(given, expected):
     kind, words = expected
     with pytest.raises(kind, match=words):
         evenload.plan(**{"lengths": [100, 200], **WHERE, "documents": 2, **given})
-
-
-def test_package_and_function_have_one_name_whichever_comes_first():
-    """And no torch is imported."""
-    call = "evenload.plan([100, 900] * 8, model='llama-7b', cluster='h100x8', documents=8, strategy='best_fit').best"
-    for first in ("import evenload.plan.planner", "from evenload import plan; evenload = __import__('evenload')"):
-        code = f"{first}\nprint({call})\nimport sys, evenload.plan.planner\nprint({call}, 'torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-        assert done.stdout.split() == ["best_fit", "best_fit", "False"]

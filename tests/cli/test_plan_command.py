@@ -12,7 +12,6 @@ import pytest
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.stepplan.validate import validate_plan
-from evenload.types.text import format_bytes
 from plan_calls import run_plan, write_lengths
 
 SHOWN = [one.name for one in STRATEGIES.values() if not (one.needs_solver or one.needs_one_stage)]
@@ -86,16 +85,6 @@ def test_headline_without_a_factor_or_of_the_baseline_alone(table, capsys, strat
     assert said in capsys.readouterr().out.splitlines()[1]
 
 
-def test_host_memory_of_a_node_is_in_the_table_and_in_the_file(table, tmp_path, capsys) -> None:
-    path = tmp_path / "out.json"
-    assert run_plan(*inputs(table, "--strategy", "balanced", "--policy", "offload", "--json", str(path))) == 0
-    content, shown = json.loads(path.read_text()), capsys.readouterr().out
-    (row,) = content["strategies"]
-    assert 0 < row["peak_host_bytes_per_node"] < content["inputs"]["host_memory_cap_bytes_per_node"]
-    assert "a node" in shown
-    assert format_bytes(row["peak_host_bytes_per_node"]) in shown
-
-
 def test_a_cluster_that_says_no_host_memory_is_told_of(table, tmp_path, capsys) -> None:
     text = (Path(__file__).parents[2] / "examples" / "clusters" / "two_nodes.toml").read_text()
     without = tmp_path / "without.toml"
@@ -109,24 +98,6 @@ def test_a_cluster_that_says_no_host_memory_is_told_of(table, tmp_path, capsys) 
         asked = [table, "--model", "qwen2.5-0.5b", "--cluster", str(cluster), "--documents", "8", "--policy", policy]
         assert run_plan(*asked, "--strategy", "balanced") == 0
         assert (told in capsys.readouterr().out) == is_told, (cluster, policy)
-
-
-def test_same_inputs_give_the_same_figures(table, tmp_path) -> None:
-    rows = []
-    for name in ("a", "b"):
-        assert run_plan(*inputs(table, "--json", str(tmp_path / name), "--seed", "5")) == 0
-        rows.append(json.loads((tmp_path / name).read_text())["strategies"])
-    for row in (*rows[0], *rows[1]):
-        del row["plan_time_s"]
-    assert rows[0] == rows[1]
-
-
-def test_default_layout_uses_all_devices(table, tmp_path) -> None:
-    path = tmp_path / "out.json"
-    arguments = ["--model", "llama-7b", "--cluster", "h100x8", "--json", str(path), "--strategy", "balanced"]
-    assert run_plan(table, *arguments, "--tokens", "20000") == 0
-    layout = json.loads(path.read_text())["inputs"]["layout"]
-    assert layout["dp"] * layout["pp"] == 8
 
 
 def test_search_layout_ranks_layouts_and_uses_the_first(table, tmp_path, capsys) -> None:
@@ -211,30 +182,6 @@ def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_pat
     assert plan.layout.stage_counts == tuple(counts)
 
 
-def test_searched_layouts_say_which_layers_their_stages_have(tmp_path, capsys) -> None:
-    """Few long documents: no replica alone is fast, so pipelines are among the best."""
-    table, path = tmp_path / "long.npy", tmp_path / "out.json"
-    np.save(table, np.full(8, 4000, np.uint32))
-    arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x4", "--json", str(path), "--documents", "4"]
-    assert run_plan(str(table), *arguments, "--strategy", "slimpack", "--search-layout") == 0
-    content, shown = json.loads(path.read_text()), capsys.readouterr().out
-    for result in content["layouts"]:
-        assert len(result["stage_layers"]) == result["layout"]["pp"] * result["layout"]["virtual"]
-        assert sum(result["stage_layers"]) == 24
-    assert content["layouts"][0]["stage_layers"] == content["inputs"]["stage_layers"]
-    uneven = [result["stage_layers"] for result in content["layouts"] if max(result["stage_layers"]) > 6]
-    assert any(f"layers {'+'.join(map(str, counts))}" in shown for counts in uneven)
-
-
-def test_virtual_stages_can_be_asked_for(table, tmp_path) -> None:
-    path = tmp_path / "plan.json"
-    arguments = ["--model", "llama-7b", "--cluster", "h100x4", "--layout", "pp=4,virtual=2", "--documents", "16"]
-    assert run_plan(table, *arguments, "--strategy", "auto", "--emit-plan", str(path)) == 0
-    (plan,) = json.loads(path.read_text())["plans"]
-    assert plan["layout"]["stage_to_rank"] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert len(plan["replicas"][0]["durations_backward_s"][0]) == 8
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -265,15 +212,6 @@ def test_user_errors_are_one_line_and_exit_2(table, capsys, more, message) -> No
     assert message in error
 
 
-def test_missing_lengths_exit_2(tmp_path, capsys) -> None:
-    assert run_plan(*inputs(str(tmp_path / "nowhere.npy"))) == 2
-    assert "nowhere.npy" in capsys.readouterr().err
-
-
-def test_unknown_option_exits_2(table) -> None:
-    assert run_plan(*inputs(table, "--contxt", "5")) == 2
-
-
 def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None:
     path = tmp_path / "out.json"
     cluster = tmp_path / "small.toml"
@@ -288,16 +226,6 @@ def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None
     found = json.loads(path.read_text())
     assert found["best"] is None
     assert all("GiB" in row["why"] and not row["feasible"] for row in found["strategies"])
-
-
-def test_default_layout_of_a_model_too_large_exits_3(table, capsys) -> None:
-    assert run_plan(table, "--model", "llama-150b", "--cluster", "h100x8") == 3
-    assert "name a larger cluster" in capsys.readouterr().err
-
-
-def test_help_has_an_example(capsys) -> None:
-    assert run_plan("--help") == 0
-    assert "Example" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("strategy", ["auto", "flexpipe"])

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from evenload.cli.main import main
-from evenload.cli.plan_inputs import PlanCosts
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.coefficients import CopySpec, CostCoefficients, MeasuredOn, Noise, write_coefficients
+from evenload.cost.coefficients import CostCoefficients, MeasuredOn, Noise, write_coefficients
 from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import MODELS, ModelSpec
@@ -90,20 +89,6 @@ def test_costs_of_a_busy_machine_give_no_interval_anywhere(table, tmp_path, caps
     assert (found["strategies"][0]["step_time_interval_s"] is not None) == is_quiet
 
 
-def test_the_precision_is_the_files(table, tmp_path) -> None:
-    """The command line names no precision, and a CPU measures in fp32: memory and transfers are of 4 bytes."""
-    wide = msgspec.structs.replace(SMALL, bytes_per_element=4)
-    peaks = []
-    for name, model in (("fp32", wide), ("bf16", SMALL)):
-        write_coefficients(tmp_path / "cost.json", measured_on_one_device(model))
-        files = ["--cost", str(tmp_path / "cost.json"), "--json", str(tmp_path / name)]
-        common = ["--cluster", "h100x1", "--documents", "20", "--strategy", "best_fit", "--policy", "replay"]
-        assert run(table, "--model", SMALL.name, *common, *files) == 0
-        (row,) = json.loads((tmp_path / name).read_text())["strategies"]
-        peaks.append(row["peak_memory_bytes"])
-    assert peaks[0] > peaks[1]
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -121,14 +106,3 @@ def test_a_file_of_another_model_is_refused(table, tmp_path, capsys, model, mess
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_what_a_run_measured_of_switches_is_used_and_its_lack_is_said() -> None:
-    layout = even_layout(SMALL.num_layers)
-    without = measured_on_one_device(SMALL)
-    copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
-    measured = msgspec.structs.replace(without, copies=copies)
-    for costs, is_said in ((None, True), (without, True), (measured, False)):
-        found = PlanCosts(SMALL, cluster_from("h100x8"), costs, "cost file", reads_twins=True)
-        assert any("change of the layout takes was not measured" in note for note in found.notes(layout)) == is_said
-        assert found.of(layout).copies == (copies if costs is measured else None)

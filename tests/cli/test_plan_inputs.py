@@ -9,13 +9,9 @@ import pytest
 
 from evenload.cli.main import main
 from evenload.cli.options import parse_tokens
-from evenload.cli.plan_arguments import chosen_strategies
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
-from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
-from evenload.types.layout import even_layout
-from evenload.types.text import in_unit
 
 MODEL = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
@@ -107,17 +103,6 @@ def test_declared_layouts_are_those_that_strategies_change_to(project) -> None:
         assert taken <= {"dp=2 pp=2 layers=1+3", "dp=4", "pp=4"}
 
 
-def test_a_run_under_flexpipe_that_declares_no_layouts_is_planned_in_those_that_it_would_take(project) -> None:
-    file = project / "config.toml"
-    file.write_text(file.read_text().replace("[plan]", '[plan]\n        strategy = "flexpipe"'))
-    ask = ("plan", "config.toml", "--cluster", "h100x8", "--strategy", "flexpipe", "--steps", "3")
-    assert run(*ask, "--json", "found.json") == 0
-    (row,) = json.loads(Path("found.json").read_text())["strategies"]
-    taken = {name for one in row["layout_decisions"] for name in (one["layout"], one["other"])}
-    assert taken <= {"dp=2 pp=2 layers=1+3", "dp=2 pp=2", "dp=4", "pp=4", "pp=3", ""}
-    assert len(row["layout_decisions"]) == 3
-
-
 def test_explicit_options_win_over_the_configuration(project, capsys) -> None:
     options = ("--layout", "dp=4", "--tokens", "1k", "--context", "2k", "--overlong", "drop", "--policy", "recompute")
     assert run(*PLAN, *options, "--include", "*.md", "--tokenizer", "bytes", "--json", "out.json") == 0
@@ -146,26 +131,6 @@ def test_documents_without_a_tokeniser_are_bytes_everywhere(project, capsys) -> 
     assert "tokens/s" not in page
     assert run("plan", "corpus", *arguments, "--context", "50") == 2
     assert "has 51 bytes, context is 50" in capsys.readouterr().err
-
-
-def test_lengths_counts_as_asked_and_names_the_unit(project, capsys) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install 'evenload[png]')")
-    assert run("lengths", "corpus", "--html", "out.html", "--png", "out.png", "--json", "out.json") == 0
-    shown = capsys.readouterr().out
-    assert "21 documents" in shown
-    assert "of bytes" in shown
-    assert "token" not in shown.replace("tokeniser", "").replace("--tokenizer", "")
-    assert json.loads(Path("out.json").read_text())["inputs"]["unit"] == "bytes"
-    page = Path("out.html").read_text().partition("<script>")[0]
-    assert "length from (bytes" in page
-    assert "token" not in page
-    capsys.readouterr()
-    assert run("lengths", "corpus", "--tokenizer", "model", "--include", "*.txt", "--window", "1k") == 0
-    counted = capsys.readouterr().out
-    assert "20 documents" in counted
-    assert "length in tokens" in counted
-    assert run("lengths", "config.toml", "--window", "1k") == 0
-    assert counted.splitlines()[1:] == capsys.readouterr().out.splitlines()[1:]
 
 
 def test_corrupt_records_and_record_kinds_are_asked_for(tmp_path, capsys) -> None:
@@ -209,11 +174,6 @@ def test_what_is_wrong_is_told_before_a_document_is_read(tmp_path, monkeypatch, 
     assert "has no files" not in error
 
 
-def test_a_model_is_asked_for_where_nothing_names_one(tmp_path, capsys) -> None:
-    assert run("plan", "nowhere.npy", "--cluster", "h100x8") == 2
-    assert "--model is missing" in capsys.readouterr().err
-
-
 def test_all_says_what_it_leaves_out(tmp_path, capsys) -> None:
     np.save(tmp_path / "a.npy", np.full(50, 300, np.int64))
     arguments = ["plan", str(tmp_path / "a.npy"), "--model", "llama-7b", "--cluster", "h100x8", "--documents", "8"]
@@ -224,14 +184,6 @@ def test_all_says_what_it_leaves_out(tmp_path, capsys) -> None:
     shown = capsys.readouterr().out
     assert "left out of --strategy all: skrull: it knows no pipeline, and layout dp=2 pp=4 has 4 stages" in shown
     assert "left out of --strategy all: fixed_exact: its solver takes up to 10 s" in shown
-
-
-def test_nothing_is_left_out_without_a_reason() -> None:
-    for layout in (even_layout(8, dp=2), even_layout(8, pp=2), even_layout(8, virtual=2)):
-        names, left_out = chosen_strategies(None, layout, PlanOptions())
-        assert {*names, *(one.name for one in left_out)} == set(STRATEGIES)
-        assert all(one.why for one in left_out)
-    assert chosen_strategies(("skrull",), even_layout(8, pp=2), PlanOptions()) == (("skrull",), ())
 
 
 def test_layouts_that_fit_are_named_where_the_asked_one_does_not(tmp_path, capsys) -> None:
@@ -264,12 +216,6 @@ def test_other_token_counts_are_refused(text) -> None:
         parse_tokens("--context", text)
 
 
-def test_texts_name_the_unit_and_settings_keep_their_names() -> None:
-    text = "12 tokens of a token budget; --tokens, max_pack_tokens, tokeniser"
-    assert in_unit(text, "bytes") == "12 bytes of a byte budget; --tokens, max_pack_tokens, tokeniser"
-    assert in_unit(text, "tokens") == text
-
-
 def test_every_option_of_planning_can_be_set(tmp_path, capsys) -> None:
     np.save(tmp_path / "a.npy", np.full(50, 300, np.int64))
     arguments = ["plan", str(tmp_path / "a.npy"), "--model", "llama-7b", "--cluster", "h100x8", "--documents", "8"]
@@ -293,15 +239,6 @@ def test_every_option_of_planning_can_be_set(tmp_path, capsys) -> None:
     ):
         assert run(*arguments, "--set", wrong) == 2
         assert said in capsys.readouterr().err
-
-
-def test_settings_win_over_the_configuration_of_a_run(project) -> None:
-    settings = ("--set", "policy=recompute", "--set", "max_pack_tokens=600", "--set", "balanced.no=1")
-    assert run(*PLAN, *settings) == 2, "balanced has no options of its own"
-    assert run(*PLAN, *settings[:4], "--context", "512", "--json", "out.json") == 0
-    found = json.loads(Path("out.json").read_text())
-    assert found["inputs"]["policy"] == "recompute"
-    assert max(row["max_pack_tokens"] for row in found["strategies"]) <= 600
 
 
 @pytest.mark.parametrize(

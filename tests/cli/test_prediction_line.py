@@ -19,18 +19,6 @@ def test_predictions_that_are_off_for_every_step_are_told(ratios, words) -> None
         assert word in line
 
 
-def test_a_cost_file_of_the_users_own_is_named() -> None:
-    line = prediction_line((2.0, 2.0, 2.0), "a CPU", "old.json", lambda: 0.0)
-    assert line.endswith("leave out train.cost_file old.json to have them measured here")
-
-
-@pytest.mark.parametrize(
-    "ratios", [(), (0.5, 0.5), (0.7, 0.7, 0.9), (1.3, 0.7, 1.3), (0.95, 1.1, 1.0), (0.5, 0.5, 0.5, 0.5)], ids=str
-)
-def test_others_are_not_and_nothing_is_told_twice(ratios) -> None:
-    assert prediction_line(ratios, "a CPU", None, lambda: 0.0) == ""
-
-
 def test_a_machine_that_is_busy_now_is_the_reason_and_not_measured_anew() -> None:
     line = prediction_line((1.5, 2.0, 1.83), "a CPU", None, lambda: 0.4)
     assert line.startswith(

@@ -10,7 +10,6 @@ from evenload.cli.main import main
 from evenload.cli.profile_worker import ProfileOptions, checked_profile
 from evenload.cost.coefficients import read_coefficients, write_coefficients
 from reference_training import tiny_config
-from sweeps import thorough
 
 # One pass over what coefficients need takes less than a second; the budget is over at once.
 SHORT = ("--minutes", "0.01", "--threads", "1", "--context", "1k")
@@ -94,18 +93,6 @@ def test_one_process_measures_a_file_that_plans(project, capfd, command_here):
     assert "ffn_hidden_size" in error
 
 
-@thorough  # tests/calibrate/test_profile.py measures links without a command
-@pytest.mark.long
-def test_two_processes_measure_their_links(project, capfd, command_here):
-    """Under tp=2 a file says nothing about tp=1; its own layout it covers whole."""
-    code, _, errors = command_here("profile", "--model", "tiny", "--layout", "tp=2", *SHORT, "-o", "cost.json")
-    assert code == 0, errors
-    assert plan("cost.json", layout="dp=1,tp=2") == 0
-    assert "was not measured" not in capfd.readouterr().out
-    assert plan("cost.json", layout="dp=2") == 2
-    assert "was measured under tp=2" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -136,8 +123,3 @@ def test_what_cannot_be_measured_is_refused_before_processes_start(project, comm
             checked_profile(options, None)
         assert type(refused.value).__module__ == "evenload.errors"
     assert not (project / "cost.json").exists()
-
-
-def test_an_output_that_cannot_be_written_is_refused(project, capsys):
-    assert run("profile", "--model", "tiny", "-o", "missing/cost.json") == 2
-    assert "cannot write missing/cost.json" in capsys.readouterr().err

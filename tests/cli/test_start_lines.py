@@ -1,20 +1,14 @@
-import pytest
-import torch
-
 from evenload.cli.run_lines import (
     context_line,
     data_line,
-    data_sheet_line,
     first_plan_line,
-    gather_line,
     interval_line,
     reduction_line,
     strategy_line,
 )
-from evenload.cli.worker_setup import device_name
 from evenload.cost.coefficients import OverlapCost
 from evenload.data.config import DataConfig
-from evenload.explore.prediction_interval import PredictionInterval, processor_of
+from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.report.units import format_seconds
 from plan_building import random_plan
@@ -41,22 +35,6 @@ def test_a_run_says_when_gradients_are_reduced():
     assert reduction_line([1, 1], None) == ""
     costly = reduction_line([4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9))
     assert "4 ranks after the last backward: beside it they last 2.50 times as long as alone" in costly
-
-
-def test_a_run_says_that_a_gpu_is_not_known():
-    assert data_sheet_line("NVIDIA H100 PCIe") == ""
-    assert "the peak of NVIDIA H100 64GB HBM2 is not known here" in data_sheet_line("NVIDIA H100 64GB HBM2")
-
-
-def test_a_run_says_when_weights_are_gathered():
-    assert gather_line([1], None) == ""
-    assert gather_line([4], None).endswith("before the next step (train.overlap_gather = false)")
-    beside = gather_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
-    assert "from 4 ranks unit by unit beside the next step's first packs" in beside
-    assert "1.50 times as long as alone and keep computing from 25%" in beside
-    assert "beside its packs they last 2.50 times" in gather_line(
-        [4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)
-    )
 
 
 def test_a_run_says_how_keys_and_values_travel():
@@ -105,21 +83,3 @@ def test_a_run_ends_with_how_well_its_predictions_held():
         "steps after the first took 1.10 times their predicted time; 3 of 4 lie in the 90 % interval"
     )
     assert line.endswith("of 0.90 to 1.20 times")
-
-
-def test_steps_of_a_busy_machine_are_held_against_nothing():
-    """Neither where it is busy now, nor where it was when costs were measured."""
-    now = interval_line([1.8, 1.9], INTERVAL, 0.3)
-    assert ": other programs held cores that this run needed for 30% of the time, so this says little" in now
-    none = PredictionInterval(low=None, high=None, basis="the machine was busy")
-    then = interval_line([1.8, 1.9], none, 0.0)
-    assert then.endswith("1.85 times their predicted time; no 90 % interval of step times: the machine was busy")
-    for line in (now, then, first_plan_line(random_plan(3, num_layers=4, pp=2, dp=2), 64, none)):
-        assert "of 2 lie in" not in line
-        assert "times the predicted (" not in line
-
-
-@pytest.mark.parametrize("threads", [1, 16])
-def test_a_cpu_is_known_by_the_name_that_calibration_gives_it(threads):
-    assert processor_of(device_name(torch.device("cpu"), threads)) == "cpu"
-    assert processor_of("NVIDIA H100 80GB HBM3") == "gpu"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from evenload.cli.step_profile import DIRECTORY, StepProfile
+from evenload.cli.callback_calls import DIRECTORY, StepProfile
 from evenload.config.sections import LogConfig
 
 

@@ -9,11 +9,9 @@ import pytest
 
 from evenload.cli import plan_inputs as this_machine
 from evenload.config.planner import machine_memory_bytes
-from evenload.config.train_config import load_train_config
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.data.hub import model_from
-from evenload.errors import ConfigError
 from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from plan_calls import run_plan
@@ -108,40 +106,6 @@ def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypa
     assert (
         "this machine has NVIDIA H200, NVIDIA L4, of which not all are one of the built-in" in capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("A100-SXM4-40GB", "a100-40"),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA A100 80GB PCIe", None),
-        ("A100-PCIE-40GB", None),
-        ("NVIDIA A100-PCIE-40GB", None),
-        ("NVIDIA A100-SXM-64GB", None),
-    ],
-)
-def test_only_sxm_cards_are_the_built_in_ones(config, tmp_path, monkeypatch, name, kind) -> None:
-    """PCIe and NVL cards of the same name compute more slowly and have other links."""
-    config.write_text(config.read_text() + 'device = "cuda"\n')
-    monkeypatch.setattr(this_machine, "_DRIVER", tmp_path / "gpus")
-    (tmp_path / "gpus" / "0").mkdir(parents=True)
-    (tmp_path / "gpus" / "0" / "information").write_text(f"Model: \t {name}\nIRQ: 3\n")
-    run = load_train_config(Path("run.toml"))
-    if kind is not None:
-        assert this_machine.this_machine(run, None, 1) == cluster_from(f"{kind}x1")
-        return
-    with pytest.raises(
-        ConfigError, match=rf"this machine has {name}, .*describe the machine in a TOML file .*--cluster"
-    ):
-        this_machine.this_machine(run, None, 1)
 
 
 @pytest.mark.parametrize(

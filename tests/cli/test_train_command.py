@@ -17,7 +17,6 @@ from evenload.types.text import counted
 from process_tree import ranks_of
 from rank_server import rank_context
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
-from sweeps import thorough
 
 SETTINGS = """
 max_document_tokens = 1024
@@ -85,14 +84,6 @@ def wait_for_rows(project: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def no_ranks(monkeypatch) -> None:
-    """Ranks must not start, and what is checked before is checked in this process, which has imported it all."""
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
-
-
 def steps_in_page(directory: Path) -> list[int]:
     """What can be looked at, each with its plan and both timelines."""
     page = (directory / "report.html").read_text()
@@ -149,58 +140,6 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
     assert time.monotonic() - killed_s < 60
     assert process.returncode == 2
     assert "evenload: error: rank 1 was killed by SIGKILL" in output
-
-
-@thorough  # tests/dist/test_lost_ranks.py says the same of ranks that no launcher watches
-@pytest.mark.long
-def test_a_stopped_rank_is_named_with_what_was_waited_for(project):
-    """SIGSTOP: nothing breaks, nothing answers. torch kills the stopped rank thirty seconds later."""
-    process = start(project, "train.steps=100000", "train.timeout_s=15", "parallel.channels=fifo")
-    wait_for_rows(project, 1, process)
-    ranks = ranks_of(process.pid)
-    os.kill(ranks[1], signal.SIGSTOP)
-    deadline_s = time.monotonic() + 300
-    while Path(f"/proc/{ranks[0]}").exists() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    ended_s = time.monotonic()
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 2, output
-    assert time.monotonic() - ended_s < 50
-    assert not Path(f"/proc/{ranks[1]}").exists()
-    (error,) = (line for line in output.splitlines() if line.startswith("evenload: error:"))
-    assert "rank 0 (dp 0, stage 0) waited for" in error
-    assert re.search(r"of step \d+ from (rank 1|all ranks|the ranks|rank 0)", error), error
-    assert "nothing for 15 s. No sign of life from rank 1 (last seen at " in error
-    assert "layout pp=2, fifo channels" in output
-    assert "Traceback" not in output
-
-
-@thorough  # tests/dist/test_checkpoints.py has a full disk without a command
-@pytest.mark.long
-def test_a_full_disk_is_told_and_the_checkpoint_before_is_resumed_from(project):
-    """A real file system without room for a second checkpoint."""
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount a small file system in a name space of its own")
-    (project / "run" / "checkpoints").mkdir(parents=True)
-    train = f"{sys.executable} -m evenload.cli.main train config.toml train.checkpoint_every_steps=1"
-    mount = "mount -t tmpfs -o size=2m tmpfs run/checkpoints"
-    shell = (
-        f"{mount} && {{ {train}; code=$?; ls -A run/checkpoints; cp -r run/checkpoints/step-00000001 .; exit $code; }}"
-    )
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", shell],
-        cwd=project, capture_output=True, text=True,
-        timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stdout + done.stderr
-    (error,) = (line for line in done.stderr.splitlines() if line.startswith("evenload: error:"))
-    for part in ("checkpoint step-00000002 of ", "MB are free", "No space left on device", "step-00000001, is intact"):
-        assert part in error, error
-    assert done.stdout.split() == ["step-00000001"]
-    (project / "step-00000001").rename(project / "run" / "checkpoints" / "step-00000001")
-    code, output = run(project, "train.steps=2")
-    assert code == 0, output
-    assert f"resumed from {project}/run/checkpoints/step-00000001 after 1 step" in output
 
 
 @pytest.mark.long
@@ -283,13 +222,6 @@ def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, a
         main(["train", "config.toml", *arguments])
     assert exit.value.code == 2
     assert expected in capsys.readouterr().err
-
-
-def test_a_mistake_that_another_process_finds_is_one_line(run_here):
-    code, output = run_here("model.path=corpus")
-    assert code == 2
-    (line,) = output.splitlines()
-    assert line.startswith("evenload: error: model.path 'corpus': no config.json there")
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_its_numbers_and_exit_code(run_here):

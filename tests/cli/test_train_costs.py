@@ -1,14 +1,11 @@
 """`train.cost_file`: a file that is not of this run is refused at once; one of another device is told."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from dist_training import COSTS
-from evenload.cli import worker_setup
 from evenload.cli.main import main
 from evenload.cli.plan_inputs import cost_file_warnings, measured_line, other_device_line
 from evenload.cost.coefficients import (
@@ -23,7 +20,6 @@ from evenload.cost.coefficients import (
 )
 from evenload.data.hub import model_from
 from evenload.types.cluster import cluster_from
-from evenload.types.layout import even_layout
 from evenload.types.model import MODELS, ModelSpec
 from small_run import write_small_run
 
@@ -39,13 +35,10 @@ cost_file = "cost.json"
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ranks: None) -> ModelSpec:
     """Of a run on two stages, whose ranks must not start; checks run in this process, which has imported it all."""
     write_small_run(tmp_path, ["a text " * 20] * 4, SETTINGS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
     return msgspec.structs.replace(model_from("model"), bytes_per_element=4)
 
 
@@ -76,13 +69,6 @@ def test_costs_of_something_else_are_refused(model, capsys, changes, of_model, m
     assert message in refused(capsys)
 
 
-def test_a_link_that_is_missing_is_refused(model, capsys):
-    where = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
-    costs = msgspec.structs.replace(COSTS, measured_on=where, p2p_bandwidth_bytes_per_s=None)
-    write_coefficients("cost.json", costs)
-    assert "the transfer between pipeline stages was not measured" in refused(capsys)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -100,20 +86,13 @@ def test_a_file_that_is_no_cost_file_is_refused(model, capsys, content, message)
     assert message in error
 
 
-def test_a_budget_for_what_is_shared_is_refused_where_nothing_moves_between_layouts(model, capsys):
-    config = Path("config.toml")
-    config.write_text(config.read_text() + "[plan]\ntwin_bytes = 1000\n")
-    message = "plan.twin_bytes is 1000, but the run takes one layout, pp=2, so nothing moves between layouts"
-    assert message in refused(capsys)
-
-
 def profiled(model: ModelSpec):
     """Costs with a record, as `evenload profile` leaves them."""
     error = FitError(packs=20, folds=5, median=0.03, p90=0.08)
     record = Profile(
         date="2026-11-22T21:00:00+00:00", versions={"evenload": "1", "torch": "2"}, dtype="float32",
         attention="cpu_flash", layers=4, passes=9, seconds=120.0, outliers=3, timings=400,
-        forward=error, backward=error, packs=(), kernels=(), transfers=(),
+        forward=error, backward=error, packs=(),
         activation_bytes={"replay": 8}, held_bytes=3, counted_bytes=2,
     )  # fmt: skip
     where = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
@@ -160,58 +139,3 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert other_device_line(of_gpu, cluster_from("h100x8")) == ""
     of_run = measured_line(msgspec.structs.replace(costs, profile=None))
     assert "in seconds at the start of a run (evenload profile takes minutes" in of_run
-
-
-def run_config(*, overlaps: bool) -> SimpleNamespace:
-    """What decides of costs how a run is priced."""
-    return SimpleNamespace(
-        parallel=SimpleNamespace(cp_exchange="all_gather"),
-        train=SimpleNamespace(overlap_reduction=overlaps, overlap_gather=overlaps),
-    )
-
-
-def test_what_switches_cost_is_measured_anew_by_another_number_of_ranks(monkeypatch):
-    """A run of four lost two: those that are left share cores and memory with fewer. With as many ranks as before plans
-    stay the same, and where nothing is shared there are no copies."""
-    copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3, num_ranks=4)
-    by_two = msgspec.structs.replace(copies, fixed_s=2e-3, num_ranks=2)
-    live = SimpleNamespace(shares_memory=True, measured_copies=lambda: by_two)
-    config = run_config(overlaps=False)
-    mesh, meshes = SimpleNamespace(num_ranks=2, layout=even_layout(2)), SimpleNamespace(sum_gradients=True)
-    trainer = SimpleNamespace(live=live, mesh=mesh, meshes=meshes, config=config)
-
-    def found(saved: CopySpec | None) -> CopySpec | None:
-        costs = msgspec.structs.replace(COSTS, copies=saved)
-        monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_: costs)
-        return worker_setup.run_coefficients(trainer, Path(), 1, Console()).copies
-
-    kept = msgspec.structs.replace(by_two, fixed_s=3e-3)
-    assert [found(saved) for saved in (None, copies, kept)] == [by_two, by_two, kept]
-    live.shares_memory = False
-    assert found(kept) is None
-
-
-def test_overlap_is_as_configured_whatever_the_costs_say(monkeypatch) -> None:
-    """What costs do not say is measured, and where that cannot be, on a GPU, assumed as for data sheets."""
-    known = OverlapCost(communication_slowdown=2.0, compute_slowdown=0.4)
-    anew = OverlapCost(communication_slowdown=1.5, compute_slowdown=0.5)
-    for saved, measured, is_overlapped, expected in (
-        (None, anew, True, anew),
-        (None, None, True, OverlapCost()),
-        (known, anew, True, known),
-        (known, anew, False, None),
-        (None, anew, False, None),
-    ):
-        monkeypatch.setattr(worker_setup, "measured_overlap", lambda meshes, measured=measured: measured)
-        costs = msgspec.structs.replace(COSTS, overlap=saved)
-        monkeypatch.setattr(worker_setup, "_found_or_measured", lambda *_, costs=costs: costs)
-        for has_replicas in (True, False):
-            trainer = SimpleNamespace(
-                live=None,
-                config=run_config(overlaps=is_overlapped),
-                mesh=SimpleNamespace(layout=even_layout(2)),
-                meshes=SimpleNamespace(sum_gradients=has_replicas),
-            )
-            found = worker_setup.run_coefficients(trainer, Path(), 1, Console())
-            wanted = expected if has_replicas or saved is not None else None
-            assert (found.reduction_overlap, found.gather_overlap) == (wanted, wanted)

@@ -97,19 +97,8 @@ def kept(project: Path) -> list[int]:
         (["optimizer.decay=wsd"], "belong together"),
     ],
 )
-def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, command_here, arguments, expected):
-    monkeypatch.setattr("evenload.cli.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr("evenload.cli.launch.start_fork_server", lambda *_: None)
-    monkeypatch.setattr("evenload.cli.launch.call_in_child", lambda function, *arguments: function(*arguments))
+@pytest.mark.usefixtures("no_ranks", "project")
+def test_mistakes_are_refused_before_ranks_start(command_here, arguments, expected):
     code, _, error = command_here("train", "config.toml", *arguments)
     assert code == 2
     assert expected in error
-
-
-def test_best_checkpoints_need_validation_data(project, command_here):
-    text = (project / "config.toml").read_text()
-    before, _, rest = text.partition("[validation]")
-    (project / "config.toml").write_text(before + rest[rest.index("[train]") :])
-    code, _, error = command_here("train", "config.toml")
-    assert code == 2
-    assert "train.keep_best is 1, but there is no [validation]" in error

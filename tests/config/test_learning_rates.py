@@ -19,12 +19,6 @@ def test_linear_falls_from_the_end_of_warm_up_to_its_final_ratio():
     assert rates(6, decay="linear", warmup_steps=2, final_ratio=0.2) == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
 
 
-def test_cosine_and_constant_are_as_they_were():
-    found = rates(4, decay="cosine", final_ratio=0.0)
-    assert found == pytest.approx([0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)])
-    assert rates(None, 3, warmup_steps=2) == [0.5, 1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("shape", "falling"),
     [
@@ -37,18 +31,6 @@ def test_cosine_and_constant_are_as_they_were():
 def test_wsd_warms_up_stays_and_falls_in_its_last_steps(shape, falling):
     found = rates(10, decay="wsd", warmup_steps=2, decay_steps=4, decay_shape=shape, final_ratio=0.0)
     assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *falling])
-
-
-def test_wsd_falls_exponentially_by_a_share_of_the_run():
-    found = rates(8, decay="wsd", decay_share=0.25, decay_shape="exponential", final_ratio=0.01)
-    assert found == pytest.approx([1.0] * 7 + [0.1])
-    assert rates(40, decay="wsd", final_ratio=0.0)[-5:] == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25])
-
-
-def test_the_constant_part_of_wsd_is_the_same_in_a_longer_run():
-    """So that a checkpoint before the decay goes on with more steps."""
-    short, long = (rates(steps, decay="wsd", warmup_steps=3, decay_steps=5) for steps in (20, 50))
-    assert short[:15] == long[:15]
 
 
 @pytest.fixture

@@ -2,12 +2,8 @@
 
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
-from evenload.cli.options import parse_layout
 from evenload.config.layouts import layouts_of
-from evenload.config.planner import run_flex_planner, run_planner
 from evenload.config.train_config import TrainConfig, load_train_config
-from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError
 from evenload.types.layout import even_layout, split_layout
 from small_run import write_small_run
@@ -80,37 +76,11 @@ def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes(tm
         config_of(tmp_path / "none", *flex, "plan.options.flexpipe={most_layouts=1}")
 
 
-def test_layers_of_stages_may_be_written_on_the_command_line() -> None:
-    assert parse_layout("pp=3,layers=3+3+2", NUM_LAYERS, 6) == split_layout([3, 3, 2], pp=3, dp=2)
-    with pytest.raises(ConfigError, match="takes 3 devices a replica"):
-        parse_layout("pp=3,layers=3+3+2", NUM_LAYERS, 4)
-
-
 def test_generations_differ_and_arrangements_do_not() -> None:
     first, later = even_layout(NUM_LAYERS, pp=2), even_layout(NUM_LAYERS, pp=2, generation=3)
     assert first != later
     assert first.arrangement == later.arrangement == first
     assert even_layout(NUM_LAYERS, pp=2, dp=2).arrangement != first
-
-
-def test_ranks_beyond_a_layout_have_no_replica() -> None:
-    assert even_layout(NUM_LAYERS, pp=3).replicas(4) == (0, 0, 0, None)
-    assert even_layout(NUM_LAYERS, pp=2, dp=2).replicas(4) == (0, 1, 0, 1)
-
-
-def test_a_switch_to_fewer_processes_crosses_links_that_the_smaller_layout_does_not_use(tmp_path) -> None:
-    """Costs of a run that starts as a pipeline: transfers between its stages are all that was measured."""
-    config = config_of(
-        tmp_path, "parallel.pp=4", 'plan.layouts=["pp=3,layers=3+3+2", "dp=1,pp=1"]', "plan.strategy=flexpipe"
-    )
-    layouts, model = layouts_of(config, NUM_LAYERS), sample_model(num_layers=NUM_LAYERS)
-    costs = sample_coefficients(p2p_bandwidth_bytes_per_s=1e6, p2p_latency_s=0.0)
-    planner = run_planner(config, model, layouts[0], costs, 2**30)
-    flex = run_flex_planner(config, planner, layouts)
-    for old in layouts:
-        for new in layouts:
-            moved_s = switch_seconds(model, flex.candidates.coefficients(new), old, new)
-            assert (moved_s > 0) == (old != new)
 
 
 def test_stages_with_different_numbers_of_devices_may_be_declared_and_started_in(tmp_path) -> None:

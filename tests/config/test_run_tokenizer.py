@@ -88,13 +88,6 @@ def test_pretrained_weights_are_never_trained_on_bytes(project, setting, cause):
         require_runnable(configured(project, *setting))
 
 
-def test_a_vocabulary_of_bytes_is_one(project):
-    data = configured(project).data
-    for vocab_size in (257, 320):
-        found = require_tokenizer(data, model_path=str(project), random_init=False, vocab_size=vocab_size)
-        assert found.name == "bytes"
-
-
 def test_token_ids_need_no_tokeniser(project):
     config = configured(project, "data.record=tokens")
     assert tokenizer_fact(config.data, opened(config), 330) == (

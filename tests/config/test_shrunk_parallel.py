@@ -45,17 +45,3 @@ def test_it_fits_uses_most_ranks_and_keeps_what_is_shared(pp, dp, cp, lost, laye
     assert used <= ranks
     best = max((ranks // cp) // stages * stages for stages in range(1, layers + 1)) * cp
     assert used == best if lost else found == before
-
-
-def test_uneven_stages_stay_where_their_number_does():
-    before = ParallelConfig(pp=2, dp=2, stage_layers=(5, 3))
-    assert shrunk_parallel(before, 8, 2).stage_layers == (5, 3)
-    assert shrunk_parallel(before, 8, 3).stage_layers is None
-
-
-def test_where_no_run_starts_nobody_goes_on_and_the_reason_is_said():
-    before = ParallelConfig(pp=4)
-    found = shrunk_parallel(before, 8, 3, lambda one: "too deep" if one.pp > 1 else "")
-    assert (found.pp, found.dp) == (1, 3)
-    with pytest.raises(ConfigError, match=r"3 ranks left, and no run starts in a layout of so many: no, not pp=3;"):
-        shrunk_parallel(before, 8, 3, lambda one: f"no, not pp={one.pp}")

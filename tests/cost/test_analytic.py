@@ -23,30 +23,9 @@ def test_analytic_coefficients_equal_hand_arithmetic_for_llama_7b() -> None:
     assert found.reduce_bandwidth_bytes_per_s == 400e9
 
 
-def test_matmul_loss_on_small_packs_is_the_pack_constant() -> None:
-    """n / (n + n_half) of the speed must be exactly the additive constant the planners use."""
-    model, cluster = model_from("llama-7b"), cluster_from("h100x8")
-    forward = analytic_coefficients(model, cluster, even_layout(32, pp=8)).forward
-    tokens, half = 1000, cluster.device.matmul_half_tokens
-    seconds = forward.linear_s_per_token * tokens + forward.pack_s - cluster.device.kernel_s
-    assert seconds == pytest.approx(forward.linear_s_per_token * tokens / (tokens / (tokens + half)))
-
-
 def test_layout_larger_than_the_cluster_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs 16 devices"):
         analytic_coefficients(model_from("llama-7b"), cluster_from("h100x8"), even_layout(32, dp=4, pp=4))
-
-
-def test_tensor_parallel_constants_of_a_pack_shrink_with_the_products() -> None:
-    model, cluster = model_from("llama-7b"), cluster_from("h100x8")
-    one = analytic_coefficients(model, cluster, even_layout(32, dp=8))
-    four = analytic_coefficients(model, cluster, even_layout(32, dp=2, tp=4))
-    kernel_s = cluster.device.kernel_s
-    assert four.forward.pack_s - kernel_s == pytest.approx((one.forward.pack_s - kernel_s) / 4)
-    assert four.forward.linear_s_per_token == one.forward.linear_s_per_token  # of a whole layer; costs divide by tp
-    assert four.group_link(2, stride=4) == cluster.intra_node
-    assert four.group_link(8, stride=1) == cluster.intra_node
-    assert four.host_link == cluster.device.host_link
 
 
 def test_attention_is_as_fast_as_the_kernels_that_run() -> None:

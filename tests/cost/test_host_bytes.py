@@ -1,7 +1,5 @@
 """Memory of a whole process, added up by hand."""
 
-import msgspec
-
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.host_memory import ALLOCATOR_SHARE, FIRST_USE_BYTES, process_bytes
 from evenload.cost.memory import static_bytes
@@ -42,18 +40,3 @@ def test_after_the_pipeline_the_update_may_need_more() -> None:
     static = int(static_bytes(model, two.layout).max())
     after = 8 * 200_000 + 4 * 400_000
     assert process_bytes(model, two, FIXED) == FIXED + FIRST_USE_BYTES + static + after
-
-
-def test_large_buffers_of_the_update_come_on_top_of_what_is_kept() -> None:
-    model = sample_model(vocab_size=1_000_000)  # 64 MB in fp64
-    plan = planned(model, 2)
-    static = int(static_bytes(model, plan.layout).max())
-    kept = round((1 + ALLOCATOR_SHARE) * (plan.predicted.peak_memory_bytes - static))
-    assert kept > 0
-    assert process_bytes(model, plan, FIXED) == FIXED + FIRST_USE_BYTES + static + kept + 64_000_000
-
-
-def test_more_fixed_bytes_are_more_bytes() -> None:
-    model = msgspec.structs.replace(sample_model(), bytes_per_element=4)
-    plan = planned(model, 100)
-    assert process_bytes(model, plan, FIXED + 7) == process_bytes(model, plan, FIXED) + 7

@@ -14,7 +14,6 @@ from evenload.cost.layer_counts import (
     KEY_GRADIENT_BYTES,
     WorkspaceRates,
     forward_flops,
-    slice_pairs,
     training_flops,
     workspace_rates,
 )
@@ -31,16 +30,6 @@ def test_pairs_equal_the_direct_sum(start: int, length: int, window: int) -> Non
     """A wrong closed form would shift every cut of every planner."""
     direct = sum(min(t + 1, window) if window else t + 1 for t in range(start, start + length))
     assert causal_pairs(start, start + length, window) == direct
-
-
-def test_pairs_of_slices_add_up_to_the_document() -> None:
-    edges = np.array([0, 1, 7, 128, 129, 1000])
-    for window in (0, 1, 64, 5000):
-        assert causal_pairs(edges[:-1], edges[1:], window).sum() == causal_pairs(0, 1000, window)
-
-
-def test_bidirectional_pairs_are_the_whole_square() -> None:
-    assert slice_pairs(np.array([0]), np.array([7]), causal=False) == [49]
 
 
 def test_forward_flops_equal_hand_arithmetic() -> None:
@@ -94,16 +83,6 @@ def test_gradients_of_grouped_keys_do_not_grow_with_the_prefix_as_keys_do():
     assert rates.grouped_key * (1 << 18) == 1 << 32
     found = rates.of_grouped_keys(np.array([0, 1024, 1 << 15, 1 << 18, 1 << 20]))
     assert found.tolist() == [0, 1 << 24, KEY_GRADIENT_BYTES, KEY_GRADIENT_BYTES, 1 << 31]
-
-
-def test_heads_with_keys_of_their_own_have_none():
-    rates = workspace_rates(LLAMA, 32, 32)
-    assert rates.grouped_key == 0
-    assert rates.of_grouped_keys(np.array([1 << 20])).tolist() == [0]
-
-
-def test_attention_elsewhere_is_charged_nothing():
-    assert workspace_rates(sample_model(), 2, 1) == WorkspaceRates()
 
 
 def test_packs_by_hand():

@@ -4,22 +4,15 @@ import dataclasses
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import cut_documents, sample_coefficients, sample_model
-from evenload.cost.layer_counts import WorkspaceRates
 from evenload.cost.memory import (
-    HEAD_ROWS,
-    ByteRates,
-    byte_rates,
-    bytes_by_kind,
     owned_pipeline_bytes,
     parameters_per_rank,
     pipeline_bytes,
     rank_view,
-    rates_by_kind,
     static_bytes,
 )
 from evenload.cost.pack_cost import PackCosts
@@ -28,7 +21,6 @@ from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 from evenload.types.pipeline import PackBytes
-from evenload.types.timeline import MEMORY_KINDS
 from reference.prices import split_backward
 
 # Per token and layer, bf16: 2·(8 input + (8 + 2·4) qkv + 8 attention + 8 o_proj + 32 gate, up) + 2·4 lse = 152
@@ -56,41 +48,6 @@ def test_ledger_of_two_documents_by_hand() -> None:
     np.testing.assert_array_equal(found.backward_temp_bytes[2], 7 * (plain + logits))
 
 
-@settings(max_examples=100)
-@given(cut_documents(), st.sampled_from([2, 4, 8]), st.integers(1, 3))
-def test_kept_equals_freed_and_nothing_is_freed_early(case, element: int, pp: int) -> None:
-    """A leak in the ledger would make long steps look infeasible; freeing early would run out of memory."""
-    lengths, forward, backward = case
-    layout = even_layout(3, pp=pp)
-    found = pipeline_bytes(sample_model(bytes_per_element=element), layout, forward, backward, np.array(lengths))
-    np.testing.assert_array_equal(found.forward_kept_bytes.sum(axis=0), found.backward_freed_bytes.sum(axis=0))
-    live = found.forward_kept_bytes.sum(axis=0) - np.cumsum(found.backward_freed_bytes, axis=0)
-    assert (live >= 0).all()
-    assert (live[-1] == 0).all()
-
-
-def test_padded_documents_are_stored_with_their_padding() -> None:
-    lengths = np.array([3, 9])
-    padded = whole_document_columns([[0, 1]], lengths, padded=True)
-    as_long = whole_document_columns([[0, 1]], np.array([9, 9]))
-    layout = even_layout(3, pp=3)
-    found = pipeline_bytes(sample_model(), layout, padded, padded, lengths)
-    expected = pipeline_bytes(sample_model(), layout, as_long, as_long, np.array([9, 9]))
-    for column in ("forward_kept_bytes", "forward_temp_bytes", "backward_freed_bytes", "backward_temp_bytes"):
-        np.testing.assert_array_equal(getattr(found, column), getattr(expected, column))
-
-
-def test_float64_keeps_wider_sums() -> None:
-    lengths = np.array([4])
-    cut = SliceColumns.from_ranges([[(0, 2, 4)], [(0, 0, 2)]])
-    found = pipeline_bytes(
-        sample_model(bytes_per_element=8), even_layout(3), SliceColumns.from_ranges([[(0, 0, 4)]]), cut, lengths
-    )
-    activation = 8 * (8 + 16 + 8 + 8 + 32) + 2 * 8
-    assert found.forward_kept_bytes.tolist() == [[4 * (3 * (activation + 8 * 2 * 4) + 8 * 8)]]
-    assert found.backward_freed_bytes[0].tolist() == [-4 * 3 * 8 * 2 * 4]
-
-
 def test_static_bytes_by_hand() -> None:
     layer, embedding = 192 + 384 + 2 * 8, 32 * 8
     parameters = np.array([2 * layer + embedding, layer + embedding + 8])
@@ -101,29 +58,6 @@ def test_static_bytes_by_hand() -> None:
     np.testing.assert_array_equal(
         static_bytes(sample_model(bytes_per_element=8), layout), parameters * 16 + 16 * -(-parameters // 4)
     )
-
-
-@pytest.mark.parametrize(("pp", "copies"), [(1, 1), (3, 2)])
-def test_tied_embedding_is_stored_twice_only_across_ranks(pp: int, copies: int) -> None:
-    found = parameters_per_rank(sample_model(tied_embeddings=True), even_layout(3, pp=pp)).sum()
-    assert found == 3 * (192 + 384 + 16) + copies * 256 + 8
-
-
-def test_empty_replica_holds_only_static_bytes() -> None:
-    empty = SliceColumns.from_ranges([])
-    found = pipeline_bytes(sample_model(), even_layout(3, pp=3), empty, empty, np.zeros(0, np.int64))
-    assert found.forward_kept_bytes.shape == (0, 3)
-    assert found.backward_freed_bytes.shape == (0, 3)
-
-
-def test_logits_are_held_a_block_of_rows_at_a_time() -> None:
-    packs = [SliceColumns.from_ranges([[(0, 0, tokens)]]) for tokens in (HEAD_ROWS, 3 * HEAD_ROWS)]
-    short, long = (
-        pipeline_bytes(sample_model(), even_layout(3, pp=3), pack, pack, pack.stop).backward_temp_bytes[0]
-        for pack in packs
-    )
-    np.testing.assert_array_equal(short[2] - short[0], HEAD_ROWS * 32 * (2 + 8))
-    np.testing.assert_array_equal(long[2] - long[0], HEAD_ROWS * 32 * (2 + 8))
 
 
 def test_policies_keep_what_they_say_by_hand() -> None:
@@ -160,18 +94,7 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
     np.testing.assert_array_equal(found.forward_kept_bytes.sum(axis=0), found.backward_freed_bytes.sum(axis=0))
     live = found.forward_kept_bytes.sum(axis=0) - np.cumsum(found.backward_freed_bytes, axis=0)
     assert (live >= 0).all()
-
-
-def test_tensor_parallel_ranks_hold_their_share_by_hand() -> None:
-    """tp 2: one of two query heads, a copy of the only key/value head, half of everything over tokens."""
-    packs = SliceColumns.from_ranges([[(0, 0, 10)]])
-    layout = even_layout(3, tp=2)
-    found = pipeline_bytes(sample_model(), layout, packs, packs, np.array([10]))
-    activation = 2 * (4 + (4 + 8) + 4 + 4 + 16) + 4
-    assert found.forward_kept_bytes.tolist() == [[10 * (3 * (activation + KV) + 2 * 4)]]
-    # q and o (2·8·8), three feed-forward matrices: half; k, v and norms: whole.
-    layer = (128 + 384) // 2 + 64 + 16
-    assert parameters_per_rank(sample_model(), layout).tolist() == [3 * layer + 2 * 16 * 8 + 8]
+    assert (live[-1] == 0).all()
 
 
 def test_context_parallel_ranks_hold_their_tokens_and_gathered_keys_of_cut_documents() -> None:
@@ -217,18 +140,6 @@ def test_bytes_are_those_of_the_fullest_rank(lengths, cp, packs, mixed, data) ->
         assert getattr(found, field.name).tolist() == expected.tolist(), field.name
 
 
-@pytest.mark.parametrize("packs", [0, 1])
-def test_ranks_without_documents_hold_only_what_is_static(packs) -> None:
-    columns = whole_document_columns([[0]] * packs, np.array([50]))
-    columns = dataclasses.replace(columns, cp=np.ones(packs, np.int64))
-    owner = np.ones(packs, np.int64)
-    found = owned_pipeline_bytes(
-        sample_model(), even_layout(3, cp=2), columns, columns, np.array([50]), None, (owner, owner)
-    )
-    assert found.forward_kept_bytes.shape == (packs, 1)
-    assert (found.forward_kept_bytes > 0).all()
-
-
 LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1)
 
 
@@ -237,68 +148,3 @@ def priced(layout, forward, backward, num_tokens, policy=None, *, split=False):
     costs = PackCosts(sample_model(), coefficients, layout)
     tasks = pipeline_tasks(costs, forward, backward, num_tokens, policy)
     return dataclasses.replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks
-
-
-@pytest.mark.parametrize("workspace", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("element", [2, 4, 8])
-def test_rates_of_all_kinds_add_up(tp, element, workspace):
-    """A rate that no kind names would be memory that no picture shows."""
-    model = sample_model(bytes_per_element=element, attention_workspace=workspace)
-    rates = byte_rates(model, even_layout(3, pp=2, tp=tp))
-    kinds = rates_by_kind(rates)
-    assert set(kinds) < set(MEMORY_KINDS)
-    for field in dataclasses.fields(ByteRates):
-        if field.name not in ("static_bytes", "attention"):
-            total = sum(getattr(one, field.name) for one in kinds.values())
-            np.testing.assert_array_equal(total, getattr(rates, field.name))
-    of_attention = [one.attention for one in kinds.values() if one.attention != WorkspaceRates()]
-    assert of_attention == ([rates.attention] if workspace else [])
-
-
-@settings(max_examples=100, deadline=None)
-@given(cut_documents(), st.integers(1, 3), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.booleans(), st.data())
-def test_kinds_add_up_to_the_columns_that_planners_use(case, pp, cp, tp, split, data):
-    lengths, forward, backward = case
-    policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
-    layout, num_tokens = even_layout(3, cp=cp, pp=pp, tp=tp), np.array(lengths)
-    forward, backward = (dataclasses.replace(packs, cp=np.full(packs.num_slices, cp)) for packs in (forward, backward))
-    tasks = priced(layout, forward, backward, num_tokens, policy, split=split)
-    kinds = bytes_by_kind(sample_model(), layout, tasks, forward, backward, num_tokens, policy)
-    for field in dataclasses.fields(PackBytes):
-        total = getattr(kinds.held, field.name).sum(axis=-1)
-        np.testing.assert_array_equal(total, getattr(tasks.held, field.name), err_msg=field.name)
-    if split:
-        for name in ("input_freed_bytes", "input_temp_bytes", "weight_freed_bytes"):
-            np.testing.assert_array_equal(getattr(kinds.split, name).sum(axis=-1), getattr(tasks.split, name))
-    # What is kept goes again, kind by kind; buffers are never kept.
-    kept, freed = kinds.held.forward_kept_bytes.sum(axis=0), kinds.held.backward_freed_bytes.sum(axis=0)
-    np.testing.assert_array_equal(kept, freed)
-    assert (kinds.held.forward_temp_bytes >= 0).all()
-    assert (kinds.held.backward_temp_bytes >= 0).all()
-
-
-def test_kinds_of_a_cut_document_by_hand():
-    """The ledger of test_memory by kind: 10 tokens cut in two and three, 3 tokens whole; 2 + 1 layers of bf16.
-
-    A token and layer: 152 activations, 16 K and V, 32 dK and dV; the last stage keeps 16 more of a token.
-    """
-    layout = even_layout(3, pp=2)
-    forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
-    backward = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
-    num_tokens = np.array([10, 3])
-    tasks = priced(layout, forward, backward, num_tokens)
-    kinds = bytes_by_kind(sample_model(), layout, tasks, forward, backward, num_tokens)
-
-    def of(column, kind):
-        return column[:, :, MEMORY_KINDS.index(kind)].tolist()
-
-    assert of(kinds.held.forward_kept_bytes, "activations_replay") == [[6 * 304, 6 * 168], [7 * 304, 7 * 168]]
-    assert of(kinds.held.forward_kept_bytes, "keys_and_values") == [[320, 160], [96, 48]]
-    assert of(kinds.held.backward_temp_bytes, "key_value_gradients") == [[640, 320], [0, 0], [0, 0]]
-    assert of(kinds.held.backward_freed_bytes, "key_value_gradients") == [[-640, -320], [0, 0], [640, 320]]
-    assert of(kinds.held.backward_temp_bytes, "head_logits") == [[0, 2 * 320], [0, 4 * 320], [0, 7 * 320]]
-    assert of(kinds.held.backward_temp_bytes, "layer_buffers") == [[2 * 224] * 2, [4 * 224] * 2, [7 * 224] * 2]
-    parameters = 2 * 592 + 256
-    names = [MEMORY_KINDS.index(name) for name in ("weights", "gradients", "optimizer_state")]
-    assert kinds.held.static_bytes[0, names].tolist() == [2 * parameters, 4 * parameters, 12 * parameters]

@@ -8,7 +8,7 @@ from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.columns import whole_document_columns
 from evenload.types.layout import even_layout
 
 LINK = LinkSpec(bandwidth_bytes_per_s=200.0, latency_s=0.1)
@@ -34,21 +34,6 @@ def test_causes_of_a_forward_pack_by_hand():
     assert split.kernels_s.item() == pytest.approx(0.06 + 15 + 2 * 7 * 9 * 0.3)
     for name in CAUSES[3:]:
         assert getattr(split, name).item() == 0
-
-
-def test_recompute_and_copies_by_hand():
-    """Recomputing repeats 3 layers forward and their constants, but the down projection; copies hide behind all of it
-    or stick out."""
-    columns = SliceColumns.from_ranges([[(0, 0, 4)], [(1, 0, 4)]])
-    slow = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=0.0)
-    policy = np.array([1, 2], np.int8)
-    split = split_pack_seconds(costs_of(even_layout(3), host_link=slow), columns, "backward", policy)
-    share = 1 - 128 / 576
-    assert split.recompute_s[:, 0].tolist() == pytest.approx([share * (4 * 3 * 1.0 + 3 * 5.0), 0.0])
-    copied_s = 4 * 3 * 152  # bytes of the activations of test_memory
-    assert split.offload_s[:, 0].tolist() == pytest.approx([0.0, copied_s - (split.total_s() - split.offload_s)[1, 0]])
-    fast = costs_of(even_layout(3), host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0))
-    assert split_pack_seconds(fast, columns, "backward", policy).offload_s.tolist() == [[0.0], [0.0]]
 
 
 @settings(max_examples=150, deadline=None)

@@ -10,7 +10,7 @@ from evenload.cost.memory import embedding_parameters, layer_parameters, optimiz
 from evenload.cost.switch import ReceiveSeconds, _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
-from evenload.types.layout import ParallelLayout, even_layout, split_layout
+from evenload.types.layout import ParallelLayout, split_layout
 from evenload.types.model import ModelSpec
 
 FAST, SLOW = LinkSpec(bandwidth_bytes_per_s=4.0, latency_s=0.0), LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=0.0)
@@ -44,13 +44,6 @@ def switch_bytes(model: ModelSpec, devices_per_node: int, old: ParallelLayout, n
     )
 
 
-def test_staying_costs_nothing() -> None:
-    layout = even_layout(3, dp=2, pp=3)
-    model = sample_model()
-    assert switch_seconds(model, linked(), layout, layout) == 0.0
-    assert switch_bytes(model, 2, layout, layout) == 0
-
-
 def test_two_stages_become_two_replicas_by_hand() -> None:
     """A layer has 592 weights (2 bytes, 12 of optimizer state), embedding and head 256, the final norm 8."""
     model = sample_model(num_layers=2)
@@ -72,48 +65,6 @@ def test_optimizer_state_costs_what_the_step_does_not_hide() -> None:
     for hidden_s in (0.0, 100.0, state_s, 2 * state_s):
         stands_still_s = weights_s + max(0.0, state_s - hidden_s)
         assert switch_seconds(model, linked(2), old, new, hidden_s) == pytest.approx(stands_still_s)
-
-
-def test_dropping_replicas_for_a_stage_sends_state_only() -> None:
-    """Replicas hold the weights of all stages already (FlexPipe §4, adding a stage)."""
-    model = sample_model(num_layers=2)
-    old, new = layout_of([2], dp=2), layout_of([1, 1], dp=1)
-    assert switch_bytes(model, 2, old, new) == 12 * ((592 + 256) + (592 + 264)) / 2
-
-
-def test_frozen_weights_have_no_optimizer_state_to_move() -> None:
-    """LoRA: a layer and its 40 adapter weights move, with the state of the adapters; embedding and head without any."""
-    model = sample_model(num_layers=2, adapter_parameters_per_layer=40)
-    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
-    layer = 592 + 40
-    first, second = 2 * (layer + 264) + 12 * 40 / 2, 2 * (layer + 256) + 12 * 40 / 2
-    assert switch_bytes(model, 2, old, new) == first + second
-    assert switch_seconds(model, linked(2), old, new) == pytest.approx(first / 4.0)
-
-
-def test_a_tied_embedding_is_not_moved_to_a_rank_that_has_the_head_or_the_other_way() -> None:
-    tied, untied = sample_model(num_layers=2, tied_embeddings=True), sample_model(num_layers=2)
-    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
-    # Device 0 lacks no head, and device 1, which held it, no embedding.
-    assert switch_bytes(untied, 2, old, new) - switch_bytes(tied, 2, old, new) == 2 * 256 * (2 + 12 / 2)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_learned_positions_are_on_the_first_stage_alone(tied: bool) -> None:
-    """GPT-2 ties its embedding, which the last stage holds too, without the table of 10 positions of 8 numbers."""
-    without, with_table = (sample_model(num_layers=2, tied_embeddings=tied, position_rows=rows) for rows in (0, 10))
-    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
-    # The second device lacks the table and half of its state.
-    assert switch_bytes(with_table, 2, old, new) - switch_bytes(without, 2, old, new) == 80 * (2 + 12 / 2)
-
-
-def test_latency_counts_once_a_unit() -> None:
-    model = sample_model(num_layers=2)
-    old, new = layout_of([1, 1], dp=1), layout_of([2], dp=2)
-    late = LinkSpec(bandwidth_bytes_per_s=4.0, latency_s=100.0)
-    slower = sample_coefficients(intra_node=late, inter_node=SLOW, devices_per_node=2)
-    # A device lacks the weights of two units and, of one optimizer share each, the state of as many.
-    assert switch_seconds(model, slower, old, new) == pytest.approx(400.0 + switch_seconds(model, linked(), old, new))
 
 
 def test_unknown_link_and_other_groups_are_refused() -> None:

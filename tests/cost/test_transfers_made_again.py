@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.groups import context_seconds
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.types.cluster import LinkSpec
@@ -38,24 +37,6 @@ def test_weight_gradients_gather_four_times_again() -> None:
     assert parts_s - whole_s == pytest.approx(rings)
 
 
-def test_w_takes_its_share_of_the_linears() -> None:
-    """4 tokens · 2 s and 7 s a pack; attention and the rest stay in I, and both are the whole."""
-    packs = SliceColumns.from_ranges([[(0, 0, 4)]])
-    for share in (0.0, 0.3, 0.5):
-        costs = PackCosts(sample_model(), sample_coefficients(weight_share=share), even_layout(3, pp=3))
-        tasks = pipeline_tasks(costs, packs, packs, np.array([4]), split=True)
-        assert tasks.split is not None
-        assert tasks.split.weight_s[0, 0] == pytest.approx(share * (4 * 2.0 + 7.0))
-        assert tasks.split.input_s[0, 0] + tasks.split.weight_s[0, 0] == pytest.approx(tasks.backward_s[0, 0])
-
-
-def test_nothing_is_gathered_again_by_one_rank_or_for_frozen_weights() -> None:
-    coefficients = sample_coefficients(**LINKS)
-    for changes in ({"tp": 1}, {"tp": 2, "adapter_parameters_per_layer": 40}):
-        parts_s, whole_s = split_of(coefficients, **changes)
-        assert parts_s == pytest.approx(whole_s, rel=1e-12)
-
-
 def ring_and_gathered(packs, direction: str, size: int):
     """Seconds of a layer's transfers, where transfers take a second a byte and a million a hop."""
     link = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=1e6)
@@ -78,18 +59,3 @@ def test_a_ring_carries_the_prefix_of_every_slice() -> None:
     ring, gathered = ring_and_gathered(packs, "backward", 4)
     assert ring == pytest.approx([6e6 + 0.75 * 48 * n for n in (64, 128, 160)])
     assert gathered == pytest.approx([3e6 + 0.75 * 32 * 64, 3e6 + 0.75 * 32 * 64, 6e6 + 0.75 * (32 * 64 + 48 * 32)])
-
-
-def test_gradients_of_a_ring_go_home_uncovered() -> None:
-    link = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=1e6)
-    coefficients = sample_coefficients(intra_node=link, devices_per_node=8, context_exchange="ring")
-    ranks, whole, cut = np.array([4, 4]), np.array([64.0, 0.0]), np.array([0.0, 32.0])
-    forward_s = context_seconds(sample_model(), coefficients, 1, ranks, whole, cut, "forward").plain_s
-    backward_s = context_seconds(sample_model(), coefficients, 1, ranks, whole, cut, "backward").plain_s
-    assert forward_s.tolist() == [0.0, 0.0]
-    assert backward_s == pytest.approx([1e6 + 0.25 * 32 * n for n in (64, 32)])
-
-
-def test_short_slices_do_not_travel_in_a_ring_either() -> None:
-    packs = SliceColumns.from_ranges([[(0, 500, 506)]])
-    assert ring_and_gathered(packs, "backward", 4) == [[0.0], [0.0]]

@@ -80,16 +80,6 @@ def test_another_model_is_refused_with_both_names_and_the_fields() -> None:
         assert part in str(error.value)
 
 
-def test_fewer_layers_another_name_and_windows_are_the_same_model() -> None:
-    other = msgspec.structs.replace(MODEL, name="deep", num_layers=16, tied_embeddings=True, sliding_windows=(4, 0) * 8)
-    require_covered(measured(), other, even_layout(16), "cost file x.json")
-
-
-def test_costs_that_do_not_say_what_was_measured_are_refused() -> None:
-    with pytest.raises(ConfigError, match="does not say on which model"):
-        require_covered(sample_coefficients(), MODEL, layout(), "cost file x.json")
-
-
 def test_a_layout_that_is_not_covered_is_refused_with_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"one device.*dp=4 pp=2.*between pipeline stages and the reduction"):
         require_covered(measured(), MODEL, layout(dp=4, pp=2), "cost file x.json")
@@ -109,22 +99,6 @@ def test_missing_links_are_the_clusters_and_said_by_name() -> None:
     assert found.group_link(2, stride=8).bandwidth_bytes_per_s == 42e9
     assert any("pipeline stages over 32 devices" in note and "42 GB/s" in note for note in notes)
     assert any("reduction of gradients over 8 devices" in note for note in notes)
-
-
-def test_measured_links_stay_inside_a_node_and_give_way_across_nodes() -> None:
-    costs = measured(dp=2, cp=2)
-    inside, notes = completed_from_cluster(costs, MODEL, layout(dp=4, cp=2), cluster_from("h100x8"), "cost file x.json")
-    assert (inside.reduce_bandwidth_bytes_per_s, inside.intra_node) == (1000.0, LINK)
-    assert not [note for note in notes if "host" not in note]
-    across, notes = completed_from_cluster(costs, MODEL, layout(dp=16, cp=2), CLUSTER, "cost file x.json")
-    assert across.reduce_bandwidth_bytes_per_s == 8 * 42e9
-    assert (across.intra_node, across.inter_node) == (LINK, CLUSTER.inter_node)
-    assert any("reduction of gradients over 32 devices" in note for note in notes)
-
-
-def test_layers_measured_under_another_tp_cannot_be_completed() -> None:
-    with pytest.raises(ConfigError, match="plan with tp=2"):
-        completed_from_cluster(measured(tp=2), MODEL, layout(tp=4), CLUSTER, "cost file x.json")
 
 
 def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> None:
@@ -147,14 +121,3 @@ def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> N
     assert completed_between_layouts(whole, layout(dp=4)) == (whole, ())
     ring = msgspec.structs.replace(costs, p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=7.0)
     assert completed_between_layouts(ring, layout(pp=4))[0].p2p_bandwidth_bytes_per_s == 7.0
-
-
-def test_costs_without_links_or_of_fewer_processes_speak_for_no_other_layout() -> None:
-    nothing = msgspec.structs.replace(
-        measured(pp=4), p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=None, intra_node=None
-    )
-    with pytest.raises(ConfigError, match="know no link between processes"):
-        completed_between_layouts(nothing, layout(dp=2))
-    assert completed_between_layouts(nothing, layout()) == (nothing, ())
-    with pytest.raises(ConfigError, match=r"measured on layout pp=4 and do not speak for 8 processes"):
-        completed_between_layouts(measured(pp=4), layout(dp=8))

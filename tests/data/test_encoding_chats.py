@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
-from evenload.data.chat_template import ChatTemplate, TemplateForms
-from evenload.data.chats import Chats, read_messages
+from evenload.data.chat_template import ChatTemplate
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import open_encoder
+from evenload.data.open_encoder import Chats, open_encoder, read_messages
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 
@@ -126,7 +125,7 @@ def test_thoughts_reach_the_template_under_any_of_their_names(their_tokenizers, 
     messages = [question, answer | {key: "hm", "name": None}]
     expected = their_tokenizers[CHATML].apply_chat_template(messages, chat_template=source, tokenize=False)
     template = ChatTemplate(source, {}, "t")
-    assert template.render(read_messages(messages, "messages", TemplateForms(template))) == expected
+    assert template.render(read_messages(messages, "messages", template)) == expected
     assert "(hm|hm)b" in expected
 
 

@@ -6,10 +6,9 @@ import pickle
 import pytest
 
 from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config
-from evenload.data.chat_template import ChatTemplate, TemplateForms
-from evenload.data.chats import Chats, read_messages
+from evenload.data.chat_template import ChatTemplate
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import open_encoder
+from evenload.data.open_encoder import Chats, open_encoder, read_messages
 from evenload.data.tokenize import ByteTokenizer
 
 ARGUMENTS = {"city": "Köln", "days": [1, 2.5], "unit": None}
@@ -33,7 +32,7 @@ def template_of(call="", loop=LOOP):
 
 
 def rendered(template, messages):
-    return template.render(read_messages(messages, "messages", TemplateForms(template)))
+    return template.render(read_messages(messages, "messages", template))
 
 
 def call_of(arguments, flat=False):

@@ -7,7 +7,9 @@ from hypothesis.extra import numpy as hnp
 from chat_cases import encoder_config, train_chat_tokenizer
 from evenload.data.encoders import RecordProblem, TokenIds, masked_labels, tokens_in
 from evenload.data.open_encoder import open_encoder
-from evenload.data.records import ValueProblem, token_array
+from evenload.data.records import Column, ValueProblem, convert_value
+
+IDS = Column("input_ids", "tokens", "data.tokens_column")
 
 
 def int32(values):
@@ -34,12 +36,12 @@ def test_readers_give_ids_of_any_width_as_int32(dtype, given_as):
     """Read as int32 at once, 2**32 + 7 would be 7."""
     values = np.array([0, 7, np.iinfo(dtype).max, np.iinfo(dtype).min], dtype=dtype)
     if np.iinfo(dtype).max < 2**31:
-        read = token_array(given_as(values))
+        read = convert_value(IDS, given_as(values))
         assert read.dtype == np.int32
         assert read.tolist() == values.tolist()
     else:
         with pytest.raises(ValueProblem, match=r"is no whole number of at most|is not a list of token ids"):
-            token_array(given_as(values))
+            convert_value(IDS, given_as(values))
 
 
 @given(st.lists(hnp.arrays(np.int32, st.integers(0, 4), elements=st.integers(-1, 4)), max_size=5), st.integers(3, 6))
@@ -92,7 +94,7 @@ def test_int32_arrays_are_not_copied_and_not_written():
 )
 def test_values_that_are_no_ids_are_told_apart(value):
     with pytest.raises(ValueProblem, match=r"is not a list of token ids|no whole number"):
-        token_array(value)
+        convert_value(IDS, value)
 
 
 def test_the_vocabulary_is_that_of_a_tokenizer_that_was_named(tmp_path):

@@ -77,13 +77,3 @@ def test_runs_that_share_documents_equal_runs_that_do_not(gloo_pool, config_file
     }
     for name, settings in runs.items():
         assert losses(gloo_pool, config_file, name, **settings) == pytest.approx(alone, rel=1e-9), name
-
-
-def test_a_checkpoint_of_context_ranks_goes_on_under_other_layouts(gloo_pool, config_file):
-    """Optimizer state is sharded over dp x cp ranks; it loads under any."""
-    whole = losses(gloo_pool, config_file, "whole", sharing=2, cp=2)
-    apart = {"plan.options.dp_merge": "false"}
-    first = losses(gloo_pool, config_file, "parts", sharing=2, cp=2, dp=2, stop_after=1, more=apart)
-    second = losses(gloo_pool, config_file, "parts", sharing=3, cp=3, stop_after=2)
-    rest = losses(gloo_pool, config_file, "parts", pp=2)
-    assert [*first, *second, *rest] == pytest.approx(whole, rel=1e-9)

@@ -11,7 +11,6 @@ from training_cases import write_training_config
 PHASES = "ssllssls"
 CAP_BYTES = 6_000_000
 """Long batches take 7.2 MB in four replicas and 5.0 MB in two pipelines of two; short ones 2.5 MB at most."""
-NARROW_BYTES = 5_100_000
 """For a long batch in two pipelines, and not for what a change to them leaves beside it."""
 RELY_ON_PREDICTIONS = "plan.options.flexpipe={known_steps=2, margin=0.0, patience_steps=1, follow_measured=false}"
 
@@ -91,22 +90,3 @@ def test_the_monitor_follows_a_run_and_travels_in_its_checkpoint(gloo_pool, conf
     rest = run(gloo_pool, 4, config_file, overrides)
     assert len(rest.decisions) == 4
     assert rest.num_known == 4
-
-
-@pytest.mark.long
-def test_auto_leaves_the_layout_of_parallel_where_a_declared_one_pays(gloo_pool, config_file, tmp_path):
-    auto = ("parallel.pp=4", 'plan.layouts=["dp=4"]', "plan.strategy=auto", RELY_ON_PREDICTIONS)
-    found = run(gloo_pool, 4, config_file, settings(tmp_path, "auto", *auto), stop_after=4)
-    alone = run(gloo_pool, 1, config_file, settings(tmp_path, "alone", "plan.strategy=balanced"), stop_after=4)
-    assert [(one.action, one.layout) for one in found.decisions] == [("shrink", "dp=4")] + [("stay", "dp=4")] * 3
-    assert found.losses == pytest.approx(alone.losses, rel=1e-10)
-
-
-@pytest.mark.long
-def test_a_resumed_run_says_where_its_way_back_has_no_room(gloo_pool, config_file, tmp_path):
-    """Processes start in four replicas, of which the change to where the run was leaves state behind; the limit holds
-    the step alone."""
-    overrides = settings(tmp_path, "narrow", *layouts(RELY_ON_PREDICTIONS))
-    assert run(gloo_pool, 4, config_file, overrides, stop_after=3).decisions[-1].layout == "dp=2 pp=2"
-    with pytest.raises(RuntimeError, match=r"processes start in dp=4 and step 3 is planned for dp=2 pp=2"):
-        gloo_pool.run(4, flex_run, config_file, overrides, NARROW_BYTES, len(PHASES))

@@ -144,20 +144,6 @@ def test_a_tensor_parallel_rank_that_was_idle_trains_again(gloo_pool, tmp_path):
     assert_same_training(moved, alone, 1e-10)
 
 
-def test_adapters_and_virtual_stages_train_the_same_while_layouts_change(gloo_pool, tmp_path):
-    """Frozen weights are in no checkpoint: that they arrived shows in the loss."""
-    file = run_file(tmp_path, tied=False)
-    base = ["model.dtype=float64", "model.lora.rank=2", "model.lora.alpha=4.0", "plan.strategy=balanced"]
-    layouts = 'plan.layouts=["pp=4", "pp=2,virtual=2", "dp=3"]'
-    script = [0, 1, 2, 0, 2, 1]
-    moved = gloo_pool.run(
-        4, scripted_run, file, [*base, "parallel.pp=4", layouts, f"train.output_dir={tmp_path}/moved"], script, 6
-    )[0]
-    alone = gloo_pool.run(1, scripted_run, file, [*base, f"train.output_dir={tmp_path}/alone"], [0], 6)[0]
-    assert moved.layouts == ["pp=4", "dp=2 pp=2 virtual=2", "dp=3", "pp=4", "dp=3", "dp=2 pp=2 virtual=2"]
-    assert_same_training(moved, alone, 1e-10)
-
-
 def test_a_checkpoint_between_switches_goes_on_there_and_elsewhere(gloo_pool, tmp_path):
     """In the same layouts to the bit, though a run starts in [parallel]'s; with other processes to rounding."""
     file = run_file(tmp_path, tied=True)

@@ -5,23 +5,20 @@ import itertools
 
 import msgspec
 import numpy as np
-import pytest
-import torch
 
+from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.transfer_order import LAG
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from plan_building import word_schedule
 from reference_training import tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
-from sweeps import sweep
 from varied_plans import SCHEDULES, varied_plan
 
 LAYERS = 4
@@ -47,56 +44,16 @@ def plans_of(pp, dp, virtual, policies, count, **options):
     ]
 
 
-@pytest.mark.parametrize(("pp", "dp", "virtual"), sweep([(2, 2, 1), (1, 1, 2), (4, 1, 1), (2, 2, 2)], 2))
-def test_random_cuts_under_mixed_policies_equal_plain_training(gloo_pool, pp, dp, virtual):
-    """Cuts that no planner makes; planned ones under every policy and schedule: test_matrix."""
-    plans = plans_of(pp, dp, virtual, "mixed", 2)
-    assert any("I" in plan.schedules[0].grid() for plan in plans), "backwards are really split"
-    for plan, measured in zip(plans, assert_plans_equal_plain(gloo_pool, plans), strict=True):
-        assert_bytes_match_the_memory_model(plan, LLAMA, measured)
-
-
-@pytest.mark.parametrize("channels", ["directed", "fifo"])
-def test_many_stages_a_rank_equal_plain_training(gloo_pool, channels):
-    """As many as the layout search tries: a stage of one layer, six on either rank, neighbours eleven times."""
-    plans = [
-        varied_plan(seed, num_layers=12, pp=2, virtual=6, policies="mixed", schedule=name, num_documents=12)
-        for seed, name in enumerate(("list", "list_split"))
-    ]
-    assert_plans_equal_plain(gloo_pool, plans, changes={"num_hidden_layers": 12}, channels=channels)
-
-
-@pytest.mark.parametrize(
-    ("pp", "dp", "tp", "virtual", "counts"),
-    sweep([(2, 2, 1, 1, (0, 1)), (1, 1, 2, 1, (3,)), (1, 1, 1, 2, (2, 0)), (2, 1, 1, 1, (1, 2))], 2),
-)
-def test_layers_that_recompute_for_all_documents_train_the_same_and_hold_what_is_said(
-    gloo_pool, pp, dp, tp, virtual, counts
-):
-    """Cut documents, split backwards, stages of which some layers keep their products: FlexPipe's O_plan."""
-    plans = [
-        seal(msgspec.structs.replace(plan, layout=plan.layout.recomputing(counts)))
-        for plan in plans_of(pp, dp, virtual, "replay", 1, tp=tp)
-    ]
-    stored = plans_of(pp, dp, virtual, "replay", 1, tp=tp)
-    for plan, same, measured in zip(plans, stored, assert_plans_equal_plain(gloo_pool, plans), strict=True):
-        assert plan.digest != same.digest
-        assert_bytes_match_the_memory_model(plan, LLAMA, measured)
-
-
 def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(gloo_pool):
     """`choose` under ever smaller limits: other documents under other policies, until everything is offloaded."""
     layout = even_layout(LAYERS, pp=2, virtual=2)
-    documents = tuple(
-        Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1)
-        for i, n in enumerate([64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25])
-    )
+    step = documents([64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25])
 
     def planned(link: float, cap: int | None, strategy: str, **options) -> StepPlan:
         slow_or_fast = LinkSpec(bandwidth_bytes_per_s=link, latency_s=0.0)
         costs = msgspec.structs.replace(COSTS, host_link=slow_or_fast)
         planner = StepPlanner(LLAMA, costs, layout, cap, PlanOptions(max_pack_tokens=64, **options), host="unlimited")
-        return planner.plan(0, documents, strategy)
+        return planner.plan(0, step, strategy)
 
     plans = []
     # Over a slow link it pays to recompute before anything is offloaded.
@@ -113,17 +70,6 @@ def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(glo
     for same in (plans[: len(plans) // 2], plans[len(plans) // 2 :]):
         for plan, measured in zip(same, assert_plans_equal_plain(gloo_pool, same), strict=True):
             assert_bytes_match_the_memory_model(plan, LLAMA, measured)
-
-
-@pytest.mark.parametrize(("pp", "virtual"), [(1, 2), (2, 2)])
-def test_tied_embeddings_between_and_within_ranks(gloo_pool, pp, virtual):
-    """First and last stage on one rank share one parameter; on two ranks there are two copies, summed."""
-    assert_plans_equal_plain(gloo_pool, plans_of(pp, 1, virtual, "mixed", 1), changes={"tied": True})
-
-
-def test_fp32_equals_plain_training_to_its_precision(gloo_pool):
-    plans = plans_of(2, 1, 2, "mixed", 2)
-    assert_plans_equal_plain(gloo_pool, plans, dtype=torch.float32)
 
 
 def test_sent_tensors_are_let_go_while_the_step_runs(gloo_pool):

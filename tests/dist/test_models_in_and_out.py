@@ -17,7 +17,7 @@ from dist_training import train_steps
 from evenload.config.train_config import load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
-from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
 from reference_training import tiny_config
 from training_cases import write_training_config
@@ -118,23 +118,6 @@ def test_fused_experts_are_read_too(tmp_path, kind):
                 assert torch.equal(parameter, expected[name]), name
 
 
-def test_a_balanced_run_reports_its_whole_loss(gloo_pool, config_file, tmp_path):
-    """Every stage has a share of the load-balancing loss; the run's loss is the sum, whatever the layout."""
-    save_random_model("qwen3_moe", tmp_path / "original", output_router_logits=True, router_aux_loss_coef=0.3)
-    base = [f"model.path={tmp_path / 'original'}", "model.random_init=false"]
-    runs = []
-    for pp, dp, strategy in [(1, 1, "best_fit"), (2, 2, "padded"), (2, 1, "slimpack")]:
-        layout = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"plan.strategy={strategy}"]
-        here = [*base, *layout, f"train.output_dir={tmp_path / strategy}"]
-        runs.append(gloo_pool.run(pp * dp, train_steps, str(config_file), here, 2)[0])
-    for run in runs[1:]:
-        assert run == pytest.approx(runs[0], rel=1e-10)
-    without = gloo_pool.run(
-        1, train_steps, str(config_file), [*base, "model.router_aux_loss_coef=0", f"train.output_dir={tmp_path}/0"], 1
-    )[0]
-    assert runs[0][0] - without[0] > 0.3
-
-
 def test_a_model_with_experts_asks_how_to_balance_them(config_file, tmp_path):
     from evenload.runtime.model.supported import router_aux_loss_coef
 
@@ -207,24 +190,6 @@ def test_adapters_train_like_peft_resume_and_come_back(gloo_pool, config_file, t
     tensors = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     assert tensors
     assert all(".lora_" in name for name in tensors)
-
-
-def test_adapters_of_experts_models_and_bf16_run(gloo_pool, config_file, tmp_path):
-    """Attention's linears get adapters, experts stay frozen; bf16 adapters have fp32 masters."""
-    save_random_model("qwen3_moe", tmp_path / "original")
-    base = [f"model.path={tmp_path / 'original'}", "model.random_init=false", "model.router_aux_loss_coef=0", *LORA]
-    run = [*base, "model.dtype=bfloat16", "parallel.pp=2", "plan.options.policy=recompute"]
-    losses = gloo_pool.run(2, train_steps, str(config_file), run, 4, True)[0]
-    assert losses[-1] < losses[0]
-    names = tensor_names(tmp_path / "run" / "adapter")
-    assert {name.split(".")[6] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def test_the_cost_model_of_a_run_knows_its_adapters(config_file, tmp_path):
-    save_random_model("llama", tmp_path / "original")
-    config = load_train_config(config_file, [f"model.path={tmp_path / 'original'}", "model.lora={rank=3}"])
-    # rank · (in + out) of q, o: 48 + 48; k, v: 48 + 24; gate, up, down: 48 + 80.
-    assert model_spec(config).adapter_parameters_per_layer == 3 * (2 * 96 + 2 * 72 + 3 * 128)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan
@@ -39,8 +39,8 @@ def outlier_plan(policy: str, dp: int, pp: int) -> StepPlan:
         PlanOptions(max_pack_tokens=256, policy=policy, cp_sharding="per_document", dp_merge=True),
         host="unlimited",  # type: ignore[arg-type]
     )
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
-    plan = planner.plan(0, documents, "slimpack")
+    step = documents(LENGTHS)
+    plan = planner.plan(0, step, "slimpack")
     validate_plan(plan, max_pack_tokens=256)
     for packs in plan.pack_plans:
         ranks = {s.cp for pack in packs.forward for s in pack.slices if s.doc_id == 17}

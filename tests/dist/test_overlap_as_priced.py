@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from context_cases import covered_rows
-from context_plans import RULES, context_plan, merged_plan
+from context_plans import RULES, context_plan
 from evenload.cost.pack_split import RankedPacks
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.stepplan.rank_rows import ranked_packs
@@ -41,18 +41,6 @@ def test_gathers_hide_behind_local_documents_and_nothing_else(gloo_pool, cp, rul
                 assert found[rank][direction] == expected
                 covered += sum(rows for rows, _ in expected)
     assert covered or rule != "dacp"
-
-
-def test_documents_that_replicas_share_hide_nothing(gloo_pool):
-    """Packs of one replica have no transfers, and those of a block no local documents."""
-    plan = merged_plan(7, dp=2, rule="per_document")
-    found = gloo_pool.run(2, covered_rows, encode_plan(plan), "all_gather")
-    for dp_rank in range(2):
-        for direction, ranked in enumerate(both_directions(plan, dp_rank)):
-            is_shared = ranked.num_ranks() > 1
-            assert is_shared.any()
-            for pack in np.flatnonzero(is_shared).tolist():
-                assert found[dp_rank][direction][pack] == rows_as_priced(ranked, pack, dp_rank)
 
 
 @pytest.mark.parametrize("cp", [2, 3])

@@ -1,12 +1,52 @@
 """Updated weights gathered beside the next packs: the same training to the bit, and only what is needed waits."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
-from gather_cases import one_unit_after_the_other, train_and_keep
+from dist_training import COSTS
+from evenload.config.train_config import layout_of, load_train_config
+from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.model.configured import model_spec
+from evenload.runtime.trainer import Trainer
+from gloo_pool import TIMEOUT_S
 from sweeps import sweep
 from training_cases import STEPS, write_training_config
+
+
+class Trained(NamedTuple):
+    """A run on one rank.
+
+    Args:
+        state: every element of weights and optimizer state as bits.
+        beside: of its updates, those whose gathers were left for the next step.
+        told: of every step, seconds of gathers and what is hidden of them; on rank 0.
+    """
+
+    losses: list[float]
+    state: bytes
+    beside: int
+    told: list[tuple[float, float]]
+
+
+def train_and_keep(config_file: str, overrides: list[str], stop_after: int) -> Trained:
+    """Train without resuming."""
+    config = load_train_config(Path(config_file), overrides)
+    mesh = create_meshes(
+        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
+    trainer, losses, told, beside = Trainer(config, mesh), [], [], 0
+    for report in trainer.train(COSTS, 2**34, stop_after):
+        beside += bool(trainer.state.optimizer.gathers._last)
+        if report is not None:
+            losses.append(float(report.row["loss"]))  # type: ignore[arg-type]
+            told.append((report.row["gather_s"], report.row["gather_hidden_s"]))
+    held = [tensor for _, _, tensor in trainer.state.optimizer.state_tensors()]
+    held += [buffer.values for buffer in trainer.state.buffers]
+    bits = b"".join(tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in held)
+    return Trained(losses, bits, beside, told)
 
 
 @pytest.fixture
@@ -48,9 +88,3 @@ def test_training_is_the_same_to_the_bit(gloo_pool, config_file, tmp_path, sizes
     # The first step has no update before it; the last one has two, of which nothing hides the second.
     assert found[True][0].told[0] == (0, 0)
     assert all(gather_s >= hidden_s > 0 for gather_s, hidden_s in found[True][0].told[1:])
-
-
-def test_a_forward_waits_for_its_own_weights_and_those_before_them(gloo_pool):
-    """Another rank begins a gather only when all units before were read: who waited for more would wait for ever."""
-    seen, _ = gloo_pool.run(2, one_unit_after_the_other, 4)
-    assert seen == [[10.0 * unit, 10.0 * unit, 10.0 * unit + 1, 10.0 * unit + 1] for unit in range(4)]

@@ -46,14 +46,6 @@ def test_samples_are_transformers_own_and_change_nothing(gloo_pool, config_file,
     assert [one.text for one in found["with"].samples[-2:]] == expected
 
 
-def test_prompts_begin_as_the_runs_texts_do():
-    settings = SamplesConfig(prompts=("ab",), every_steps=1, max_new_tokens=4)
-    for prompt_tokens, opening in ((2, ()), (3, (7,)), (2, (97,))):  # "a" is byte 97, which stands there already
-        Sampler(settings, ByteTokenizer(), prompt_tokens + 4, opening)
-        with pytest.raises(ConfigError, match=f"of {prompt_tokens} tokens"):
-            Sampler(settings, ByteTokenizer(), prompt_tokens + 3, opening)
-
-
 @torch.no_grad()
 def plain_text(config_file: Path, state: dict[str, np.ndarray], prompt: str) -> str:
     """The whole text through the model once for every token."""

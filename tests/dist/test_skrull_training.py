@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
@@ -13,7 +14,6 @@ from evenload.plan.problem import PlanOptions, StepProblem
 from evenload.plan.strategies.skrull import bucket_tokens, step_documents
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from reference.dacp import algorithm_1, chosen
@@ -33,27 +33,6 @@ COSTS = CostCoefficients(
     intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-3),
     devices_per_node=8,
 )
-
-
-def test_skrull_equals_plain_training(gloo_pool):
-    """float64: loss, every gradient and the gradient norm to 1e-10. (Other layouts: test_matrix.)"""
-    dp, cp = 1, 4
-    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
-    planner = StepPlanner(
-        model,
-        COSTS,
-        even_layout(model.num_layers, dp=dp, cp=cp),
-        None,
-        PlanOptions(max_pack_tokens=64),
-        host="unlimited",
-    )
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
-    plan = planner.plan(0, step, "skrull")
-    validate_plan(plan, max_pack_tokens=64)
-    assert max(len(packs.forward) for packs in plan.pack_plans) > 1
-    kinds = {piece.cp for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices}
-    assert kinds == {1, cp}, "some documents are shared, some whole on one rank"
-    assert_plans_equal_plain(gloo_pool, [plan])
 
 
 # Constants of packs so dear that a replica's documents go into as few micro-batches as buckets allow.
@@ -77,7 +56,7 @@ def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, buck
     which all ranks then share (Skrull §4.1)."""
     model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
     layout = even_layout(model.num_layers, dp=dp, cp=cp)
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+    step = documents(lengths)
 
     def problem_within(memory_bytes):
         ids, cap = np.arange(len(lengths)), np.full(1, memory_bytes)

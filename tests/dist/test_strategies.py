@@ -4,6 +4,7 @@ labels or documents. (Strategies with everything else: test_matrix.)"""
 import msgspec
 import pytest
 
+from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.pack_cost import PackCosts
 from evenload.explore.timelines import detailed_timeline
@@ -12,7 +13,6 @@ from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from evenload.types.timeline import MEMORY_KINDS
@@ -33,8 +33,8 @@ def planned(kind, strategy, pp, dp, lengths, options=None, **changes):
     model = model_from_hf_config(tiny_config(kind, **changes).to_dict(), kind, 8)
     layout = even_layout(model.num_layers, dp=dp, pp=pp)
     planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=LIMIT), host="unlimited")
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
-    plan = planner.plan(0, documents, strategy)
+    step = documents(lengths)
+    plan = planner.plan(0, step, strategy)
     validate_plan(plan, max_pack_tokens=planner.options.max_pack_tokens)
     return plan
 

@@ -1,54 +1,111 @@
-"""Whole training runs: equal to plain AdamW, and exactly resumable."""
+"""Whole training runs in every kind of layout: equal to plain AdamW, exactly resumable, checkpoints and exported models
+the same whatever the layout."""
 
+import math
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dist_training import train_steps
+from dist_training import memory_steps, train_steps
+from evenload.calibrate.calibrate import calibrate
 from evenload.config.train_config import layout_of, load_train_config
+from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batches import decode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.checkpoint import Progress
+from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.trainer import Trainer
+from gloo_pool import TIMEOUT_S
+from quick_calibration import quick_calibration
 from sweeps import sweep
 from training_cases import STEPS, plain_losses, write_training_config
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    """A tiny Llama on documents of very different lengths, in float64."""
-    corpus = tmp_path / "corpus"
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tied Llama of 257 words, which do not divide by 2, on documents of very different lengths, in float64."""
+    directory = tmp_path_factory.mktemp("run")
+    corpus = directory / "corpus"
     corpus.mkdir()
     for i in range(40):
         (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
-    return write_training_config(tmp_path, corpus, num_layers=3)
+    return write_training_config(directory, corpus, num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def expected_losses(config_file: Path) -> list[float]:
+    losses = plain_losses(load_train_config(config_file, []))
+    assert losses[-1] < losses[0]
+    return losses
+
+
+def layout_settings(**sizes: int) -> list[str]:
+    return [f"parallel.{name}={value}" for name, value in sizes.items()]
+
+
+def num_ranks(sizes: dict[str, int]) -> int:
+    return math.prod(size for name, size in sizes.items() if name != "virtual")
 
 
 @pytest.mark.parametrize(
-    ("pp", "dp", "strategy"), [(1, 1, "slimpack"), (2, 1, "slimpack"), (2, 2, "balanced"), (1, 3, "best_fit")]
+    ("sizes", "strategy", "policy"),
+    sweep(
+        [
+            ({}, "slimpack", "replay"),
+            ({"pp": 2, "virtual": 2}, "auto", "recompute"),
+            ({"pp": 2, "dp": 2, "virtual": 2}, "balanced", "offload"),
+            ({"tp": 2, "cp": 2}, "skrull", "choose"),
+            ({"tp": 2, "dp": 2}, "slimpack", "offload"),
+            ({"dp": 3}, "best_fit", "choose"),
+            ({"tp": 2, "pp": 2, "virtual": 2}, "slimpack", "replay"),
+            ({"dp": 2, "pp": 2, "tp": 2}, "auto", "choose"),
+            ({"pp": 4}, "auto", "offload"),
+            ({"dp": 2, "virtual": 2}, "slimpack", "replay"),
+            ({"tp": 2, "pp": 2}, "auto", "recompute"),
+        ],
+        6,
+    ),
 )
-def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, pp, dp, strategy):
-    """Clipping, warm-up, weight-decay groups, sharded state, tied weights and all: every update, to 1e-9."""
-    overrides = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"plan.strategy={strategy}"]
-    ranks = gloo_pool.run(pp * dp, train_steps, str(config_file), overrides, STEPS)
-    assert ranks[0] == pytest.approx(plain_losses(load_train_config(config_file, overrides)), rel=1e-9)
-    assert ranks[0][-1] < ranks[0][0]
+def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, expected_losses, tmp_path, sizes, strategy, policy):
+    """Clipping, warm-up, weight-decay groups, sharded state, parts of matrices, tied weights and all: every update, to
+    1e-9."""
+    overrides = [*layout_settings(**sizes), f"plan.strategy={strategy}", f"plan.options.policy={policy}"]
+    overrides.append(f"train.output_dir={tmp_path}")
+    steps = gloo_pool.run(num_ranks(sizes), memory_steps, str(config_file), overrides, STEPS)[0]
+    assert [step.loss for step in steps] == pytest.approx(expected_losses, rel=1e-9)
+    if policy != "choose":
+        assert {policy} == frozenset.union(*(step.policies for step in steps))
+    if strategy == "auto" and sizes.get("virtual", 1) > 1:
+        assert "W" in frozenset.union(*(step.kinds for step in steps)), "backwards are really split"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stops"), sweep([("bfloat16", (2,)), ("bfloat16", (1, 3)), ("float32", (1, 3))], 1), ids=str
+    ("sizes", "dtype", "stops"),
+    sweep(
+        [
+            ({"pp": 2, "dp": 2}, "bfloat16", (2,)),
+            ({"tp": 2, "dp": 2}, "bfloat16", (1,)),
+            ({"pp": 2, "dp": 2}, "bfloat16", (1, 3)),
+            ({"pp": 2, "dp": 2}, "float32", (1, 3)),
+        ],
+        2,
+    ),
+    ids=str,
 )
-def test_resume_at_any_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_path, dtype, stops):
+def test_resume_at_any_step_is_exact_to_the_bit(gloo_pool, config_file, tmp_path, sizes, dtype, stops):
     """A new trainer after every stop: the same losses, to the last bit (bf16: master weights survive)."""
-    fixed = ["parallel.pp=2", "parallel.dp=2", f"model.dtype={dtype}"]
+    fixed = [*layout_settings(**sizes), f"model.dtype={dtype}"]
     whole = gloo_pool.run(4, train_steps, str(config_file), [*fixed, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
     assert len(whole) == STEPS
     resumed = []
-    for stop in (*sorted(stops), STEPS):
+    for stop in (*stops, STEPS):
         here = [*fixed, f"train.output_dir={tmp_path}/resumed"]
         resumed += gloo_pool.run(4, train_steps, str(config_file), here, stop)[0]
     assert resumed == whole
@@ -98,61 +155,132 @@ def test_documents_put_off_are_trained_before_the_data_ends(gloo_pool, config_fi
     assert progress.planner.waiting == ()
 
 
-def test_a_checkpoint_continues_under_another_layout(gloo_pool, config_file, tmp_path):
-    """State is by unit and layout-free: pp2 x dp2 goes on as pp1 x dp3, equal up to summation order."""
-    base = [f"train.output_dir={tmp_path}/moved"]
-    whole = gloo_pool.run(1, train_steps, str(config_file), [f"train.output_dir={tmp_path}/whole"], STEPS)[0]
-    first = gloo_pool.run(4, train_steps, str(config_file), [*base, "parallel.pp=2", "parallel.dp=2"], 3)[0]
-    rest = gloo_pool.run(3, train_steps, str(config_file), [*base, "parallel.dp=3"], STEPS)[0]
-    assert first + rest == pytest.approx(whole, rel=1e-9)
-
-
-def test_layers_given_to_stages_train_the_same_and_continue_from_an_even_split(gloo_pool, config_file, tmp_path):
-    """Checkpoints know layers, not stages: 2 + 1 goes on as 1 + 2, equal up to summation order."""
-    base = [f"train.output_dir={tmp_path}/moved", "parallel.pp=2"]
-    uneven = [*base, "parallel.stage_layers=[1, 2]"]
-    assert layout_of(load_train_config(config_file, uneven).parallel, 3).stage_layers == ((0, 1), (1, 3))
-    first = gloo_pool.run(2, train_steps, str(config_file), base, 3)[0]
-    rest = gloo_pool.run(2, train_steps, str(config_file), uneven, STEPS)[0]
-    assert first + rest == pytest.approx(plain_losses(load_train_config(config_file, base)), rel=1e-9)
+def test_a_checkpoint_moves_between_any_layouts(gloo_pool, config_file, expected_losses, tmp_path):
+    """State is by unit, range of elements and part of a matrix, and knows layers, not stages: virtual stages go on as
+    parts of matrices, those as context ranks with an uneven split, those as replicas; equal up to summation order."""
+    losses = []
+    for stop_after, (sizes, more) in enumerate(
+        (
+            ({"pp": 2, "virtual": 2}, []),
+            ({"tp": 2, "dp": 2}, []),
+            ({"pp": 2, "cp": 2}, ["parallel.stage_layers=[3, 1]"]),
+            ({"dp": 3}, []),
+        ),
+        start=1,
+    ):
+        here = [*layout_settings(**sizes), *more, f"train.output_dir={tmp_path}"]
+        losses += gloo_pool.run(num_ranks(sizes), train_steps, str(config_file), here, stop_after)[0]
+    assert losses == pytest.approx(expected_losses, rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("settings", "message"),
     [
-        ("[2, 2, 1]", r"parallel.stage_layers is \[2, 2, 1\], must be 2 numbers"),
-        ("[4, 0]", "of at least 1"),
-        ("[2, 3]", "hold 5 layers, the model has 4"),
+        (["parallel.stage_layers=[2, 2, 1]"], r"parallel.stage_layers is \[2, 2, 1\], must be 2 numbers"),
+        (["parallel.stage_layers=[4, 0]"], "of at least 1"),
+        (["parallel.stage_layers=[2, 3]"], "hold 5 layers, the model has 4"),
+        (["parallel.virtual=0"], "parallel.virtual is 0, must be at least 1"),
+        (["parallel.virtual=3"], "4 layers cannot fill 6 stages"),
+        (
+            ["parallel.virtual=2", "parallel.stage_layers=[2, 2]"],
+            r"must be 4 numbers .* parallel.pp x parallel.virtual stages",
+        ),
     ],
 )
-def test_stage_layers_that_are_not_the_models_are_refused(config_file, value, message) -> None:
+def test_stages_that_the_model_does_not_have_are_refused(config_file, settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        layout_of(load_train_config(config_file, ["parallel.pp=2", f"parallel.stage_layers={value}"]).parallel, 4)
+        layout_of(load_train_config(config_file, ["parallel.pp=2", *settings]).parallel, 4)
 
 
-def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path):
-    """Safetensors of two stages, tied weights once, the trained values."""
-    overrides = ["parallel.pp=2", f"train.output_dir={tmp_path}/out"]
-    gloo_pool.run(2, train_steps, str(config_file), overrides, 2, True)
+@pytest.mark.parametrize("sizes", [{"pp": 2, "virtual": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path, sizes):
+    """Every rank writes its parts of all its stages, tied weights once; the next loss is that of the written model."""
+    overrides = [*layout_settings(**sizes), f"train.output_dir={tmp_path}/out"]
+    gloo_pool.run(num_ranks(sizes), train_steps, str(config_file), overrides, 2, True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype=torch.float64)
-    config = load_train_config(config_file, overrides)
-    loader = GlobalBatchLoader(config.data)
+    loader = GlobalBatchLoader(load_train_config(config_file, overrides).data)
     for _ in range(3):
         batch = loader.next_batch()
-    total = sum(
-        nn.functional.cross_entropy(
-            model(torch.from_numpy(t).long()[None]).logits[0, :-1], torch.from_numpy(t).long()[1:], reduction="sum"
-        ).item()
-        for t in batch.tokens.values()
-    )
-    continued = gloo_pool.run(2, train_steps, str(config_file), overrides, 3)[0]
+    assert batch is not None
+    total = 0.0
+    for tokens in batch.tokens.values():
+        row = torch.from_numpy(tokens).long()
+        total += nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum").item()
+    continued = gloo_pool.run(num_ranks(sizes), train_steps, str(config_file), overrides, 3)[0]
     assert continued[0] == pytest.approx(total / batch.num_label_tokens, rel=1e-9)
-    from_export = [
-        f"model.path={tmp_path / 'out' / 'model'}",
+
+
+def test_where_memory_is_short_a_run_goes_on_with_less_of_it(gloo_pool, config_file, tmp_path):
+    """Under a limit between what replay and what recomputing needs, `choose` plans what fits, and it does."""
+
+    def run(name, *overrides):
+        common = ["parallel.pp=2", f"train.output_dir={tmp_path}/{name}"]
+        return gloo_pool.run(2, memory_steps, str(config_file), [*common, *overrides], 2)[0]
+
+    free = run("free")
+    least = run("least", "plan.options.policy=offload")
+    needed, possible = (max(step.predicted_bytes for step in steps) for steps in (free, least))
+    assert possible < needed
+    limit = possible + (needed - possible) // 4
+    short = run("short", f"plan.memory_bytes={limit}")
+    assert frozenset.union(*(step.policies for step in free)) == {"replay"}
+    assert frozenset.union(*(step.policies for step in short)) > {"replay"}
+    assert max(step.peak_bytes for step in free) > max(step.peak_bytes for step in short)
+    assert all(step.peak_bytes <= step.predicted_bytes <= limit for step in short)
+    assert [step.loss for step in short] == pytest.approx([step.loss for step in free], rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
+    """Of an adapter the matrix beside the cut is cut, the other one is whole; under policies and split backwards, and
+    back from a checkpoint of another tp. (Training on one rank equals peft: test_models_in_and_out.)"""
+    hf = load_config(str(config_file.parent / "model"))
+    AutoModelForCausalLM.from_config(hf, dtype=torch.float64).save_pretrained(tmp_path / "base")
+    common = [
+        f"model.path={tmp_path / 'base'}",
         "model.random_init=false",
-        f"train.output_dir={tmp_path}/again",
+        "model.lora={rank=3, alpha=6.0}",
+        "plan.options.policy=recompute",
+        "plan.strategy=auto",
     ]
-    assert gloo_pool.run(1, train_steps, str(config_file), from_export, 1)[0][0] > 0
+    runs = []
+    for name, parts in (("whole", [({}, 2)]), ("parts", [({"tp": 2, "pp": 2}, 1), ({"tp": 2, "dp": 2}, 2)])):
+        losses = []
+        for sizes, stop_after in parts:
+            here = [*common, *layout_settings(**sizes), f"train.output_dir={tmp_path / name}"]
+            losses += gloo_pool.run(math.prod(sizes.values()), train_steps, str(config_file), here, stop_after, True)[0]
+        runs.append((losses, load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")))
+    (whole, whole_adapter), (parts, parts_adapter) = runs
+    assert parts == pytest.approx(whole, rel=1e-9)
+    assert whole_adapter.keys() == parts_adapter.keys()
+    for name, tensor in whole_adapter.items():
+        torch.testing.assert_close(parts_adapter[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+def make_trainer(config_file: str, overrides: list[str]):
+    config = load_train_config(Path(config_file), overrides)
+    mesh = create_meshes(
+        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
+    ).start
+    return Trainer(config, mesh), mesh
+
+
+def calibrated(config_file: str, overrides: list[str]) -> bytes:
+    trainer, mesh = make_trainer(config_file, overrides)
+    with quick_calibration():
+        return msgspec.json.encode(calibrate(trainer.stages, trainer.model, mesh, 256, "this machine").coefficients)
+
+
+def test_calibration_measures_parts_and_says_seconds_of_whole_layers(gloo_pool, config_file):
+    """All ranks try the same packs, though their clocks differ; transfers are in the layers' seconds, once."""
+    found = {}
+    for tp in (1, 2):
+        ranks = gloo_pool.run(tp, calibrated, str(config_file), layout_settings(tp=tp))
+        assert len(set(ranks)) == 1
+        found[tp] = msgspec.json.decode(ranks[0], type=CostCoefficients)
+    assert found[2].tensor_exposed_share == 0.0
+    assert found[2].group_link(2, stride=1).bandwidth_bytes_per_s > 0
+    assert found[2].head_s_per_token > 0
 
 
 def test_an_epochs_small_last_batch_trains_under_interleaved_stages(gloo_pool, tmp_path):

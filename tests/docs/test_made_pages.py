@@ -1,7 +1,6 @@
 """Pages, blocks and pictures that tools make are what the tools make today; run `make docs`, or the tool."""
 
 import runpy
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -77,18 +76,3 @@ def test_the_readmes_picture_is_of_todays_plans(glance):
     assert auto.step_s < best_fit.step_s
     assert auto.idle_share < best_fit.idle_share
     assert glance["TARGET"].read_text(encoding="utf-8") == glance["picture"](panels)
-
-
-def test_bars_of_the_readmes_picture_lie_on_one_axis(glance):
-    """Half the seconds are half the width, whatever the panel."""
-    panel, colours = glance["Panel"], glance["COLOURS"]
-    drawn = ElementTree.fromstring(
-        glance["picture"]([panel("best_fit", 8.0, [(0, "F", 0.0, 8.0)]), panel("auto", 4.0, [(0, "B", 0.0, 4.0)])])
-    )
-    bars = {rect.get("fill"): rect for rect in drawn.iter("{http://www.w3.org/2000/svg}rect")}
-    first, second = bars[colours["F"]], bars[colours["B"]]
-    assert float(second.get("width")) == pytest.approx(float(first.get("width")) / 2, abs=0.01)
-    assert first.get("x") == second.get("x")
-    text = "".join(drawn.itertext())
-    assert "2.00 times as fast (predicted)" in text
-    assert "ranks idle 75%" in text  # one of four ranks computes

@@ -48,22 +48,6 @@ def test_every_command_of_the_pages_parses(page, tmp_path, monkeypatch):
             require_parses(words_of(found["arguments"]))
 
 
-def test_the_pages_hold_commands():
-    assert sum(_STARTS.match(command) is not None for page in PAGES for command in typed(page)) > 30
-
-
-def test_a_misspelt_option_is_found():
-    with pytest.raises(Exception, match="No such option: --modle"):
-        require_parses(["plan", "lengths.npy", "--modle", "llama-7b"])
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_of_ours_stand_in_blocks_that_are_followed(page):
-    """Lines set off by four spaces are for what nobody types as it stands."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    assert re.findall(r"^    (?:\$ )?(?:evenload|torchrun|export) .*$", text, flags=re.M) == []
-
-
 def test_a_smaller_word_must_be_on_the_page():
     with pytest.raises(AssertionError, match="has: steps = 4711"):
         smaller("README.md", (("steps = 4711", "steps = 1"),))

@@ -38,8 +38,3 @@ def test_a_section_with_figures_names_their_sources(heading, text):
                 assert re.search(rf"on\s+20\d\d-\d\d-\d\d\W+commit `{commit}`", text), commit
         elif kind != "paper":
             assert (ROOT / source).is_file(), source
-
-
-def test_figures_are_seen():
-    assert figures_by_hand("reaches 84.6 % in 3 cases") == ["84.6", "3"]
-    assert figures_by_hand("`dp=4` [5](six.md)\n<!-- a: make docs -->\n7\n<!-- end of a -->\n") == ["5"]

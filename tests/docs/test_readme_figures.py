@@ -1,12 +1,11 @@
 """Every figure of the README has a source, and says what the source says.
 
-Tables and sentences between "make docs" comments are made of rows (test_measured_table.py and others compare them).
+Tables and sentences between "make docs" comments are made of rows (test_made_pages.py compares them).
 What is written by hand must stand in CLAIMS, with the place that it comes from; names with digits stand in NAMES.
 """
 
 import csv
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -93,24 +92,3 @@ def test_every_figure_has_a_source(readme):
 def test_a_figure_written_by_hand_is_its_sources(claim, readme):
     (figure,) = re.findall(claim, readme)
     assert figure == CLAIMS[claim](readme)
-
-
-@pytest.mark.parametrize(
-    "new", ["It is 1.9 times as fast.", "It takes an hour.", "A third of the memory.", "| speed | 3× |"]
-)
-def test_a_figure_without_a_source_is_seen(new, readme):
-    assert without_source(readme.replace("## Sources", f"{new}\n\n## Sources")) != []
-
-
-@pytest.mark.parametrize("script", ["replay", "demo", "dp_merge", "loader_training"])
-def test_newer_rows_with_other_values_make_the_readme_wrong(script, readme, tmp_path, monkeypatch):
-    """Its blocks are made of the rows that they name."""
-    made = runpy.run_path(str(ROOT / "tools" / "make_tables.py"))
-    for file in made["RESULTS"].glob("*.csv"):
-        rows = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
-        with (tmp_path / file.name).open("w", newline="") as copy:
-            writer = csv.DictWriter(copy, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(row | {"value": "123.4"} if file.stem == script else row for row in rows)
-    monkeypatch.setitem(made["newest"].__globals__, "RESULTS", tmp_path)
-    assert not all(block() in readme for block in made["BLOCKS"][made["README"]].values())

@@ -5,13 +5,10 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cli.plan_found import headline_line
-from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule, planned_steps
 from evenload.explore.evaluate import evaluate_strategies, headline, judged_window, with_window
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
 
 
@@ -53,51 +50,6 @@ def test_the_users_own_window_is_tried() -> None:
     judged = judged_window(with_window(make_planner(), own), batches())
     assert judged is not None
     assert judged.mean_step_time_s <= times_s[own]
-
-
-def test_where_only_other_windows_of_best_fit_win_the_headline_says_so() -> None:
-    found = evaluate_strategies(make_planner(), batches(), ["padded", "best_fit"])
-    said = headline(found)
-    assert said is not None
-    assert said.factor is not None
-    assert said.factor < 1
-    assert found.baseline is not None
-    line = headline_line(said, found)
-    assert "is the fastest of those asked for by prediction" in line
-    assert f"(--set best_fit.window_tokens={found.baseline.window_tokens}) is faster" in line
-    assert line.endswith(f"a step, {1 / said.factor:.2f} times as fast")
-    assert "loses" not in line
-
-
-def test_the_asked_window_stays_where_none_is_faster() -> None:
-    """One device: a second pack is only a second constant."""
-    judged = judged_window(make_planner(dp=1, pp=1), batches())
-    assert judged is not None
-    assert judged.window_tokens == 4096
-
-
-def test_no_window_fits_memory() -> None:
-    assert judged_window(make_planner(cap=1000), batches()) is None
-    assert evaluate_strategies(make_planner(cap=1000), batches(), ["best_fit"]).baseline is None
-
-
-def test_documents_longer_than_a_window_are_packs_of_their_own() -> None:
-    planner = with_window(make_planner(), 100)
-    (batch,) = batches(1)
-    plan = planner.plan(0, batch.documents, "best_fit")
-    validate_plan(plan)
-    packs = [pack.slices for packs in plan.pack_plans for pack in packs.forward]
-    assert any(len(pack) > 1 for pack in packs)
-    for pack in packs:
-        assert len(pack) == 1 or sum(piece.stop for piece in pack) <= 100
-
-
-def test_windows_beyond_the_limit_of_packs_are_refused() -> None:
-    (batch,) = batches(1)
-    with pytest.raises(ConfigError, match=r"best_fit\.window_tokens is 5000, max_pack_tokens is 4096"):
-        with_window(make_planner(), 5000).plan(0, batch.documents, "best_fit")
-    with pytest.raises(ConfigError, match="window_tokens is 0"):
-        with_window(make_planner(), 0)
 
 
 def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:

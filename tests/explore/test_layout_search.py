@@ -5,7 +5,6 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
-from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import (
     FINAL_CANDIDATES,
@@ -89,13 +88,6 @@ def test_what_is_out_says_which_rank_and_how_much() -> None:
     assert results[0].feasible
     fits = [result.feasible for result in results]
     assert fits == sorted(fits, reverse=True), "those that fit come first"
-
-
-def test_no_batches_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one batch"):
-        search_layouts(
-            MODEL, CLUSTER, (), lambda layout: analytic_coefficients(MODEL, CLUSTER, layout), options=OPTIONS
-        )
 
 
 @pytest.mark.parametrize(

@@ -53,14 +53,6 @@ def test_the_last_backward_of_a_rank_has_what_sums_take(sizes):
         assert 0 < seconds <= 0.3 / 0.7 * plan.times[replica].backward_s[pack][stage] + 1e-9
 
 
-def test_a_backward_that_is_split_is_complete_before_anything_is_summed():
-    """Its rank's last weight gradients complete all units at once, so nothing runs beside a pack."""
-    costs = {"overlap": OverlapCost(compute_slowdown=0.3), "overlap_gather": False}
-    plan, costs = planned("slimpack", costs, "list_split", dp=2, pp=2)
-    assert all(times.input_s for times in plan.times)
-    assert added_seconds(plan, costs) == {}
-
-
 def test_the_first_forward_has_what_gathers_of_weights_take():
     plan, costs = planned("balanced", {"overlap": OverlapCost(compute_slowdown=0.3), "overlap_reduction": False}, dp=2)
     added = added_seconds(plan, costs)

@@ -2,7 +2,6 @@
 
 import math
 
-import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
@@ -11,9 +10,6 @@ from evenload.explore import prediction_interval as intervals
 from evenload.explore.prediction_interval import (
     ANY_LAYOUT,
     KindInterval,
-    encode_intervals,
-    layout_kind,
-    ledger_intervals,
     prediction_interval,
 )
 from evenload.types.layout import even_layout
@@ -62,23 +58,6 @@ def test_measured_costs_without_rows_say_so(ledger):
     assert found.low == pytest.approx(1 / 1.135)
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "INTEL(R) XEON(R) PLATINUM, 1 thread a process"])
-def test_rows_of_one_processor_do_not_speak_for_another(ledger, device):
-    ledger(OF_ALL, OF_PIPELINES)
-    found = prediction_interval(msgspec.structs.replace(CPU, device=device), even_layout(4, pp=2))
-    name = device.removesuffix(", 1 thread a process")
-    assert f"measured costs of {name}, too few rows of it in docs/accuracy.md: from published errors" in found.basis
-    assert found.low == pytest.approx(1 / 1.135)
-
-
-def test_threads_do_not_make_another_processor(ledger):
-    ledger(OF_PIPELINES)
-    found = prediction_interval(
-        msgspec.structs.replace(CPU, device="AMD EPYC, 16 threads a process"), even_layout(4, pp=2)
-    )
-    assert found.of(2.0) == pytest.approx((1.9, 2.1))
-
-
 def test_what_disturbed_the_calibration_widens_the_interval(ledger):
     """Half widths add by their squares, in logarithms and around the middle; more of either noise is more."""
     ledger(OF_ALL)
@@ -108,32 +87,3 @@ def test_a_busy_machine_has_no_interval(ledger, waited_share, spread, rows):
         "no 90 % interval of step times: the machine was busy while its costs were measured: processes stood without a "
         f"core for {waited_share:.0%} of the time"
     )
-
-
-def test_cost_files_that_do_not_know_how_quiet_it_was_say_so(ledger):
-    """Files of older versions: the interval as it was learnt, under a condition."""
-    ledger(OF_ALL)
-    for measured_on in (None, MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1)):
-        found = prediction_interval(msgspec.structs.replace(CPU, measured_on=measured_on), even_layout(4))
-        assert found.of(2.0) == pytest.approx((1.8, 2.4))
-        assert found.basis.endswith(
-            "if the machine was quiet while they were measured, which a cost file of this age does not say"
-        )
-
-
-def test_ratios_inside_are_counted():
-    found = intervals.PredictionInterval(low=0.9, high=1.2, basis="")
-    assert found.count_inside([0.9, 0.89, 1.2, 1.21]) == "2 of 4"
-    assert found.count_inside([]) == ""
-
-
-def test_kinds_of_layouts_are_named_by_their_dimensions():
-    assert layout_kind(even_layout(4)) == "one device"
-    assert layout_kind(even_layout(4, dp=2, cp=3, pp=4, tp=8)) == "dp cp pp tp"
-
-
-def test_the_file_reads_back():
-    encoded = encode_intervals((OF_ALL, OF_PIPELINES))
-    assert msgspec.json.decode(encoded, type=tuple[KindInterval, ...]) == (OF_ALL, OF_PIPELINES)
-    assert encode_intervals(()) == b"[]\n"
-    assert all(0 < one.low <= one.high for one in ledger_intervals())

@@ -2,7 +2,6 @@
 
 import itertools
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -47,11 +46,6 @@ def test_what_is_said_is_of_the_batch_that_was_found(rule):
     }
 
 
-def test_the_longest_together_come_first():
-    found = find_worst(make_planner(), TABLE, BatchRule(num_documents=2, context=256), "best_fit", 1, seed=0)
-    assert (found.drawn, found.longest) == ("the longest together", (200, 150))
-
-
 def test_what_does_not_fit_names_a_policy_under_which_it_would():
     rule = BatchRule(num_documents=4, context=256)
     most = find_worst(make_planner(), TABLE, rule, "best_fit", 10, seed=0).peak_memory_bytes
@@ -79,23 +73,3 @@ def test_where_policies_are_chosen_the_batch_that_memory_holds_least_of_is_the_w
 
     every = [tokens_not_stored(lengths) for lengths in itertools.permutations(TABLE.tolist(), 4)]
     assert max(tokens_not_stored(lengths) for lengths in itertools.permutations(found.longest)) == max(every) > 0
-
-
-def test_a_table_smaller_than_a_batch_begins_anew():
-    found = find_worst(make_planner(), TABLE[:2], BatchRule(num_documents=5, context=256), "best_fit", 4, seed=0)
-    assert found.longest == (200, 200, 200, 150, 150)
-
-
-def test_it_is_written_as_it_is(tmp_path):
-    found = find_worst(make_planner(), TABLE, BatchRule(num_documents=2, context=256), "best_fit", 2, seed=0)
-    assert set(msgspec.to_builtins(found)) == {
-        *("strategy", "searched", "drawn", "longest", "documents", "tokens", "peak_memory_bytes"),
-        *("policies", "fits", "why", "fitting_policy", "leaves_out_deferred"),
-    }
-
-
-@pytest.mark.parametrize(("strategy", "defers"), [("best_fit", False), ("wlb", True), ("fixed_greedy", False)])
-def test_it_is_said_where_documents_of_earlier_steps_may_come_on_top(strategy, defers):
-    """fixed_greedy puts documents off only where its window is longer than a step."""
-    rule = BatchRule(num_documents=3, context=256)
-    assert find_worst(make_planner(), TABLE, rule, strategy, 1, seed=0).leaves_out_deferred == defers

@@ -1,10 +1,8 @@
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corpus_files import all_batches, data_config, write_corpus
-from evenload.data.batches import Alone
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.types.document import Document, MicroPack, PackPlan, Slice
@@ -83,10 +81,3 @@ def test_every_rank_gets_exactly_the_documents_it_wants(tmp_path_factory, data):
             for doc_id in table:
                 assert table[doc_id].tolist() == batch.tokens[doc_id].tolist()
                 assert table.labels_of(doc_id).tolist() == batch.tokens.labels_of(doc_id).tolist()
-
-
-def test_a_single_rank_sends_nothing(tmp_path):
-    (batch,) = all_batches(GlobalBatchLoader(data_config(write_corpus(tmp_path, "text", ["ab", "c"]))))
-    table = exchange_tokens(batch, [[1]], Alone())
-    assert list(table) == [1]
-    assert np.array_equal(table[1], batch.tokens[1])

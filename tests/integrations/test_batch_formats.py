@@ -1,7 +1,5 @@
 """A pack in the names of each ecosystem."""
 
-from importlib.machinery import ModuleSpec
-
 import numpy as np
 import pytest
 import torch
@@ -9,14 +7,12 @@ import torch
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError
 from evenload.feed.collate import collate_pack
-from evenload.integrations import batch_formats
 from evenload.integrations.batch_formats import (
     VarlenMetadata,
     format_pack,
     hf_batch,
     megatron_packed_seq_params,
     move_batch,
-    resolve_format,
 )
 from evenload.integrations.engine_loop import model_inputs
 from evenload.integrations.packed_loader import pad_pack, zero_weight_pack
@@ -61,11 +57,10 @@ def test_varlen_names():
     assert type(batch["max_q"]) is int
 
 
-@pytest.mark.parametrize(("format", "shape"), [("torchtitan_folded", (8,)), ("torchtitan_batched", (1, 8))])
-def test_torchtitan_names(format, shape):
-    inputs, labels = format_pack(pack_of(DOCUMENTS), format, 5)
+def test_torchtitan_names():
+    inputs, labels = format_pack(pack_of(DOCUMENTS), "torchtitan", 5)
     assert set(inputs) == {"input", "positions", "attention_masks"}
-    assert inputs["input"].shape == labels.shape == inputs["positions"].shape == shape
+    assert inputs["input"].shape == labels.shape == inputs["positions"].shape == (1, 8)
     assert inputs["input"].flatten().tolist() == [5, 6, 7, 9, 1, 2, 3, 4]
     assert inputs["positions"].flatten().tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert VarlenMetadata._fields == ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "cu_seq_q_host")
@@ -108,7 +103,7 @@ def test_padding_has_no_label_and_stays_in_its_document():
 
 
 def test_moving_a_batch_moves_every_tensor_and_no_integer():
-    for format in ("hf", "varlen", "torchtitan_folded", "torchtitan_batched", "megatron"):
+    for format in ("hf", "varlen", "torchtitan", "megatron"):
         batch = format_pack(pack_of(DOCUMENTS), format, 5)
         moved = move_batch(batch, "meta")
         tensors = [value for value in _leaves(moved) if torch.is_tensor(value)]
@@ -178,61 +173,3 @@ def test_a_long_padding_starts_at_position_zero():
 def test_unknown_formats_are_refused():
     with pytest.raises(ConfigError, match="choose one of hf, varlen"):
         format_pack(pack_of(DOCUMENTS), "jax", 1)
-
-
-SETTINGS = """
-class Profiling:
-    local_batch_size: int = 1
-    num_tokens_per_microbatch_per_dp_rank: int = 1
-
-@dataclass(kw_only=True)
-class TrainingConfig:
-    {field}: int = 8
-    \"\"\"Not a class: local_batch_size, num_tokens_per_microbatch_per_dp_rank.\"\"\"
-"""
-
-
-def install(monkeypatch, root, source):
-    """A torchtitan whose settings are this text; None = not installed."""
-    spec = None
-    if source is not None:
-        (root / "config").mkdir()
-        (root / "config" / "configs.py").write_text(source)
-        spec = ModuleSpec("torchtitan", None, is_package=True)
-        spec.submodule_search_locations = [str(root)]
-    monkeypatch.setattr(batch_formats.importlib.util, "find_spec", lambda name: spec)
-
-
-@pytest.mark.parametrize(
-    ("field", "format"),
-    [
-        ("num_tokens_per_microbatch_per_dp_rank", "torchtitan_folded"),
-        ("local_batch_size", "torchtitan_batched"),
-    ],
-)
-def test_the_shape_is_that_of_the_installed_torchtitan(monkeypatch, tmp_path, field, format):
-    install(monkeypatch, tmp_path, SETTINGS.format(field=field))
-    assert resolve_format("torchtitan") == format
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (None, "it is not installed"),
-        (SETTINGS.format(field="seq_len"), "has neither of"),
-        ("class TrainingConfig(:", "cannot be read"),
-    ],
-    ids=["not-installed", "unknown-names", "not-python"],
-)
-def test_what_is_not_known_is_asked_for(monkeypatch, tmp_path, source, message):
-    install(monkeypatch, tmp_path, source)
-    with pytest.raises(ConfigError, match=message) as caught:
-        resolve_format("torchtitan")
-    assert "torchtitan_folded" in str(caught.value)
-    assert "torchtitan_batched" in str(caught.value)
-
-
-@pytest.mark.parametrize("format", ["torchtitan_folded", "torchtitan_batched", "hf"])
-def test_an_explicit_shape_asks_nobody(monkeypatch, tmp_path, format):
-    install(monkeypatch, tmp_path, None)
-    assert resolve_format(format) == format

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES, LOOP, engine_named
 from evenload.integrations.engine_profile import Topic, require_heads, require_strategy, runnable
-from evenload.integrations.projection import EngineStep, StepShape, project
+from evenload.integrations.projection import EngineMicroBatch, StepShape, project
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import LinkSpec
@@ -37,9 +38,9 @@ def plan_of(lengths: list[int], strategy: str, *, dp: int = 2, cp: int = 1, pp: 
     return planner.plan(7, documents, strategy)
 
 
-def trained(step: EngineStep) -> Counter[int]:
+def trained(step: Sequence[Sequence[EngineMicroBatch]]) -> Counter[int]:
     """How often every document is trained."""
-    return Counter(doc_id for replica in step.replicas for one in replica for doc_id in one.doc_ids)
+    return Counter(doc_id for replica in step for one in replica for doc_id in one.doc_ids)
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,13 +54,12 @@ def trained(step: EngineStep) -> Counter[int]:
 def test_every_document_is_trained_once_in_the_shape_that_the_engine_needs(lengths, strategy, engine, dp, multiple):
     plan, profile = plan_of(lengths, strategy, dp=dp), ENGINES[engine]
     step = project(plan, profile, StepShape(pack_multiple=multiple))
-    assert len(step.replicas) == dp
+    assert len(step) == dp
     assert trained(step) == Counter(document.doc_id for document in plan.documents)
-    assert step.num_label_tokens == sum(document.num_label_tokens for document in plan.documents)
     sizes = {document.doc_id: document.num_tokens for document in plan.documents}
-    counts = {len(rank) for rank in step.replicas}
+    counts = {len(rank) for rank in step}
     assert len(counts) == 1 or not profile.equal_counts
-    for replica, rank in zip(plan.pack_plans, step.replicas, strict=True):
+    for replica, rank in zip(plan.pack_plans, step, strict=True):
         for one in rank:
             assert one.padded_tokens >= max(1, sum(sizes[doc_id] for doc_id in one.doc_ids))
             assert one.padded_tokens % multiple == 0
@@ -79,32 +79,32 @@ def test_every_document_is_trained_once_in_the_shape_that_the_engine_needs(lengt
 def test_a_pipeline_of_torchtitan_has_one_shape_and_one_count(lengths, strategy, virtual, pack_tokens):
     plan = plan_of(lengths, strategy, dp=2, pp=2, virtual=virtual)
     step = project(plan, ENGINES["torchtitan"], StepShape(pack_tokens=pack_tokens))
-    tokens = {one.padded_tokens for rank in step.replicas for one in rank}
+    tokens = {one.padded_tokens for rank in step for one in rank}
     assert len(tokens) == 1
     assert pack_tokens in (None, *tokens)
-    assert len({len(rank) for rank in step.replicas}) == 1
-    assert virtual == 1 or len(step.replicas[0]) % 2 == 0
+    assert len({len(rank) for rank in step}) == 1
+    assert virtual == 1 or len(step[0]) % 2 == 0
     assert trained(step) == Counter(document.doc_id for document in plan.documents)
 
 
 def test_megatron_keeps_unequal_counts_and_lengths():
     plan = plan_of([60, 60, 60, 60, 10, 5], "best_fit", dp=4, pp=2)
     step = project(plan, ENGINES["megatron"], StepShape())
-    assert [[one.padded_tokens for one in rank] for rank in step.replicas] == [[60, 15], [60], [60], [60]]
+    assert [[one.padded_tokens for one in rank] for rank in step] == [[60, 15], [60], [60], [60]]
     even = project(plan, ENGINES["torchtitan"], StepShape())
-    assert [[one.padded_tokens for one in rank] for rank in even.replicas] == [[60, 60]] * 4
-    assert [one.doc_ids for rank in even.replicas for one in rank].count(()) == 3
+    assert [[one.padded_tokens for one in rank] for rank in even] == [[60, 60]] * 4
+    assert [one.doc_ids for rank in even for one in rank].count(()) == 3
 
 
 def test_ranks_that_wait_in_every_micro_batch_train_alike_ones_together():
     plan = plan_of([5, 50, 64, 33, 60, 64, 9, 20], "best_fit", dp=2)
     step = project(plan, ENGINES["fsdp2"], StepShape())
-    for rank, times in zip(step.replicas, plan.times, strict=True):
+    for rank, times in zip(step, plan.times, strict=True):
         seconds = [times.forward_s[one.pack][0] + times.backward_s[one.pack][0] for one in rank if one.doc_ids]
         assert seconds == sorted(seconds, reverse=True)
         assert len(seconds) == len(times.forward_s)
     # Who waits nowhere keeps the plan's order.
-    for rank in project(plan, ENGINES["deepspeed"], StepShape()).replicas:
+    for rank in project(plan, ENGINES["deepspeed"], StepShape()):
         assert [one.pack for one in rank] == list(range(len(rank)))
 
 
@@ -123,7 +123,7 @@ def test_a_group_shares_every_micro_batch(lengths, cp, engine, multiple):
     sizes = {document.doc_id: document.num_tokens for document in plan.documents}
     rows = profile.document_chunks * cp
     chunk = rows if profile.context_parallel == "fixed" else 1
-    for one in (one for replica in step.replicas for one in replica):
+    for one in (one for replica in step for one in replica):
         assert one.document_tokens == tuple(-(-sizes[doc_id] // chunk) * chunk for doc_id in one.doc_ids)
         assert one.padded_tokens % math.lcm(rows, multiple) == 0
         assert 0 <= one.padded_tokens - sum(one.document_tokens) <= math.lcm(rows, multiple)
@@ -146,7 +146,7 @@ def test_slices_are_refused_with_what_works_instead(engine):
 
 def test_a_loop_that_accepts_slices_gets_them():
     step = project(plan_of([40, 40], "sequential", dp=1), LOOP, StepShape())
-    assert [one.doc_ids for one in step.replicas[0]] == [(100, 101), (101,)]
+    assert [one.doc_ids for one in step[0]] == [(100, 101), (101,)]
 
 
 @pytest.mark.parametrize(

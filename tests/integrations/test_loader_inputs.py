@@ -158,7 +158,7 @@ def test_ids_beyond_the_callers_model_are_named_by_file_and_line(tmp_path):
     with pytest.raises(DataError, match=r"ids\.jsonl.*3.*column 'input_ids' holds 97, must be .* the vocabulary's 97"):
         list(loader_of(tmp_path, **settings))
     skipping = loader_of(tmp_path, **settings, on_corrupt="skip")
-    assert tokenizer_line(skipping) == "none: records hold token ids, checked to be below 97"
+    assert tokenizer_line(skipping) == "none: records hold token ids, checked: below 97"
     list(skipping)
     assert any("corrupt" in line and " 1 " in line for line in skipping.ledger_lines), skipping.ledger_lines
     by_name = loader_of(tmp_path, **(settings | {"model": "llama-7b"}))

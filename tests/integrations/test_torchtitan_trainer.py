@@ -48,9 +48,7 @@ def loader_of_titan(folder, *, world_size=1, rank=0, seq_len=128, tokenizer=None
     return config.build(dp_world_size=world_size, dp_rank=rank, tokenizer=tokenizer, **sizes)
 
 
-@pytest.mark.parametrize(("format", "dimensions"), [("torchtitan_batched", 2), ("torchtitan_folded", 1)])
-def test_batches_have_the_shape_of_the_installed_torchtitan(tmp_path, monkeypatch, format, dimensions):
-    monkeypatch.setattr("evenload.integrations.loader_options.resolve_format", lambda _: format)
+def test_batches_have_torchtitans_shape(tmp_path):
     write_texts(tmp_path)
     loader = loader_of_titan(tmp_path)
     inputs, labels = next(iter(loader))
@@ -58,7 +56,7 @@ def test_batches_have_the_shape_of_the_installed_torchtitan(tmp_path, monkeypatc
     assert set(inputs) == {"input", "positions"}
     shapes = {inputs["input"].shape, inputs["positions"].shape, labels.shape}
     assert len(shapes) == 1
-    assert inputs["input"].ndim == dimensions
+    assert inputs["input"].ndim == 2
     # A document begins where its positions do, and its last token predicts nothing.
     ends = torch.roll(inputs["positions"].flatten() == 0, -1)
     assert bool((labels.flatten()[ends] == -100).all())
@@ -128,7 +126,7 @@ def test_a_step_without_a_loss_is_refused(tmp_path):
     ("loader", "message"),
     [
         ({"group": None}, "'group'.* is not yours to set: torchtitan's mesh"),
-        ({"format": "hf"}, "'format'.* the installed torchtitan determines"),
+        ({"format": "hf"}, "'format'.* torchtitan determines"),
         ({"max_tokens": 256}, "set training.seq_len = 256"),
     ],
 )
@@ -157,8 +155,8 @@ SDPA = titan.ScaledDotProductAttention.Config()
 CHANGES = {
     "batch": (lambda config: setattr(config.training, "local_batch_size", 2), "a micro-batch is one pack"),
     "pipeline": (lambda config: setattr(config.parallelism, "pipeline_parallel_degree", 2), "one shape"),
-    "context": (lambda config: setattr(config.parallelism, "context_parallel_degree", 2), "'evenload train' shares"),
-    "tensor": (lambda config: setattr(config.parallelism, "tensor_parallel_degree", 2), "not tried with packs"),
+    "context": (lambda config: setattr(config.parallelism, "context_parallel_degree", 2), "use 'evenload train'"),
+    "tensor": (lambda config: setattr(config.parallelism, "tensor_parallel_degree", 2), "not tested"),
     "chunks": (lambda config: config.dataloader.loader.update(pack_multiple=6), "'pack_multiple'. = 4"),
     "no layers": (
         lambda config: setattr(config.model_spec, "model", SimpleNamespace()),
@@ -199,10 +197,10 @@ def test_a_trainer_of_others_is_not_replaced(tmp_path):
     assert (type(found), found.temperature, found.dataloader.loader["data"]) == (Ours, 2.0, "corpus")
 
 
-def test_the_next_layout_is_refused_with_what_works(tmp_path, monkeypatch):
+def test_the_next_layout_is_refused_with_what_works(tmp_path):
     config = titan.trainer_config(tmp_path, tmp_path)
-    monkeypatch.setattr(titan.torchtitan_trainer, "resolve_format", lambda _: "torchtitan_folded")
-    with pytest.raises(ConfigError, match=r"PackedDataLoader\.Config alone gives either shape"):
+    config.training = SimpleNamespace(num_tokens_per_microbatch_per_dp_rank=8)
+    with pytest.raises(ConfigError, match=r"no local_batch_size.*install torchtitan==0\.3\.0"):
         titan.refuse_config(config)
 
 

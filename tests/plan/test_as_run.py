@@ -10,7 +10,6 @@ from evenload.cost.coefficients import PassCoefficients
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import whole_document_columns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 
@@ -70,23 +69,3 @@ def test_kernels_of_few_rows_behind_many_keys_decide():
         for prefix_s in (0.0, 10.0)
     ]
     assert [one.shardings for one in chosen] == [("per_document",), ("per_sequence",)]
-
-
-def test_candidates_that_nobody_shares_are_not_priced_again():
-    found = planner(1, "mixed")
-    columns = whole_document_columns([[0, 1]], np.array([5, 9]))
-    [choice] = found.propose(0, documents([5, 9]), "best_fit").choices
-    expected = found.costs.pack_seconds(columns, "forward").sum()
-    assert choice.candidate.shardings == ("",) * choice.candidate.forward.num_packs
-    assert choice.candidate.tasks.forward_s.sum() == pytest.approx(expected)
-
-
-def test_the_step_waits_for_the_slowest_rank_of_every_pack():
-    """The plan's own numbers are those of its slowest ranks, and the step time is their sum on one stage."""
-    found = planner(3, "per_sequence")
-    proposal = found.propose(0, documents([70, 9, 9, 9, 30, 5]), "best_fit")
-    [choice] = proposal.choices
-    tasks = choice.candidate.tasks
-    total_s = float(tasks.forward_s.sum() + tasks.backward_s.sum())
-    assert proposal.plan.predicted.per_replica_s[0] == pytest.approx(total_s)
-    assert [row[0] for row in proposal.plan.times[0].forward_s] == tasks.forward_s[:, 0].tolist()

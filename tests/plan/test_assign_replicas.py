@@ -1,7 +1,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,15 +26,3 @@ def test_every_document_goes_to_one_replica_in_arrival_order(works: list[float],
     assert len(groups) == dp
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(works)))
     assert all((np.diff(group) > 0).all() for group in groups)
-
-
-def test_more_replicas_than_documents_leaves_empty_replicas() -> None:
-    assert sorted(len(group) for group in assign_replicas(np.array([3.0, 1.0]), 4)) == [0, 0, 1, 1]
-
-
-def test_long_tail_is_balanced_to_a_tenth_of_a_permille() -> None:
-    generator = np.random.default_rng(0)
-    work_s = generator.pareto(1.5, 2048) + 0.01
-    work_s = np.minimum(work_s, 20.0)
-    loads = [work_s[group].sum() for group in assign_replicas(work_s, 8)]
-    assert max(loads) / np.mean(loads) == pytest.approx(1.0, abs=1e-4)

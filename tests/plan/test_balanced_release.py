@@ -39,29 +39,6 @@ def test_a_lone_long_document_waits_and_goes_with_its_equals() -> None:
     assert release_balanced(hand([10, 10, 10, 1, 1], 2)).tolist() == [False, False, False, True, True]
 
 
-def test_a_step_as_long_as_its_longest_document_trains_it() -> None:
-    """A fixed threshold would hold the document of 10 although the mean is 10 anyway."""
-    assert release_balanced(hand([10, *[1.0] * 10], 2)).all()
-
-
-def test_overdue_documents_are_trained_with_company() -> None:
-    must = np.array([True, False, False, False])
-    due = release_balanced(hand([10, 9, 1, 1], 2, must=must, age_steps=np.array([8, 2, 0, 0])))
-    assert due.all(), "the next longest makes the step of the overdue document more even"
-
-
-def test_documents_that_may_not_wait_are_trained() -> None:
-    may_wait = np.array([False, True, True, True])
-    assert release_balanced(hand([10, 1, 1, 1], 2, may_wait=may_wait))[0]
-
-
-def test_the_youngest_of_equal_documents_wait() -> None:
-    """All twins of the last that waits wait too; of others the order of age decides nothing."""
-    works = [5.0, 5.0, 5.0, *[1.0] * 4]
-    due = release_balanced(hand(works, 2, age_steps=np.array([0, 3, 1, 0, 0, 0, 0])))
-    assert due[:3].tolist() in ([True] * 3, [False] * 3)
-
-
 works = st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0]), min_size=1, max_size=8)
 
 

@@ -6,11 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
-from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns, WorkCurve
-from evenload.types.layout import even_layout
-from reference.chain_free import chain_free_columns, work_below
+from reference.chain_free import chain_free_columns
 
 CURVES = (WorkCurve(1.0, ((0.01, 0),)), WorkCurve(2.0, ((0.025, 0), (0.5, 7)), 0.1))
 
@@ -64,22 +61,3 @@ def test_packs_are_symmetric_ordered_and_without_chains(
         assert len(mine) == 1 or min(mine) >= min_slice_tokens
         assert all(start % align == 0 for pack in forward for d, start, _ in pack if d == doc)
         assert sum(mine) == length
-
-
-def test_slim_packs_hold_the_target_work() -> None:
-    lengths = np.array([9000, 50, 40, 30, 20, 10])
-    found = chain_free_columns(lengths, CURVES, 8)
-    assert found is not None
-    target = work_below(CURVES, lengths).sum() / 8
-    slim = pieces(found[0])[:6]
-    for ((doc, start, stop),) in slim:
-        assert doc == 0
-        work = work_below(CURVES, np.array([stop])) - work_below(CURVES, np.array([start]))
-        assert abs(work[0] / target - 1) < 0.01
-
-
-def test_work_below_agrees_with_the_curve() -> None:
-    costs = PackCosts(sample_model(sliding_windows=(0, 5, 5)), sample_coefficients(), even_layout(3))
-    curve = costs.backward_work()
-    tokens = np.array([1, 4, 5, 6, 100])
-    np.testing.assert_allclose(work_below((curve,), tokens), curve.slice_works_s(np.zeros_like(tokens), tokens))

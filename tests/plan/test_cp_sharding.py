@@ -163,30 +163,6 @@ def test_seconds_are_those_of_rows_counted_one_by_one(pieces, cp, tile, work) ->
         assert rank_s(sharding, pieces, cp, costs) == pytest.approx(counted, rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data(), st.sampled_from([2, 3, 4, 8]), st.integers(1, 4))
-def test_long_documents_are_shared_evenly_whatever_their_remainders_and_prefixes(data, cp, count) -> None:
-    """Beyond the tables: tokens equal within one, work within 0.1 %, for any length that is long for cp."""
-    lengths = data.draw(st.lists(st.integers(4096 * cp, 16_384 * cp), min_size=count, max_size=count))
-    prefixes = data.draw(st.lists(st.integers(0, 100_000), min_size=count, max_size=count))
-    pieces = list(zip(prefixes, lengths, strict=True))
-    tokens = rank_tokens(ranges_of("per_document", *columns(pieces), cp), cp)
-    assert tokens.max() - tokens.min() <= 1
-    seconds = rank_s("per_document", pieces, cp, costs_of(cp, tile=1))
-    assert seconds.max() / seconds.mean() <= 1.001
-
-
-def test_tokens_beyond_whole_chunks_are_spread_over_all_documents() -> None:
-    """A thousand documents with one odd token each, which opens a tile: always in the early chunk costs 1.5 %."""
-    cp = 4
-    pieces = [(0, 2 * cp * 128 + 1)] * 1000
-    tokens = rank_tokens(ranges_of("per_document", *columns(pieces), cp), cp)
-    assert tokens.max() - tokens.min() <= 1
-    seconds = rank_s("per_document", pieces, cp, costs_of(cp, tile=128))
-    # Nearly: the last rank's two chunks are one range, whose odd token opens its tile at the end.
-    assert seconds.max() / seconds.mean() <= 1.004
-
-
 def test_ranges_and_seconds_by_hand() -> None:
     """10 tokens on 2 ranks: chunks of 3, 3, 2, 2; the two odd tokens go to one rank each."""
     found = ranges_of("per_document", np.array([0]), np.array([10]), 2)

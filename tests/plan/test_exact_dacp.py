@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +5,7 @@ from hypothesis import strategies as st
 
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.dacp import MicroBatch, StepDocuments, assign_micro_batches, assign_owners
-from reference.dacp import chosen, least_seconds, rank_seconds, rank_tokens
+from reference.dacp import least_seconds, rank_seconds, rank_tokens
 from reference.exact_dacp import exact_micro_batches, exact_owners
 
 
@@ -27,25 +25,8 @@ def partitions(items: list[int]):
             yield [*below[:number], [items[0], *group], *below[number + 1 :]]
 
 
-def least_step_seconds(step: StepDocuments) -> float:
-    """Over all micro-batches, replicas and owners."""
-    count = len(step.columns.num_tokens)
-    known: dict[tuple[int, ...], float] = {}
-
-    def seconds(group: list[int]) -> float:
-        key = tuple(sorted(group))
-        if key not in known:
-            group_batch = chosen(step.columns, key)
-            fits = int(group_batch.num_tokens.sum()) <= step.limit_tokens
-            known[key] = step.pack_s + least_seconds(group_batch) if fits else np.inf
-        return known[key]
-
-    best = np.inf
-    for groups in partitions(list(range(count))):
-        times = [seconds(group) for group in groups]
-        for ranks in itertools.product(range(step.dp), repeat=len(groups)):
-            best = min(best, max(np.bincount(ranks, weights=times, minlength=step.dp)))
-    return float(best)
+def step_seconds(step: StepDocuments, replicas) -> float:
+    return max(float(step.group_seconds(groups).sum()) for groups in replicas)
 
 
 @settings(max_examples=40, deadline=None)
@@ -69,35 +50,6 @@ def test_owners_equal_brute_force(lengths, cp, room, gather, overhead) -> None:
     assert found.is_optimal
     assert rank_tokens(batch, found.owner).max() <= batch.bucket_tokens
     assert rank_seconds(batch, found.owner).max() == found.seconds
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=5),
-    st.sampled_from([1, 2]),
-    st.sampled_from([1, 2]),
-    st.floats(0.3, 1.5),
-    st.sampled_from([0.0, 0.2, 2.0]),
-    st.sampled_from([0.0, 5.0]),
-    st.booleans(),
-)
-def test_micro_batches_equal_brute_force(lengths, cp, dp, room, gather, pack_s, with_start) -> None:
-    """Skrull eq. 8-11, replicas and micro-batches by eq. 10 included."""
-    columns = micro_batch(lengths, cp, max(-(-max(lengths) // cp), int(room * sum(lengths) / cp / dp)), gather)
-    step = StepDocuments(columns, dp, columns.bucket_tokens * cp, pack_s)
-    best_s = least_step_seconds(step)
-    heuristic = assign_micro_batches(step)
-    assert best_s * (1 - 1e-9) <= step_seconds(step, heuristic)
-    found = exact_micro_batches(step, start=heuristic if with_start else None)
-    assert found.seconds == pytest.approx(best_s, rel=2e-6)
-    assert found.is_optimal
-    assert sorted(d for groups in found.replicas for group in groups for d in group) == list(range(len(lengths)))
-    exact_s = [sum(least_seconds(chosen(columns, g)) + pack_s for g in groups) for groups in found.replicas]
-    assert max(exact_s) == pytest.approx(best_s, rel=2e-6)
-
-
-def step_seconds(step: StepDocuments, replicas) -> float:
-    return max(float(step.group_seconds(groups).sum()) for groups in replicas)
 
 
 @pytest.mark.parametrize("sigma", [0.2, 1.0])

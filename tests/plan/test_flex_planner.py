@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
@@ -19,7 +19,7 @@ from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout, split_layout
 from evenload.types.run import LayoutDecision
-from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, TIGHT, documents, make
+from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, TIGHT, make
 from predicted_timeline import predicted_timeline
 
 
@@ -37,23 +37,6 @@ def sizes(proposal) -> tuple[int, int]:
     return proposal.proposal.plan.layout.dp, proposal.proposal.plan.layout.pp
 
 
-def test_stays_where_the_layout_fits_and_is_the_fastest() -> None:
-    flex = make(4, 1, ROOM, **PUBLISHED)
-    found = flex.propose(0, documents(SHORT))
-    assert (found.told.action, format_conditions(found.told)) == ("stay", "A B C D")
-    assert found.proposal.plan == flex.start.propose(0, documents(SHORT), "flexpipe").plan
-    assert (found.state, found.proposal.switch_s) == (flex.initial_state(), 0.0)
-
-
-def test_the_same_stages_on_half_the_ranks_are_another_layout() -> None:
-    """Four stages of a layer each, one a rank or two a rank."""
-    flat, folded = make(2, 4, None), even_layout(4, dp=2, pp=2, virtual=2)
-    flex = FlexPlanner(flat.start, flat.candidates.coefficients_of, flat.options, layouts=(flat.layout, folded))
-    for current, other in ((flat.layout, folded), (folded, flat.layout)):
-        found = flex.candidates.worth_planning([flex.search(np.array(SHORT), current)], current)
-        assert found == [msgspec.structs.replace(other, generation=1)]
-
-
 def test_shrinks_where_a_shallower_pipeline_pays_for_the_switch() -> None:
     flex = make(2, 2, ROOM, **PUBLISHED)
     found = flex.propose(0, documents(SHORT))
@@ -69,15 +52,6 @@ def test_shrinks_where_a_shallower_pipeline_pays_for_the_switch() -> None:
     assert 0 < moved_s < switch_seconds(flex.start.costs.model, links, flex.start.layout, plan.layout)
     assert plan.predicted.step_time_s == pytest.approx(alone + moved_s)
     assert split_proposal(found.proposal).total_s() == pytest.approx(plan.predicted.step_time_s)
-
-
-def test_stays_where_the_switch_costs_more_than_it_gains() -> None:
-    gain_s = 3208.3 - 2516.2
-    moved = make(2, 2, ROOM, **PUBLISHED).propose(0, documents(SHORT)).proposal.switch_s * 1e6
-    assert (
-        make(2, 2, ROOM, moved / (gain_s * 0.99), **PUBLISHED).propose(0, documents(SHORT)).decision.action == "switch"
-    )
-    assert make(2, 2, ROOM, moved / (gain_s * 1.01), **PUBLISHED).propose(0, documents(SHORT)).decision.action == "stay"
 
 
 def test_saves_memory_where_switching_is_dearer() -> None:
@@ -107,31 +81,6 @@ def test_grows_where_no_memory_plan_fits() -> None:
     # The even split does not fit at this depth; HBSA moves a layer.
     assert sizes(found) == (2, 2)
     assert not make(2, 2, NARROW).start.propose(0, documents(LONG), "flexpipe").feasible
-
-
-def test_alternating_batches_do_not_move_the_model_back_and_forth() -> None:
-    """The published decision switches at every step; each switch pays alone, all of them together do not settle."""
-    batches = [SHORT, LONG] * 5
-    published = run(make(4, 1, NARROW, **PUBLISHED), batches)
-    ours = run(make(4, 1, NARROW), batches)
-    assert sum(one.decision.action == "switch" for one in published) == 9
-    assert sum(one.decision.action == "switch" for one in ours) == 1
-    assert all(one.proposal.feasible for one in ours)
-    # When short batches stay, the layout follows.
-    assert sizes(run(make(4, 1, NARROW), [LONG, SHORT, SHORT])[-1]) == (4, 1)
-
-
-def test_known_steps_amortise_a_switch() -> None:
-    gain_s = 3208.3 - 2516.2
-    moved = make(2, 2, ROOM, **PUBLISHED).propose(0, documents(SHORT)).proposal.switch_s * 1e6
-    slow = moved / (1.5 * gain_s)  # pays over three steps, not over one
-    batches = [SHORT] * 4
-    one, three = (run(make(2, 2, ROOM, slow, known_steps=n, **PUBLISHED), batches) for n in (1, 3))
-    assert [sizes(step) for step in one] == [(2, 2)] * 4
-    assert [sizes(step) for step in three] == [(4, 1)] * 4
-    assert sum(step.proposal.plan.predicted.step_time_s for step in three) < sum(
-        step.proposal.plan.predicted.step_time_s for step in one
-    )
 
 
 def test_phases_of_other_lengths_are_met_at_their_first_step_and_not_before() -> None:
@@ -200,17 +149,6 @@ def test_plans_are_valid_deterministic_and_can_be_written() -> None:
     assert decode_plan_file(encode_plan_file(plans)) == tuple(plans)
 
 
-def test_layouts_that_leave_devices_idle_are_possible() -> None:
-    """Five devices in three stages: FlexPipe gives the others to some stage; a ParallelLayout cannot."""
-    found = make(5, 1, 95_000, num_layers=6).propose(0, documents([60] * 10))
-    assert found.proposal.feasible
-    assert found.proposal.plan.layout.world_size <= 5
-
-
-def test_empty_batch_stays() -> None:
-    assert make(2, 2, ROOM).propose(0, ()).decision.action == "stay"
-
-
 def test_unknown_links_are_refused_by_name() -> None:
     """Measured cost files of one device know no links; a switch must not count as free then."""
     coefficients = sample_coefficients()
@@ -271,22 +209,6 @@ def test_given_layouts_are_the_only_ones_and_many_are_ordered_by_estimate() -> N
     alone = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=[flex.start.layout])
     told = alone.propose(0, documents(SHORT)).told
     assert (told.other, told.why) == ("", "dp=2 pp=2 holds the batch; no other layout does")
-
-
-def test_declared_layouts_with_virtual_stages_are_planned_whatever_else_is_declared() -> None:
-    """Estimates do not know them: they neither wait behind the finalists nor count as one, nor are they mistaken for a
-    layout whose stages hold the same layers on other ranks."""
-    start, interleaved = even_layout(4, dp=1, pp=4), even_layout(4, dp=1, pp=2, virtual=2)
-    assert (interleaved.dp, interleaved.stage_layers) == (start.dp, start.stage_layers)
-    flex = make(1, 4, ROOM, **PUBLISHED)
-    others = [even_layout(4, dp=4), even_layout(4, dp=2, pp=2), split_layout([1, 3], dp=2, pp=2)]
-    options = FlexOptions(finalists=1, **PUBLISHED)
-    found = FlexPlanner(flex.start, flex.candidates.coefficients_of, options, layouts=[start, *others, interleaved])
-    planned = []
-    plan_in = found._plans.planner_of
-    found._plans.planner_of = lambda layout: planned.append(layout.describe()) or plan_in(layout)
-    assert found.propose(0, documents(SHORT)).told.other == "dp=4"
-    assert planned == ["pp=4", "pp=2 virtual=2", "dp=4"]
 
 
 def test_layouts_that_a_run_cannot_change_to_are_refused() -> None:

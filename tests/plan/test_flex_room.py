@@ -2,16 +2,15 @@
 
 import pytest
 
-from cost_samples import sample_model
+from cost_samples import documents, sample_model
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.layouts.fmop import FlexState
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.layouts.moves import SwitchPieces, model_pieces
 from evenload.plan.layouts.switch_prices import switch_memory
 from evenload.types.layout import even_layout
 from evenload.types.run import LayoutDecision
-from flex_cases import LONG, MIDDLE, NARROW, PUBLISHED, ROOM, SHORT, documents, make
+from flex_cases import LONG, MIDDLE, PUBLISHED, ROOM, SHORT, make
 
 SENT = SwitchPieces(pieces=model_pieces(sample_model(num_layers=4), 1), shared=frozenset(), ranks_per_machine=8)
 
@@ -54,46 +53,6 @@ def test_a_layout_that_takes_more_memory_than_predicted_is_left_where_another_ha
     assert full.proposal.feasible
     assert full.told.why == "dp=4 holds the batch as predicted; by measured memory no layout does"
     assert make(4, 1, 30_000).propose(0, documents(LONG)).told.why == "no layout holds the batch"
-
-
-def test_where_no_layout_has_room_by_what_was_measured_the_run_goes_to_one_that_fits_by_prediction() -> None:
-    """A switch as any other: its seconds are in the step, and state and decision say where the run is."""
-    flex = make(4, 1, NARROW, 10.0, overhead_s=0.5, **PUBLISHED)
-    found = flex.propose(0, documents(LONG), measured=MeasuredLayouts().with_peak(100.0))
-    plan = found.proposal.require_feasible()
-    assert (plan.layout.describe(), plan.layout.generation) == ("dp=2 pp=2 layers=3+1", 1)
-    assert found.state == FlexState(layout=plan.layout, switched_at=0)
-    assert (found.told.case, found.told.layout, found.told.other) == (3, plan.layout.describe(), plan.layout.describe())
-    assert found.told.switch_s == found.proposal.switch_s > 0
-
-
-def test_a_layout_is_not_chosen_whose_switch_takes_more_memory_than_there_is(monkeypatch) -> None:
-    """Between what its plan takes and what the switch to it takes it is no choice, and where nothing else is, the
-    reason says so."""
-    differing = 0
-    for cap_bytes in range(150_000, NARROW, 10_000):
-        checked = make(4, 1, cap_bytes, **PUBLISHED).propose(0, documents(LONG)).proposal
-        with monkeypatch.context() as patched:
-            patched.setattr(FlexPlanner, "_has_room", lambda *_: True)
-            unchecked = make(4, 1, cap_bytes, **PUBLISHED).propose(0, documents(LONG)).proposal
-        for proposal, is_checked in ((checked, True), (unchecked, False)):
-            if proposal.feasible and proposal.plan.layout.pp > 1:
-                takes = switch_memory(SENT, even_layout(4, dp=4), proposal.plan.layout)
-                left_bytes = proposal.plan.predicted.peak_memory_bytes + takes.left_bytes
-                assert max(takes.switch_bytes, left_bytes) <= cap_bytes or not is_checked
-        if unchecked.feasible and not checked.feasible:
-            differing += 1
-            assert "would, but not what a change to it holds at once" in checked.why
-    assert differing
-
-
-def test_a_layout_without_room_does_not_hide_a_slower_one_that_has_it() -> None:
-    flex = make(2, 2, ROOM, **PUBLISHED)
-    flat_bytes = make(4, 1, ROOM).propose(0, documents(SHORT)).proposal.plan.predicted.peak_memory_bytes
-    told = flex.propose(0, documents(SHORT), measured=MeasuredLayouts().with_peak(1.01 * ROOM / flat_bytes)).told
-    assert told.action == "stay"
-    assert told.other == "pp=4"
-    assert told.new_s > told.keep_s
 
 
 def test_a_resumed_run_goes_to_the_layout_of_its_checkpoint_where_that_has_room() -> None:

@@ -1,6 +1,5 @@
 import math
 
-import msgspec
 import pytest
 
 from evenload.errors import ConfigError
@@ -79,13 +78,6 @@ def test_a_switch_that_gains_most_later_waits_and_needs_no_patience_then() -> No
     after = state_after(waiting, 6, FlexState(layout=STATE.layout, switched_at=5), None)
     assert after.paying_steps == 1
     assert decide(now, after, options).action == "switch"
-
-
-def test_state_round_trips() -> None:
-    for state in (STATE, FlexState(layout=even_layout(5, pp=2, tp=2, generation=3), switched_at=7, paying_steps=1)):
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=FlexState) == state
-        assert msgspec.json.decode(msgspec.json.encode(state), type=FlexState) == state
-    assert len(msgspec.msgpack.encode(STATE)) < 200
 
 
 @pytest.mark.parametrize(

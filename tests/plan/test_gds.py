@@ -1,7 +1,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,22 +54,6 @@ def test_every_document_once_within_memory_or_no_micro_batches_at_all(lengths, c
         assert rank_tokens(chosen(step.columns, group), owned.owner).max() <= bucket
 
 
-@pytest.mark.parametrize("count", [13, 300])
-@pytest.mark.parametrize("kind", ["equal", "doubling", "one long", "full"])
-def test_adversarial_steps(count, kind) -> None:
-    lengths = {
-        "equal": [97] * count,
-        "doubling": [2 ** (i % 10) for i in range(count)],
-        "one long": [4 * 512] + [1] * (count - 1),
-        "full": [512] * count,  # each fills a bucket: only whole on a rank or exactly shared
-    }[kind]
-    step = step_documents(lengths, 4, 3, 512, pack_s=10.0)
-    replicas = assign_micro_batches(step)
-    assert replicas is not None
-    assert sorted(itertools.chain.from_iterable(group for groups in replicas for group in groups)) == [*range(count)]
-    assert np.isfinite(step_seconds(step, replicas))
-
-
 def test_never_slower_than_algorithm_2_and_faster_where_lengths_are_mixed() -> None:
     generator = np.random.default_rng(1)
     gains = []
@@ -88,11 +71,3 @@ def test_algorithm_2_forms_the_fewest_interleaved_micro_batches_that_fit() -> No
     """Each holds at most 20 tokens; two hold the sum of 40, but `Subset[0::2]` holds 25, so there are three."""
     step = step_documents([1, 2, 3, 4, 7, 9, 14], 2, 1, 10)
     assert gds._interleaved(step, np.arange(7)) == [[0, 3, 6], [1, 4], [2, 5]]
-
-
-def test_like_documents_stay_whole_together() -> None:
-    """Eight documents of a bucket each on four ranks: two micro-batches of four whole ones, no transfers."""
-    step = step_documents([148, 147, 146, 145] * 2, 4, 1, 148, gather=0.3)
-    (groups,) = assign_micro_batches(step)
-    assert sorted(map(len, groups)) == [4, 4]
-    assert step_seconds(step, [groups]) == pytest.approx(2 * (148 + 1.48 * 148), rel=0.02)

@@ -11,7 +11,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.cost.switch import ReceiveSeconds
 from evenload.plan.activation_policy import policies_in_order
 from evenload.plan.layouts.hbsa import layer_bounds, priced_mapping, search_mappings
-from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, Mapping, MappingCosts, layer_costs
+from evenload.plan.layouts.mapping_cost import BatchCosts, Mapping, MappingCosts
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout
@@ -131,22 +131,6 @@ def test_gap_and_pruning_on_a_seeded_set() -> None:
     assert np.mean(shares) < 0.1
 
 
-def test_every_mapping_covers_the_layers_and_the_devices() -> None:
-    case = Case([300, 200, 50, 20, 5], 6, 100_000)
-    found = case.search()
-    assert sorted(one.depth for one in found.mappings) == [1, 2, 3, 4, 5, 6]
-    for mapping in found.mappings:
-        assert (mapping.edges[0], mapping.edges[-1]) == (0, LAYERS)
-        assert all(first < last for first, last in itertools.pairwise(mapping.edges))
-        (same,) = [
-            price
-            for price in case.prices_of(mapping.depth, mapping.policy)
-            if price.micro_batches == mapping.micro_batches
-        ][:1]
-        assert mapping.step_s == pytest.approx(same.step_seconds(mapping.edges))
-        assert mapping.excess_bytes == same.excess_bytes(mapping.edges)
-
-
 def test_least_depth_only_is_the_published_start() -> None:
     roomy, tight = Case([40] * 12, 6), Case([40] * 12, 6, 60_000)
     assert [one.depth for one in roomy.search(least_depth_only=True).mappings] == [1]
@@ -206,35 +190,3 @@ def test_memory_of_a_stage_starts_with_weights_and_optimizer(adapters) -> None:
         assert price.total_bytes() < 10 * held.sum()
         # With hardly any activations there is hardly anything else.
         assert short.prices_of(depth, 0, counts=(1,))[0].total_bytes() < 2 * held.sum()
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 400), min_size=1, max_size=12),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 12),
-)
-def test_what_policies_share_and_what_is_put_off_changes_no_bit(lengths, depth, dp, micro_batches):
-    """Sums of a batch under each policy as if it were alone; bounds from the sums over all layers alone; and the work
-    that waits below every layer, number by number."""
-    case, num_tokens = Case(lengths, groups=4), np.array(lengths, np.int64)
-    shared = BatchLengths(layer_costs(case.model, case.coefficients), num_tokens)
-    for policy, alone in zip(case.policies, case.batches, strict=True):
-        batch = BatchCosts(case.model, case.coefficients, num_tokens, policy, lengths=shared)
-        for name in ("whole_s", "longest_s", "pack_s"):
-            assert getattr(batch, name).tolist() == getattr(alone, name).tolist()
-        assert batch.kept_longest_first.tolist() == alone.kept_longest_first.tolist()
-        assert (batch.temp_bytes(7.0), batch.longest_tokens) == (alone.temp_bytes(7.0), alone.longest_tokens)
-
-        price = MappingCosts(
-            case.model, case.coefficients, batch, depth=depth, dp=dp, micro_batches=micro_batches, cap_bytes=None
-        )
-        assert price.least_seconds() == price.seconds_of(price.rest_s[-1] / depth, 0)
-        n, longest_s = price.micro_batches, batch.longest_s.tolist()
-        replica_s = [seconds / dp for seconds in batch.whole_s.tolist()]
-        replica_s = replica_s if replica_s[-1] >= longest_s[-1] else longest_s
-        largest_s = [seconds / n for seconds in replica_s]
-        largest_s = largest_s if largest_s[-1] >= longest_s[-1] else longest_s
-        below = zip(replica_s, largest_s, batch.pack_s.tolist(), strict=True)
-        assert price.rest_s == [work - first + (n - 1) * pack for work, first, pack in below]

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
@@ -18,11 +18,9 @@ from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.host_memory import host_excess_bytes, ordered_within_host
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem
-from evenload.plan.strategies.auto import least_beyond_memory
 from evenload.schedule.simulate import simulate
 from evenload.types.cluster import LinkSpec, cluster_from
 from evenload.types.columns import SliceColumns
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import MODELS
 from evenload.types.pipeline import ActionColumns
@@ -43,7 +41,7 @@ def propose(policy: str, host: HostMemory, cap: int | None = None, strategy: str
         PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
         host=host,
     )
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    step = documents(LENGTHS)
     return planner.propose(0, step, strategy)
 
 
@@ -76,15 +74,6 @@ def test_a_plan_says_what_lies_in_host_memory() -> None:
         found.plan.predicted.peak_host_bytes_per_node
     )
     assert propose("recompute", HostMemory(1, None)).plan.predicted.peak_host_bytes_per_node == 0
-
-
-def test_no_limit_is_only_what_is_asked_for_by_name() -> None:
-    of_run = MODEL, sample_coefficients(host_link=LINK, devices_per_node=2), even_layout(3, dp=2), None
-    with pytest.raises(TypeError, match="'host'"):
-        StepPlanner(*of_run)
-    with pytest.raises(TypeError, match="limit_bytes"):
-        HostMemory(2)
-    assert StepPlanner(*of_run, host="unlimited").host == HostMemory(2, None)
 
 
 def test_a_plan_beyond_host_memory_is_refused_with_the_reason() -> None:
@@ -121,7 +110,7 @@ def in_pipeline(policy: str, host: HostMemory | Unlimited, strategy: str) -> tup
         PlanOptions(max_pack_tokens=128, candidates=3, policy=policy),
         host=host,
     )
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    step = documents(LENGTHS)
     return planner, planner.propose(0, step, strategy)
 
 
@@ -167,35 +156,6 @@ def test_an_order_that_holds_less_keeps_the_packs() -> None:
         assert outcomes == sorted(outcomes, reverse=True)
 
 
-def test_without_a_limit_or_offloaded_documents_no_order_is_asked_for() -> None:
-    for problem, choices in (under_limit("offload", None), under_limit("recompute", 0)):
-        for choice in choices:
-            assert host_excess_bytes(problem, choice) == 0
-            assert ordered_within_host(problem, choice) is choice
-
-
-def test_a_plan_a_little_beyond_the_host_is_kept_before_one_far_beyond_a_device() -> None:
-    """The first may fit its node, whose devices need not share alike; the second never runs."""
-    problem, choices = under_limit("offload", 0)
-    limited = replace(problem, host_device_bytes=max(host_excess_bytes(problem, choice) for choice in choices) - 1)
-    beyond_host = (limited, choices)
-    on_device = tuple(
-        replace(choice, candidate=replace(choice.candidate, policy=None, excess_bytes=10**12)) for choice in choices
-    )
-    fitting = tuple(replace(choice, candidate=replace(choice.candidate, policy=None)) for choice in choices)
-    assert least_beyond_memory([(limited, on_device), beyond_host]) == [beyond_host]
-    assert least_beyond_memory([beyond_host, (limited, fitting)]) == [(limited, fitting)]
-
-
-def test_a_node_that_lacks_little_takes_another_order_instead_of_another_policy() -> None:
-    free = in_pipeline("offload", HostMemory(2, None), "auto")[1].plan.predicted
-    limit = int(0.9 * free.peak_host_bytes_per_node)
-    limited = in_pipeline("offload", HostMemory(2, limit), "auto")[1]
-    assert limited.feasible
-    assert limited.plan.predicted.peak_host_bytes_per_node <= limit
-    assert limited.plan.predicted.step_time_s < 1.02 * free.step_time_s
-
-
 @pytest.mark.parametrize("strategy", ["best_fit", "balanced", "slimpack", "auto"])
 def test_another_policy_is_chosen_where_offloaded_activations_do_not_fit(strategy) -> None:
     least = propose("recompute", None, strategy=strategy).plan.predicted.peak_memory_bytes
@@ -207,58 +167,9 @@ def test_another_policy_is_chosen_where_offloaded_activations_do_not_fit(strateg
     assert found.plan.predicted.peak_memory_bytes <= least
 
 
-def test_where_no_policy_fits_both_memories_are_named() -> None:
-    least = propose("recompute", None).plan.predicted.peak_memory_bytes
-    offloaded = propose("offload", HostMemory(2, None))
-    cap = (offloaded.plan.predicted.peak_memory_bytes + least) // 2
-    if offloaded.plan.predicted.peak_memory_bytes < least:
-        refused = propose("choose", HostMemory(2, 1), cap)
-        assert not refused.feasible
-        assert "the device offers" in refused.why
-        assert "host memory" in refused.why
-
-
-def test_the_built_in_systems_have_the_memory_of_their_data_sheets() -> None:
-    terabytes = {name: cluster_from(f"{name}x16").host_memory_bytes for name in ("h100", "h200", "b200", "a100")}
-    assert set(terabytes.values()) == {2 * 10**12}
-    assert cluster_from("a100-40x8").host_memory_bytes == 10**12
-    assert cluster_from("h100x4").host_memory_bytes == 10**12
-    assert host_memory(cluster_from("h100x16")) == HostMemory(8, int(0.85 * 2e12))
-
-
 def test_devices_share_the_bandwidth_of_their_nodes_memory() -> None:
     cluster = cluster_from("h100x8")
     assert cluster.host_link() == cluster.device.host_link  # 614 GB/s of eight sockets' channels are enough for PCIe
     slow = msgspec.structs.replace(cluster, host_memory_bytes_per_s=160e9)
     assert slow.host_link().bandwidth_bytes_per_s == 20e9
     assert analytic_coefficients(MODELS["llama-7b"], slow, even_layout(32)).host_link == slow.host_link()
-
-
-def test_150b_at_256k_keeps_within_the_memory_of_its_nodes() -> None:
-    """Unlimited, it offloads 4 TiB on nodes that have 2 TB; in another order of packs it fits."""
-    cluster, model = cluster_from("h100x64"), MODELS["llama-150b"]
-    layout = even_layout(96, pp=8, tp=8)
-    coefficients = analytic_coefficients(model, cluster, layout)
-    step = tuple(
-        Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate([262_144] * 4 + [65_536] * 8)
-    )
-    options = PlanOptions(max_pack_tokens=262_144, candidates=3, policy="choose")
-    free, limited = (
-        StepPlanner(model, coefficients, layout, usable_bytes(cluster), options, host=host).propose(0, step, "slimpack")
-        for host in (HostMemory(8, None), host_memory(cluster))
-    )
-    limit = host_memory(cluster).limit_bytes
-    assert limit is not None
-    assert free.plan.predicted.peak_host_bytes_per_node > limit
-    assert free.feasible
-    assert limited.feasible
-    assert "ordered for host memory" in limited.choices[0].candidate.label
-    assert limited.plan.predicted.peak_host_bytes_per_node <= limit
-    assert free.plan.predicted.step_time_s < limited.plan.predicted.step_time_s
-    # Over two context ranks a node each has its part of a document, and less than 2 TB is offloaded or nothing.
-    half = even_layout(96, cp=2, pp=4, tp=8)
-    costs = analytic_coefficients(model, cluster, half)
-    chosen = StepPlanner(model, costs, half, usable_bytes(cluster), options, host=host_memory(cluster)).propose(
-        0, step, "slimpack"
-    )
-    assert chosen.plan.predicted.peak_host_bytes_per_node <= limit

@@ -6,19 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from evenload.cost.memory import byte_rates
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.explore.timelines import split_proposal
-from evenload.plan.layouts import layout_plans
 from evenload.plan.layouts.layout_plans import MOST_PLANS, plan_recomputing_layers
 from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
 from evenload.types.plan import decode_plan, encode_plan, seal
-from flex_cases import LONG, MIDDLE, PUBLISHED, documents, make
+from flex_cases import LONG, MIDDLE, PUBLISHED, make
 
 LAYERS = 8
 
@@ -136,38 +135,3 @@ def test_the_faster_memory_plan_is_the_layouts_and_both_are_told():
     assert (both.save_documents_s, both.save_layers_s) == (one.save_documents_s, other.save_layers_s)
     assert one.save_layers_s is other.save_documents_s is None
     assert not none.fits_saving
-
-
-def test_planners_of_recomputed_layers_are_forgotten(monkeypatch):
-    """Steps ask for ever other numbers of them; those of layouts stay."""
-    monkeypatch.setattr(layout_plans, "_KEPT_RECOMPUTING", 3)
-    plans = make(1, 2, 1, num_layers=LAYERS)._plans
-    layout = even_layout(LAYERS, pp=2)
-    first = plans._planner(layout.recomputing((1, 0)), "replay")
-    assert first.layout.recomputed_counts == (1, 0)
-    assert plans._planner(layout.recomputing((1, 0)), "replay") is first
-    for count in range(1, 5):
-        plans._planner(layout.recomputing((count, 1)), "replay")
-    assert plans._planner(layout.recomputing((1, 0)), "replay") is not first
-    assert plans._planner(layout, "replay") is plans._planner(layout, "replay")
-
-
-def test_limits_of_memory_are_forgotten(monkeypatch):
-    """A run that changes its layout often asks for ever other ones; what is planned within one is the same again."""
-    monkeypatch.setattr(layout_plans, "_KEPT_LIMITS", 3)
-    plans = make(1, 2, 1, num_layers=LAYERS)._plans
-    layout, step = even_layout(LAYERS, pp=2), documents(MIDDLE)
-    first = plans.within(10**9)
-    planned = first.ahead(layout, 0, step).chosen.plan
-    assert plans.within(10**9) is first
-    for cap_bytes in range(2 * 10**9, 2 * 10**9 + 6):
-        assert plans.within(cap_bytes)._start.memory_cap_bytes == cap_bytes
-        assert len(plans._within) <= 3
-    again = plans.within(10**9)
-    assert again is not first
-    assert again.ahead(layout, 0, step).chosen.plan == planned
-
-
-def test_portions_of_the_optimizer_are_refused_in_words():
-    with pytest.raises(ConfigError, match="'optimizer', but optimizer state stays on its device"):
-        FlexOptions(memory_plans=("layers", "optimizer"))

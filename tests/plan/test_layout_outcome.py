@@ -18,16 +18,6 @@ def outcome(step_s, holds=None, switch_s=0.0):
     )  # fmt: skip
 
 
-def test_a_phase_of_other_lengths_is_waited_for():
-    keep = outcome([1.0, 1.0, 1.0, 9.0, 9.0])
-    assert outcome([2.0, 2.0, 2.0, 3.0, 3.0]).later_steps(keep) == 3
-    assert outcome([0.9, 2.0, 2.0, 3.0, 3.0]).later_steps(keep) == 3
-    assert outcome([1.0, 1.0, 1.0, 3.0, 3.0]).later_steps(keep) == 0, "nothing is won by waiting"
-    # Where the current layout ends, the comparison ends.
-    assert outcome([2.0, 2.0, 2.0, 3.0, 3.0]).later_steps(outcome([1.0, 1.0, 1.0, 9.0, 9.0], holds=2)) == 1
-    assert outcome([2.0, 2.0]).later_steps(outcome([1.0, 9.0], holds=0)) == 0
-
-
 SECONDS = st.integers(1, 9).map(float)
 
 

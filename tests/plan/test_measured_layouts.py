@@ -1,8 +1,5 @@
 """The Monitor: what trained steps and switches say about layouts."""
 
-import sys
-import threading
-
 import msgspec
 import pytest
 
@@ -16,7 +13,6 @@ from evenload.plan.layouts.measured_layouts import (
 )
 from evenload.types.layout import even_layout
 from evenload.types.plan import Prediction, StepPlan
-from evenload.types.run import switch_kind
 
 DEEP, WIDE, FLAT = even_layout(4, dp=1, pp=4), even_layout(4, dp=2, pp=2), even_layout(4, dp=4)
 
@@ -34,11 +30,6 @@ def plan_of(step: int, layout=WIDE, predicted_s: float = 2.0) -> StepPlan:
         predicted=Prediction(step_time_s=predicted_s, per_replica_s=(), peak_memory_bytes=0),
         left_out=(),
     )
-
-
-def test_nothing_known_corrects_nothing() -> None:
-    assert MeasuredLayouts().factor(WIDE, 5) == 1.0
-    assert MeasuredLayouts().switch_factor("grow") == 1.0
 
 
 def test_a_layout_has_the_median_of_its_last_ratios() -> None:
@@ -77,12 +68,6 @@ def test_switches_of_a_kind_have_the_median_of_measured_over_predicted() -> None
         both = both.with_switch("shrink", 0.5)
     assert [len(one.ratios) for one in both.switches] == [3, KEPT_RATIOS]
     assert both.switch_factor("shrink") == 0.5
-
-
-def test_a_switch_is_of_the_kind_that_its_depth_says() -> None:
-    assert switch_kind(WIDE, DEEP) == "grow"
-    assert switch_kind(WIDE, FLAT) == "shrink"
-    assert switch_kind(WIDE, msgspec.structs.replace(WIDE, generation=3)) == "move layers"
 
 
 def test_memory_has_the_median_and_only_takes_room() -> None:
@@ -142,29 +127,3 @@ def test_a_resumed_run_knows_what_the_stopped_one_knew() -> None:
         again.note(plan_of(8), 7.0)  # the first step of a process says nothing
         track.note(plan_of(8), 7.0)
         assert again.for_step(9 + ahead) == track.for_step(8 + ahead)
-
-
-def test_plans_may_ask_while_a_step_is_noted() -> None:
-    """Steps are planned by another thread than trains; switches of threads are made as frequent as they can be."""
-    track, errors = LayoutTrack(30), []
-    training = threading.Event()
-
-    def ask() -> None:
-        try:
-            while not training.is_set():
-                track.for_step(10**6)
-        except RuntimeError as error:
-            errors.append(error)
-
-    plan, interval_s = plan_of(0), sys.getswitchinterval()
-    planning = threading.Thread(target=ask)
-    sys.setswitchinterval(1e-6)
-    try:
-        planning.start()
-        for step in range(3000):
-            track.note(msgspec.structs.replace(plan, step=step), 2.0)
-    finally:
-        sys.setswitchinterval(interval_s)
-        training.set()
-        planning.join()
-    assert errors == []

@@ -205,34 +205,6 @@ def test_four_stages_become_two_by_hand() -> None:
     assert moving_seconds((), pieces, costs, of_state=True) == 0.0
 
 
-def test_a_stage_gets_a_second_device_by_hand() -> None:
-    """pp 3 of a layer each, 12 elements; rank 2 comes to the middle stage, whose last layer moves to rank 3."""
-    pieces = [Piece(unit=1 + layer, num_elements=12, weight_bytes=2, state_bytes=12) for layer in range(3)]
-    moves = plan_moves(even_layout(3, pp=3), even_layout(3, pp=3, devices=[1, 2, 1]), pieces, ranks_per_node=4)
-    assert [(move.piece, move.source, move.target) for move in moves.weights] == [(1, 1, 2), (2, 2, 3)]
-    # The second device of the middle stage owns the second half of its state.
-    assert [(move.piece, move.source, move.target, move.start, move.stop) for move in moves.state] == [
-        (1, 1, 2, 6, 12), (2, 2, 3, 0, 12)
-    ]  # fmt: skip
-    # And back, from whoever has it.
-    moves = plan_moves(even_layout(3, pp=3, devices=[1, 2, 1]), even_layout(3, pp=3), pieces, ranks_per_node=4)
-    assert [(move.piece, move.source, move.target) for move in moves.weights] == [(2, 3, 2)]
-    assert [(move.piece, move.source, move.target, move.start, move.stop) for move in moves.state] == [
-        (1, 2, 1, 6, 12), (2, 3, 2, 0, 12)
-    ]  # fmt: skip
-
-
-def test_a_tied_embedding_stays_with_a_rank_that_becomes_the_last() -> None:
-    """Rank 1 held it as the last of two stages and holds it as the second of two replicas."""
-    tied = [Piece(unit=0, num_elements=8, weight_bytes=1, state_bytes=1, at_both_ends=True)]
-    moves = plan_moves(even_layout(4, pp=2), even_layout(4, dp=2), tied, ranks_per_node=2)
-    assert moves.weights == moves.state == ()
-    # The other way each end has half of the state and takes the other half from the other end.
-    moves = plan_moves(even_layout(4, dp=2), even_layout(4, pp=2), tied, ranks_per_node=2)
-    assert moves.weights == ()
-    assert [(move.source, move.target, move.start, move.stop) for move in moves.state] == [(1, 0, 4, 8), (0, 1, 0, 4)]
-
-
 def test_other_groups_and_other_models_are_refused() -> None:
     for new in (even_layout(4, cp=2), even_layout(4, tp=2), even_layout(5)):
         with pytest.raises(ConfigError, match="cp and tp may not"):

@@ -121,40 +121,30 @@ def test_prices_of_the_core_equal_the_reference(inputs: tuple) -> None:
     assert_same(pipeline_tasks(*inputs, split=True), prices.pipeline_tasks(*inputs, split=True))
 
 
-def test_pieces_of_a_bidirectional_model_are_refused_by_both() -> None:
-    """A token sees the whole document, so a slice has no price."""
-    costs = PackCosts(sample_model(causal=False), sample_coefficients(), even_layout(3))
+@pytest.mark.parametrize(
+    ("model", "dp", "starts", "cp", "policy", "match"),
+    [
+        ({"causal": False}, 1, (0, 4), 1, None, "bidirectional"),  # a token sees the whole document
+        ({}, 1, (0,), 1, [OFFLOAD], "host_link"),
+        ({"num_heads": 4, "num_kv_heads": 4}, 2, (0,), 2, None, "no link"),
+    ],
+)
+def test_what_has_no_price_is_refused_by_both(model, dp, starts, cp, policy, match) -> None:
+    """Else the core would divide by a bandwidth of zero, or keys and values would travel for nothing."""
+    costs = PackCosts(sample_model(**model), sample_coefficients(), even_layout(3, dp=dp))
+    count = len(starts)
     packs = SliceColumns(
-        np.zeros(2, np.int32),
-        np.array([0, 4]),
-        np.array([4, 8]),
-        np.array([0, 1, 2]),
-        np.zeros(2, np.int64),
-        np.ones(2, np.int64),
+        np.zeros(count, np.int32),
+        np.array(starts),
+        np.array([*starts[1:], 8]),
+        np.arange(count + 1),
+        np.zeros(count, np.int64),
+        np.full(count, cp, np.int64),
     )
+    codes = None if policy is None else np.array(policy, np.int8)
     for price in (pipeline_tasks, prices.pipeline_tasks):
-        with pytest.raises(ConfigError, match="bidirectional"):
-            price(costs, packs, packs, np.array([8]))
-
-
-def test_offloading_over_an_unknown_link_is_refused_by_both() -> None:
-    """Else the core would divide by a bandwidth of zero."""
-    costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
-    packs = SliceColumns.from_ranges([[(0, 0, 8)]])
-    for price in (pipeline_tasks, prices.pipeline_tasks):
-        with pytest.raises(ConfigError, match="host_link"):
-            price(costs, packs, packs, np.array([8]), np.array([OFFLOAD], np.int8))
-
-
-def test_sharing_over_an_unknown_link_is_refused_by_both() -> None:
-    """Else keys and values would travel for nothing."""
-    costs = PackCosts(sample_model(num_heads=4, num_kv_heads=4), sample_coefficients(), even_layout(3, dp=2))
-    packs = SliceColumns(
-        np.zeros(1, np.int32), np.array([0]), np.array([8]), np.array([0, 1]), np.zeros(1, np.int64), np.array([2])
-    )
-    for price in (pipeline_tasks, prices.pipeline_tasks):
-        with pytest.raises(ConfigError, match="no link"):
-            price(costs, packs, packs, np.array([8]))
+        with pytest.raises(ConfigError, match=match):
+            price(costs, packs, packs, np.array([8]), codes)
 
 
 def test_packs_of_other_documents_are_refused() -> None:

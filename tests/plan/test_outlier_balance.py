@@ -5,14 +5,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
-from evenload.cost.analytic import analytic_coefficients
-from evenload.data.hub import model_from
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
-from evenload.types.cluster import LinkSpec, cluster_from
-from evenload.types.document import Document
+from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 
 EVEN = 1.05
@@ -36,8 +33,8 @@ def with_outlier(short: list[int], position: int) -> list[int]:
 
 
 def propose(planner: StepPlanner, lengths: list[int], strategy: str = "slimpack") -> Proposal:
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
-    proposal = planner.propose(0, documents, strategy)
+    step = documents(lengths)
+    proposal = planner.propose(0, step, strategy)
     validate_plan(proposal.plan, max_pack_tokens=planner.options.max_pack_tokens)
     return proposal
 
@@ -78,34 +75,3 @@ def test_ranks_end_together(dp: int, pp: int, short: list[int], position: int) -
     assert merged.plan.predicted.step_time_s <= alone.plan.predicted.step_time_s
     assume(alone.imbalance_dp > EVEN)
     assert most_ranks(merged) > 1
-
-
-@pytest.mark.parametrize(("dp", "pp"), LAYOUTS)
-@pytest.mark.parametrize("strategy", ["slimpack", "auto"])
-def test_ranks_end_together_on_real_devices(dp: int, pp: int, strategy: str) -> None:
-    """Llama-7B on H100s of two nodes: transfers between nodes, a head, and a memory limit that one replica exceeds."""
-    model, cluster = model_from("llama-7b"), cluster_from("h100x16")
-    layout = even_layout(32, dp=dp, pp=pp, tp=2)
-    short = np.random.default_rng(0).exponential(3000, 31).astype(int).clip(1).tolist()
-    lengths = with_outlier(short, 7)
-    costs = analytic_coefficients(model, cluster, layout)
-    alone, merged = (
-        propose(
-            StepPlanner(
-                model,
-                costs,
-                layout,
-                90 * 10**9,
-                PlanOptions(max_pack_tokens=max(lengths), dp_merge=merge),
-                host="unlimited",
-            ),
-            lengths,
-            strategy,
-        )
-        for merge in (False, True)
-    )
-    assert alone.imbalance_dp > 1.5
-    assert merged.feasible
-    assert most_ranks(merged) == dp
-    assert merged.imbalance_dp <= EVEN
-    assert max_over_mean(rank_seconds(merged)) <= EVEN

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.errors import ConfigError
 from evenload.types.columns import SliceColumns, WorkCurve
 from reference.partition import partition_by_work
 from reference.slice_work import slice_work_s
@@ -25,39 +24,6 @@ def rows(columns: SliceColumns) -> list[list[tuple[int, int, int]]]:
 def partition(lengths, num_packs, work=LINEAR, order=None, **options) -> list[list[tuple[int, int, int]]]:
     sequence = np.arange(len(lengths), dtype=np.int32) if order is None else np.array(order, dtype=np.int32)
     return rows(partition_by_work(np.array(lengths, dtype=np.int64), sequence, work, num_packs, **options))
-
-
-def test_linear_work_is_cut_by_tokens():
-    """doc 0: ----------|----        doc 1: ------|-
-    pack 0 takes 10, pack 1 takes 4 + 6 and pack 2 the rest of 21 tokens in 3 packs of 7."""
-    assert partition([14, 7], 3) == [[(0, 0, 7)], [(0, 7, 14)], [(1, 0, 7)]]
-    assert partition([10, 11], 3) == [[(0, 0, 7)], [(0, 7, 10), (1, 0, 4)], [(1, 4, 11)]]
-
-
-def test_backward_slices_come_from_the_documents_end():
-    expected = [[(0, 3, 10)], [(0, 0, 3), (1, 7, 11)], [(1, 0, 7)]]
-    assert partition([10, 11], 3, last_first=True) == expected
-
-
-def test_order_is_followed():
-    assert partition([10, 11], 3, order=[1, 0]) == [[(1, 0, 7)], [(1, 7, 11), (0, 0, 3)], [(0, 3, 10)]]
-
-
-def test_cuts_lie_on_multiples_from_the_documents_start():
-    forward = partition([100], 3, align=16)
-    assert forward == [[(0, 0, 32)], [(0, 32, 64)], [(0, 64, 100)]]
-    backward = partition([100], 3, align=16, last_first=True)
-    assert backward == [[(0, 64, 100)], [(0, 32, 64)], [(0, 0, 32)]]
-
-
-def test_short_documents_are_not_cut_into_crumbs():
-    """Targets 5, 10, 15 fall inside documents of 6: with min 4 no legal cut exists, so whole ones remain."""
-    assert partition([6, 6, 6], 3, min_slice_tokens=4) == [[(0, 0, 6)], [(1, 0, 6)], [(2, 0, 6)]]
-
-
-def test_cap_cuts_a_long_document_and_adds_packs():
-    packs = partition([20, 3], 1, max_pack_tokens=8)
-    assert packs == [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 20), (1, 0, 3)]]
 
 
 def test_cap_leaves_no_pack_above_the_first_share():
@@ -142,20 +108,3 @@ def test_cut_is_the_nearest_boundary():
             half = slice_work_s(CAUSAL, 0, n) / 2
             miss = {t: abs(slice_work_s(CAUSAL, *((n - t, n) if last_first else (0, t))) - half) for t in range(1, n)}
             assert miss[first[0][2] - first[0][1]] == min(miss.values())
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match="cannot be cut into packs of 10"):
-        partition([20], 2, max_pack_tokens=10, min_slice_tokens=8)
-    with pytest.raises(ConfigError, match="num_packs is 0"):
-        partition([20], 0)
-    with pytest.raises(ConfigError, match="at most once"):
-        partition([20, 20], 2, order=[0, 0])
-    with pytest.raises(ConfigError, match="document of 0 tokens"):
-        partition([20, 0], 2)
-    with pytest.raises(ConfigError, match="negative or non-finite"):
-        WorkCurve(linear_s=-1.0)
-
-
-def test_no_documents_give_no_packs():
-    assert partition([], 4) == []

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.layer_counts import OFFLOAD, RECOMPUTE, REPLAY
 from evenload.plan.activation_policy import policies_in_order, policies_within_host
 from evenload.plan.planner import Proposal, StepPlanner
@@ -9,7 +9,6 @@ from evenload.plan.problem import PlanOptions
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline
 
@@ -26,7 +25,7 @@ def propose(policy, cap=None, strategy="slimpack", host=True, **layout) -> Propo
         PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
         host="unlimited",
     )
-    step = tuple(Document(doc_id=100 + i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
+    step = documents(LENGTHS, 100)
     return planner.propose(0, step, strategy)
 
 
@@ -78,10 +77,6 @@ def test_steps_beyond_memory_fit_with_a_chosen_policy(strategy) -> None:
     validate_plan(chosen.plan, max_pack_tokens=256)
 
 
-def test_choose_keeps_replay_where_it_fits() -> None:
-    assert propose("choose").plan == propose("replay").plan
-
-
 def test_policies_survive_the_plan_file_and_the_timeline() -> None:
     """Bytes are not stored in a plan; a reader who forgot the policies would draw replay's memory."""
     found = propose("recompute")
@@ -92,24 +87,3 @@ def test_policies_survive_the_plan_file_and_the_timeline() -> None:
     timeline = predicted_timeline(read, sample_model())
     assert timeline.memory_bytes.max() == found.plan.predicted.peak_memory_bytes
     assert timeline.memory_bytes.max() < propose("replay").plan.predicted.peak_memory_bytes
-
-
-def test_static_context_parallelism_travels_with_the_plan() -> None:
-    links = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.0), "devices_per_node": 8}
-    planner = StepPlanner(
-        sample_model(),
-        sample_coefficients(**links),
-        even_layout(3, dp=2, cp=2, pp=3),
-        None,
-        PlanOptions(),
-        host="unlimited",
-    )
-    step = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(LENGTHS))
-    found = planner.propose(0, step, "slimpack")
-    validate_plan(found.plan)
-    packs = [pack for replica in found.plan.pack_plans for pack in (*replica.forward, *replica.backward)]
-    assert {piece.cp for pack in packs for piece in pack.slices} == {2}
-    assert {bool(pack.sharding) for pack in packs if pack.direction == "forward"} == {True}
-    assert {pack.sharding for pack in packs if pack.direction == "backward"} == {""}
-    (read,) = decode_plan_file(encode_plan_file([found.plan]))
-    assert predicted_timeline(read, sample_model()).memory_bytes.max() == found.plan.predicted.peak_memory_bytes

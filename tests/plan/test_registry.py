@@ -73,21 +73,6 @@ def plan(*arguments: str, code: str = "", folder: Path | None = None) -> subproc
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_registered_ones_plan_beside_ours():
-    register = """
-    from evenload.plan.strategies import registry
-    from evenload.schedule import registry as schedules
-    registry.register(TOY)
-    schedules.register(TOY_RULE)
-    """
-    run = plan(
-        *("--strategy", "toy,balanced", "--set", "schedule=toy_rule"), code=TOY + textwrap.dedent(register)
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    for shown in ("toy", "balanced"):
-        assert shown in run.stdout
-
-
 def test_a_package_adds_a_strategy_and_a_schedule_by_entry_points(tmp_path):
     points = "[evenload.strategies]\ntoy = toy_package:TOY\n[evenload.schedules]\ntoy_rule = toy_package:TOY_RULE\n"
     install(tmp_path, TOY, points)

@@ -131,18 +131,6 @@ def test_the_best_trial_is_built_as_it_was_rated() -> None:
         assert candidate.score() == rated[:2]
 
 
-def test_trials_are_rated_once() -> None:
-    """Rating is what planning pays for."""
-    problem = problem_of([5, 9, 30])
-    search = ReplicaSearch(problem, np.arange(3))
-    trial = Trial(Setting("whole", 2))
-    score([(search, [trial, trial])])
-    before = search.scores[trial]
-    score([(search, [trial])])
-    assert len(search.scores) == 1
-    assert search.scores[trial] is before
-
-
 @pytest.mark.parametrize("field", ["cut", "order", "count"])
 def test_the_core_refuses_trials_it_does_not_know(field: str) -> None:
     """Numbers out of range would read memory or run another trial."""

@@ -6,21 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.data.hub import model_from
 from evenload.explore.stage_layers import usable_bytes
 from evenload.plan import candidates
-from evenload.plan.dp_merge import long_merges
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.plan.search import rate_merges, search_merged
-from evenload.plan.strategies import slimpack
-from evenload.plan.strategies.slimpack import plan_slimpack, slimpack_rules
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import cluster_from
-from evenload.types.columns import whole_document_columns
-from evenload.types.document import Document, ReplicaBlock, block_sizes, nested_sizes
+from evenload.types.document import ReplicaBlock, block_sizes, nested_sizes
 from evenload.types.layout import even_layout
 
 TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))
@@ -43,10 +38,6 @@ def batch_of(table: str, count: int, context: int = CONTEXT) -> np.ndarray:
     return np.minimum(np.random.default_rng(0).choice(TABLES[table].astype(np.int64), count), context)
 
 
-def documents(lengths) -> tuple[Document, ...]:
-    return tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
-
-
 def share_of_bound(planner: StepPlanner, lengths: np.ndarray, strategy: str) -> float:
     proposal = planner.propose(0, documents(lengths), strategy)
     validate_plan(proposal.plan, max_pack_tokens=planner.options.max_pack_tokens)
@@ -58,28 +49,6 @@ def share_of_bound(planner: StepPlanner, lengths: np.ndarray, strategy: str) -> 
 def test_many_documents_as_long_as_the_context_fill_a_pipeline(strategy) -> None:
     """None is long beside a replica's work, so none was shared: 26 % of the bound, or refused."""
     assert share_of_bound(planner_of({"dp": 8, "pp": 4}), batch_of("books", 256), strategy) >= 0.88
-
-
-def test_a_large_batch_is_as_fast_as_its_halves() -> None:
-    planner, lengths = planner_of({"dp": 8, "pp": 4}), batch_of("github_dirs", 1024)
-    step_s = [
-        planner.propose(0, documents(part), "slimpack").plan.predicted.step_time_s
-        for part in (lengths, lengths[:512], lengths[512:])
-    ]
-    assert step_s[0] <= step_s[1] + step_s[2]
-
-
-def test_short_documents_get_small_packs_at_both_ends() -> None:
-    """One step of the search at a time ended at 89.8 % of the bound."""
-    planner = planner_of({"dp": 8, "pp": 4}, context=32_768, limited=False)
-    assert share_of_bound(planner, batch_of("sharegpt_8k", 1024), "auto") >= 0.904
-
-
-def test_slimpack_plans_what_balanced_fits() -> None:
-    """Of a document that is cut every context rank keeps all keys and values; whole, it keeps its share."""
-    planner, lengths = planner_of({"cp": 8, "pp": 4}), batch_of("books", 64)
-    assert share_of_bound(planner, lengths, "balanced")
-    assert share_of_bound(planner, lengths, "slimpack") >= 0.75
 
 
 @pytest.mark.parametrize(
@@ -106,63 +75,6 @@ def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, mos
     )
     assert proposal.feasible
     assert 50 <= rated[0] <= most
-
-
-@pytest.mark.parametrize(("dp", "shared"), [(2, 6), (8, 6), (12, 4), (24, 3), (64, 3)])
-def test_replicas_rate_fewer_of_the_best_trials_where_there_are_many(dp, shared) -> None:
-    problem = planner_of({"dp": dp, "pp": 2})._problem(0, documents([1_000] * dp))
-    assert slimpack_rules(problem).shared == shared
-
-
-def test_a_schedule_far_behind_on_the_best_packs_is_not_searched(monkeypatch) -> None:
-    """Where it is not far behind it is, and the better step is taken."""
-    searched: list[int] = []
-    problem = planner_of({"dp": 2, "pp": 4}, limited=False)._problem(0, documents(batch_of("docs", 48)))
-    rank, monkey = slimpack._search_ranked, monkeypatch.setattr
-    monkey(slimpack, "_search_ranked", lambda *args, **named: searched.append(1) or rank(*args, **named))
-    monkey(slimpack, "PROMISING", 1e6)
-    least = plan_slimpack([problem])
-    assert len(searched) == 1
-    monkey(slimpack, "PROMISING", 0.0)
-    both = plan_slimpack([problem])
-    assert len(searched) == 3
-    assert max(one.candidate.makespan_s for one in both[1]) <= max(one.candidate.makespan_s for one in least[1])
-
-
-def test_long_is_what_memory_cannot_hold_one_a_stage_of() -> None:
-    """By the memory model: four of the longest short documents fit one rank, four of the shortest long ones do not."""
-    planner = planner_of({"dp": 4, "pp": 4})
-    lengths = np.arange(2_000, 64_000, 250)
-    problem = planner._problem(0, documents(lengths))
-    merges = long_merges(problem)
-    assert [{block.size for block in merge.blocks} for merge in merges] == [{2}, {4}]
-    long = np.sort(np.concatenate(list(merges[0].blocks.values())))
-    assert (np.diff(long) == 1).all()
-    assert long[-1] == len(lengths) - 1
-    columns = whole_document_columns([[index] for index in range(len(lengths))], lengths)
-    held = pipeline_tasks(planner.costs, columns, columns, lengths).held
-    temporary = max(held.forward_temp_bytes.max(), held.backward_temp_bytes.max())
-    needed = held.static_bytes.max() + temporary + 4 * held.forward_kept_bytes.max(axis=1)
-    assert planner.memory_cap_bytes is not None
-    is_long = np.isin(np.arange(len(lengths)), long)
-    clear = np.abs(needed / planner.memory_cap_bytes - 1) > 0.02
-    assert clear.sum() > 0.9 * len(lengths)
-    assert ((needed > planner.memory_cap_bytes) == is_long)[clear].all()
-    assert not long_merges(planner_of({"dp": 4, "pp": 4}, limited=False)._problem(0, documents(lengths)))
-    assert not long_merges(planner._problem(0, documents(lengths[:4])))
-
-
-@pytest.mark.parametrize(("table", "count"), [("books", 128), ("github_dirs", 512)])
-def test_a_few_trials_tell_what_a_search_finds(table, count) -> None:
-    planner = planner_of({"dp": 8, "pp": 4})
-    problem = planner._problem(0, documents(batch_of(table, count)))
-    rules, merges = slimpack_rules(problem), long_merges(problem)
-    for merge, (excess, seconds) in zip(merges, rate_merges(problem, merges, rules), strict=True):
-        found = search_merged(problem, merge, rules, 0.9)
-        assert found is not None
-        assert (found.score_key()[0] == 0) >= (excess == 0)
-        if not excess:
-            assert found.score_key()[1] == pytest.approx(seconds, rel=0.25)
 
 
 def test_blocks_divide_the_replicas_and_nest() -> None:

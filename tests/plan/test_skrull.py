@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.layer_counts import POLICIES
 from evenload.cost.memory import static_bytes
 from evenload.errors import ConfigError, InfeasiblePlanError
@@ -15,7 +15,6 @@ from evenload.plan.strategies.skrull import bucket_tokens, can_fit
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from predicted_timeline import predicted_timeline
 
@@ -27,10 +26,6 @@ def planner(cap: int | None, limit: int | None = None, policy="replay", **layout
     return StepPlanner(
         sample_model(), sample_coefficients(**LINKS), even_layout(3, **layout), cap, options, host="unlimited"
     )
-
-
-def documents(lengths) -> tuple[Document, ...]:
-    return tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,14 +45,6 @@ def test_steps_stay_within_memory_or_say_that_they_do_not(lengths, cp, dp, room_
     assert found.feasible == (found.plan.predicted.peak_memory_bytes <= cap)
     if room_tokens > 2 * max(lengths):
         assert found.feasible
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 128), min_size=1, max_size=40), st.sampled_from([1, 2, 4]))
-def test_micro_batches_keep_the_token_limit(lengths, cp) -> None:
-    found = planner(None, 128, dp=2, cp=cp).propose(0, documents(lengths), "skrull")
-    validate_plan(found.plan, max_pack_tokens=128)
-    assert found.cap_violations == 0
 
 
 def test_owners_survive_the_plan_file_and_the_timeline() -> None:
@@ -87,29 +74,6 @@ def test_the_bucket_is_the_largest_that_fits(policy, room) -> None:
     assert not step.propose(0, documents([(bucket + 1) * cp]), "skrull").feasible or bucket == 8000
     if bucket:
         assert step.propose(0, documents([bucket * cp]), "skrull").feasible
-
-
-def test_policies_that_cannot_fit_are_planned_only_where_none_fits() -> None:
-    """`choose` tries up to six policies a step; most of its time went into those that memory rules out."""
-    lengths = [400, *[50] * 8]
-    static = int(static_bytes(sample_model(), even_layout(3, cp=4)).max())
-    rooms = (20_000, 150_000, 200_000, 300_000)
-    chosen = [planner(static + room, policy="choose", cp=4).propose(0, documents(lengths), "skrull") for room in rooms]
-    alone = [
-        min(
-            (
-                planner(static + room, policy=policy, cp=4).propose(0, documents(lengths), "skrull")
-                for policy in ("replay", "recompute")
-            ),
-            key=lambda one: (not one.feasible, one.plan.predicted.step_time_s),
-        )
-        for room in rooms
-    ]
-    assert [one.feasible for one in chosen] == [one.feasible for one in alone]
-    assert {one.feasible for one in chosen} == {False, True}
-    for ours, single in zip(chosen, alone, strict=True):
-        if single.feasible:
-            assert ours.plan.predicted.step_time_s <= single.plan.predicted.step_time_s * (1 + 1e-9)
 
 
 def test_pipelines_are_refused_and_documents_beyond_memory_named() -> None:

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.types.columns import WorkCurve
-from reference.partition import partition_by_work
 from reference.slice_bound import exact_slice_bound
 from reference.slice_work import slice_work_s
 
@@ -42,16 +41,3 @@ def test_slice_bound_equals_brute_force(lengths, num_packs, slack, slice_s) -> N
     tokens, order = np.array(lengths, np.int64), np.arange(len(lengths), dtype=np.int64)
     bound = exact_slice_bound(tokens, order, work, num_packs, max_pack_tokens=cap)
     assert bound == pytest.approx(brute_force_slices(lengths, work, num_packs, cap), rel=1e-8)
-
-
-def test_slice_bound_is_below_the_fill_and_infinite_beyond_the_cap() -> None:
-    generator = np.random.default_rng(0)
-    work = WorkCurve(linear_s=1.0, attention_s=((0.01, 0),), slice_s=0.5)
-    for _ in range(30):
-        tokens = generator.integers(1, 400, 12)
-        order = np.argsort(-tokens).astype(np.int64)
-        bound = exact_slice_bound(tokens, order, work, 8)
-        packs = partition_by_work(tokens, order.astype(np.int32), work, 8)
-        largest = packs.pack_sums(work.slice_works_s(packs.start, packs.stop)).max()
-        assert bound <= largest * (1 + 1e-9)
-    assert exact_slice_bound(np.array([10, 10]), np.array([0, 1]), work, 2, max_pack_tokens=9) == float("inf")

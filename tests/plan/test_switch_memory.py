@@ -55,12 +55,3 @@ def test_what_a_budget_leaves_out_is_copied_and_the_rest_is_not():
     found = switch_memory(some, alone, two)
     half = -(-PIECES[0].num_elements // 2) * STATE
     assert found.switch_bytes == switch_memory(SHARED, alone, two).switch_bytes + half
-
-
-def test_stages_that_change_places_hold_both():
-    """One stage of two becomes the whole model: weights of both stages, and state of neither more than there is."""
-    halves, whole = even_layout(LAYERS, pp=2), even_layout(LAYERS, dp=2)
-    found = switch_memory(SHARED, halves, whole)
-    half = max(static_bytes(MODEL, halves).max() - 0, 0)
-    assert found.switch_bytes > half
-    assert found.switch_bytes <= WHOLE * (EACH + STATE)

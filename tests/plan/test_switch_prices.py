@@ -93,11 +93,3 @@ def test_without_measured_copies_links_price_all_devices_at_once():
     links = costs(2, None)
     expected = switch_seconds(MODEL, links, PP4, DP4, 3.0)
     assert SwitchPrices(MODEL, PP4, links).seconds(links, PP4, DP4, 3.0) == expected > 0
-
-
-def test_without_a_run_everything_is_shared_where_copies_were_measured():
-    every = prices(range(len(PIECES)))
-    for old, new in ((PP4, DP4), (DP4, PP2), (PP2, PP4)):
-        found = SwitchPrices(MODEL, PP4, costs(4))
-        assert found.seconds(costs(4), old, new, 0.0) == every.seconds(costs(4), old, new, 0.0)
-        assert found.memory(old, new) == every.memory(old, new)

@@ -1,6 +1,5 @@
 """Which pieces are shared, what they take, what crosses the links between machines, and what a switch costs."""
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from evenload.errors import ConfigError
 from evenload.plan.layouts.moves import Moves, Piece, SwitchPieces, plan_moves, shared_bytes, shared_pieces
 from evenload.plan.layouts.switch_prices import stall_seconds, state_seconds
 from evenload.types.cluster import LinkSpec
-from evenload.types.layout import even_layout, split_layout
+from evenload.types.layout import even_layout
 
 PP4, DP4, PP2 = even_layout(4, pp=4), even_layout(4, dp=4), even_layout(4, pp=2, dp=2)
 PIECES = [Piece(unit=unit, num_elements=10 * (1 + unit), weight_bytes=4, state_bytes=8) for unit in range(6)]
@@ -91,36 +90,6 @@ def test_reading_is_bounded_by_a_rank_and_by_the_machine():
     # What is not shared is sent, at once with what is read.
     assert stall(one, set()) == pytest.approx(AROUND_S + 40 / 10)
     assert stall(Moves(weights=(), state=()), set()) == pytest.approx(AROUND_S)
-
-
-def test_all_tensor_parallel_places_read_at_once():
-    """Two places of two ranks on the machine of four: each rank reads at its rate alone, but the machine copies what
-    both places read."""
-    stages, replicas = split_layout([2, 2], pp=2, tp=2), split_layout([4], dp=2, tp=2)
-    both = msgspec.structs.replace(moved(set(range(6))), tp=2)
-    moves = both.moves(stages, replicas)
-    read = 2 * sum(PIECES[move.piece].num_elements * PIECES[move.piece].weight_bytes for move in moves.weights)
-    quiet = msgspec.structs.replace(COPIES, fixed_s=0.0, layer_s=0.0, gained_s=0.0, left_s=0.0)
-    costs = msgspec.structs.replace(COSTS, copies=quiet)
-    for is_taken, a_byte_s in ((True, 1 / 150), (False, 1 / 150 + 1 / 50)):
-        found = stall_seconds(moves, both, costs, stages, replicas, is_taken=is_taken)
-        assert found == pytest.approx(read * a_byte_s)
-
-
-def test_a_switch_that_reads_nothing_takes_what_surrounds_it():
-    """Four replicas become four stages: each rank keeps one layer; those in the middle leave five pieces, those at the
-    ends four. Three stages of 2 + 1 + 1 layers: the first rank arranges two, the last, idle now, leaves six."""
-    moves = plan_moves(DP4, PP4, PIECES, ranks_per_node=4, shared=range(6))
-    assert moves.weights == ()
-    assert stall_seconds(moves, moved(set(range(6))), COSTS, DP4, PP4, is_taken=True) == pytest.approx(
-        0.1 + 1 * 0.1 + 5 * 0.001
-    )
-    three = split_layout([2, 1, 1], pp=3)
-    slow_to_leave = msgspec.structs.replace(COSTS, copies=msgspec.structs.replace(COPIES, left_s=0.5))
-    fewer = plan_moves(DP4, three, PIECES, ranks_per_node=4, shared=range(6))
-    for costs, expected in ((COSTS, 0.1 + 2 * 0.1 + 3 * 0.001), (slow_to_leave, 0.1 + 6 * 0.5)):
-        found = stall_seconds(fewer, moved(set(range(6))), costs, DP4, three, is_taken=True)
-        assert found == pytest.approx(expected)
 
 
 def test_state_is_priced_by_what_is_read_too():

@@ -36,29 +36,6 @@ def test_greedy_packing_equals_its_definition(items, num_groups, capacity):
     assert got.tolist() == expected
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        np.full(600, 32_768),  # every document fills a group
-        np.array([32_768, 1] * 300),
-        np.minimum(np.random.default_rng(0).lognormal(7, 1.8, 600).astype(np.int64) + 1, 32_768),
-        np.ones(600, np.int64),
-    ],
-    ids=["full", "full and single", "lognormal", "single tokens"],
-)
-@pytest.mark.parametrize("slack", [0.7, 1.0, 1.02, 3.0])
-def test_many_documents_are_packed_by_the_definition(sizes, slack):
-    """Loads are sums of doubles and most groups full: another order of sums or of ties would show."""
-    sizes = np.sort(sizes)[::-1].astype(np.int64)
-    work = sizes * (1.0 + sizes / 49_152)
-    count = max(1, round(slack * sizes.sum() / 32_768))
-    group_of = pack_greedily(work, sizes, count, 32_768)
-    assert group_of.tolist() == plain_greedy(work.tolist(), sizes.tolist(), count, 32_768)
-    placed = group_of != LEFT_OVER
-    assert np.bincount(group_of[placed], weights=sizes[placed]).max() <= 32_768
-    assert placed.all() or slack <= 1.02
-
-
 def test_members_keep_the_order_of_placement_and_empty_groups():
     group_of = np.array([2, 0, LEFT_OVER, 2, 0])
     assert members_of(group_of, np.array([9, 8, 7, 6, 5]), 4) == [[8, 5], [], [9, 6], []]

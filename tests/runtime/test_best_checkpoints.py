@@ -72,30 +72,6 @@ class Run:
         return json.loads(path.read_text())["steps_done"] if path.exists() else None
 
 
-def test_a_best_pass_whose_save_fails_drives_no_older_one_out(tmp_path):
-    run = Run(tmp_path)
-    run.validate(1, 1.0)
-    run.save(1)
-    run.validate(2, 0.5)  # and its save fails
-    run.save(3)
-    assert (run.there, run.named) == ([1, 3], 1)
-    run.validate(4, 0.8)  # better than any that is there
-    run.save(4)
-    assert (run.there, run.named) == ([4], 4)
-    run.validate(5, 0.9)
-    run.save(5)
-    assert (run.there, run.named) == ([4, 5], 4)
-
-
-def test_without_a_best_checkpoint_no_file_names_one(tmp_path):
-    run = Run(tmp_path)
-    run.validate(1, 1.0)
-    run.save(1)
-    run.best = ()  # other validation data
-    run.save(2)
-    assert (run.there, run.named) == ([2], None)
-
-
 @pytest.mark.parametrize(
     ("wanted", "saved", "cause"),
     [

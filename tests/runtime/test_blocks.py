@@ -73,17 +73,6 @@ def test_a_forward_pack_inside_one_backward_pack_is_kept_uncut():
     assert store.held.held_bytes == rows.nbytes + keys.nbytes + values.nbytes
 
 
-def test_keys_that_are_part_of_a_larger_tensor_are_copied():
-    """Fused projections: else the whole product would be held and only its part counted."""
-    store = ActivationStore({0: 4}, [((0, 0, 4),)])
-    fused = torch.randn(4, 3, 2)
-    store.open_pack(((0, 0, 4),))
-    store.record_pack_keys(0, fused[:, 1:2], fused[:, 2:])
-    for kept, part in zip(store.keys_and_values(0, 0, 0, 4), (fused[:, 1:2], fused[:, 2:]), strict=True):
-        assert torch.equal(kept, part)
-        assert kept.untyped_storage().nbytes() == kept.nbytes
-
-
 def test_slices_are_one_block_only_if_freed_together_under_one_policy():
     backward = [((0, 0, 2), (1, 3, 6)), ((1, 0, 3), (2, 0, 2), (3, 0, 2), (4, 0, 2))]
     index = BlockIndex(backward, lambda doc: "recompute" if doc == 4 else "replay", None)
@@ -95,11 +84,3 @@ def test_slices_are_one_block_only_if_freed_together_under_one_policy():
     ]
     (part,) = index.parts(((2, 0, 2), (3, 0, 1)))
     assert (part.block, part.rows) == (blocks[1], slice(2, 5))
-
-
-def test_ranges_of_one_document_come_back_apart():
-    """A rank that shares a slice has several ranges of it."""
-    shared = BlockIndex([((0, 0, 2), (0, 6, 8))], lambda doc: "replay", None)
-    shared.open_pack(((0, 0, 2), (0, 6, 8)))
-    assert not shared.close(((0, 6, 8),))
-    assert shared.close(((0, 0, 2),))

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from evenload.runtime.comm.mesh import CHANNEL_CTAS, GroupPool, channel_options
+from evenload.runtime.comm.mesh import GroupPool
 
 TIMEOUT = timedelta(seconds=7)
 
@@ -41,11 +41,3 @@ def test_elsewhere_layouts_share_groups_whatever_they_carry(made):
     pool.begin_layout()
     assert pool.take([0, 1]) is first
     assert made[0][1]["pg_options"] is None
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
-def test_channels_take_few_processors():
-    options = channel_options(TIMEOUT)
-    assert (options.config.min_ctas, options.config.max_ctas) == (1, CHANNEL_CTAS)
-    assert options.is_high_priority_stream
-    assert options._timeout == TIMEOUT

@@ -42,11 +42,6 @@ class Planted:
         return os.mkdir, (self.marker,)
 
 
-def test_an_index_comes_back_whole(tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(index()))
-    assert read_metadata(tmp_path) == index()
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_planted_pickle_does_not_run(tmp_path, inside):
     marker = tmp_path / "ran"

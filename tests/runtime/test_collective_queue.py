@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evenload.runtime.comm import collectives as module
-from evenload.runtime.comm.collectives import CollectiveQueue, StreamQueue, ThreadQueue, collective_queue
+from evenload.runtime.comm.collectives import StreamQueue, ThreadQueue, collective_queue
 from evenload.runtime.device import HostClock
 from fake_streams import Device
 
@@ -47,19 +47,6 @@ def test_a_thread_runs_calls_in_order_while_the_caller_goes_on():
     times = [mark for span in spans for mark in span]
     assert len(times) == 8
     assert times == sorted(times)
-
-
-def test_who_waits_for_a_call_waits_for_no_later_one():
-    queue, may_run, done = ThreadQueue(CPU), threading.Event(), []
-    numbers = [queue.put(lambda: done.append(0)), queue.put(may_run.wait), queue.put(lambda: done.append(2))]
-    queue.seal()
-    assert numbers == [0, 1, 2]
-    queue.await_call(0)
-    assert done == [0]
-    may_run.set()
-    queue.await_call(2)
-    assert done == [0, 2]
-    queue._thread.join()  # a sealed queue ends by itself
 
 
 def test_who_waits_for_a_call_behind_one_that_failed_has_its_error():
@@ -114,11 +101,3 @@ def test_a_closed_queue_ends_its_thread_without_what_has_not_begun():
     may_run.set()
     queue._thread.join()
     assert not done
-
-
-def test_not_beside_compute_a_call_runs_where_it_is_put():
-    queue, done = collective_queue(CPU, is_overlapped=False), []
-    assert type(queue) is CollectiveQueue
-    queue.put(lambda: done.append(threading.current_thread()))
-    assert done == [threading.current_thread()]
-    assert len(queue.wait()) == 1

@@ -1,7 +1,6 @@
 """Order of streams and events of offload copies, on streams that the test runs as unfavourably as their order allows
 (`fake_streams`)."""
 
-import gc
 import weakref
 
 import pytest
@@ -113,17 +112,6 @@ def test_host_memory_is_written_again_after_the_last_copy_that_reads_it(device):
         copy.wait()
     device.end()
     assert [back.unique().tolist() for back, _ in backs] == [[0.0], [1.0], [2.0], [3.0]]
-
-
-def test_page_locked_memory_is_given_back_when_the_last_copy_has_run(device):
-    copies = CudaHostCopies(CPU)
-    tensor = torch.arange(6.0).view(3, 2)
-    host, _ = copies.to_host(tensor)
-    assert sum(device.cuda.locked.values()) == copies.arena.held_bytes == SEGMENT_BYTES
-    del copies
-    gc.collect()
-    assert device.cuda.locked == {}
-    assert torch.equal(host.pieces[0], tensor)
 
 
 def test_memory_that_cuda_does_not_lock_is_an_error_that_says_what_to_do(device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evenload.errors import ConfigError
-from evenload.runtime.device import HostClock, require_device, step_clock, to_device
+from evenload.runtime.device import require_device
 
 CPU = torch.device("cpu")
 
@@ -22,17 +22,3 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     require_device("cuda", 2)
     with pytest.raises(ConfigError, match=r"4 processes start on this machine, which shows 2 GPUs"):
         require_device("cuda", 4)
-
-
-def test_marks_of_the_host_clock_are_its_times():
-    times = iter([1.0, 2.5])
-    clock = HostClock(lambda: next(times))
-    clock.start()
-    marks = [clock.mark(), clock.mark()]
-    assert clock.seconds(marks) == [1.0, 2.5]
-    assert isinstance(step_clock(CPU), HostClock)
-
-
-def test_copies_to_a_cpu_are_the_tensor_itself():
-    tensor = torch.arange(3)
-    assert to_device(tensor, CPU) is tensor

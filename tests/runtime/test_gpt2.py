@@ -8,11 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
-from evenload.check.runner import checked_scope
 from evenload.config.train_config import load_train_config
-from evenload.cost.layer_counts import forward_flops
 from evenload.cost.memory import parameters_per_rank, static_kinds
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.configured import load_config, model_spec
@@ -22,8 +19,7 @@ from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
-from reference_training import make_tokens, tiny_config
-from single_stage import assert_equals_plain, packs_of
+from reference_training import tiny_config
 
 LENGTHS = [61, 1, 33]
 
@@ -33,20 +29,6 @@ def built(config, layers=None, weights=None, tp=1):
         config, layers=layers or (0, config.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"),
         weights=weights, seed=3, tp=tp,
     )  # fmt: skip
-
-
-def test_a_document_may_use_every_position():
-    """As long as the table: its last row is used and has a gradient."""
-    config = tiny_config("gpt2", n_positions=max(LENGTHS))
-    forward, backward = packs_of(LENGTHS, [0.3], 40, last_first=False), packs_of(LENGTHS, [0.6], 50, last_first=True)
-    assert_equals_plain(config, torch.float64, make_tokens(LENGTHS, 97), forward, backward, tolerance=1e-11)
-
-
-@pytest.mark.parametrize("changes", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}])
-def test_scales_of_attention_are_transformers_own(changes):
-    config = tiny_config("gpt2", tied=True, **changes)
-    forward, backward = packs_of(LENGTHS, [0.3], 40, last_first=False), packs_of(LENGTHS, [0.6], 50, last_first=True)
-    assert_equals_plain(config, torch.float64, make_tokens(LENGTHS, 97), forward, backward, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -65,16 +47,6 @@ def test_ranks_hold_exactly_what_the_cost_model_counts(sizes, tied):
         assert sum(buffer.tied for buffer in buffers) == (tied and layout.pp > 1)
     assert parameters_per_rank(spec, layout).tolist() == held
     assert static_kinds(spec, layout)[:, 0].tolist() == [8 * count for count in held]
-
-
-def test_flops_count_the_weights_of_matrices():
-    """2 a token and weight of what multiplies; attention has (n + 1) · n / 2 pairs, 4 · width FLOPs each."""
-    config = tiny_config("gpt2", tied=True)
-    model = built(config)
-    matrices = sum(m.weight.numel() for layer in model.layers.values() for m in layer.modules() if type(m) is Conv1D)
-    assert isinstance(model.head, nn.Linear)
-    expected = 2 * 10 * (matrices + model.head.weight.numel()) + 4 * 48 * 55 * 4
-    assert float(forward_flops(model_from_hf_config(config.to_dict(), "tiny"), 10)) == expected
 
 
 def test_random_weights_follow_the_scheme_of_transformers():
@@ -151,11 +123,3 @@ def test_adapters_and_tensor_parallelism_are_refused_by_name(run):
         require_tensor_parallel(tiny_config("gpt2"), 2)
     with pytest.raises(UnsupportedModelError, match=r"attn_pdrop is 0\.1"):
         model_spec(run({"attn_pdrop": 0.1}, "data.max_document_tokens=512"))
-
-
-def test_checks_run_on_its_first_layers(run, tmp_path):
-    """`evenload check` shortens large models: config.json calls the number of layers n_layer."""
-    config = run({"n_embd": 1024, "n_layer": 6, "n_inner": 4096}, "data.max_document_tokens=512")
-    scope = checked_scope(config, tmp_path / "checks")
-    assert "first 2 of 6 layers" in scope.notes
-    assert load_config(scope.config.model.path).num_hidden_layers == 2

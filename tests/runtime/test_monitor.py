@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_samples import sample_model
+from cost_samples import documents, sample_model
 from evenload.cli.run_lines import switch_line
 from evenload.data.batches import LoaderState
 from evenload.data.blocks import TokenTable
@@ -13,7 +13,7 @@ from evenload.feed.step_maker import PlannedStep
 from evenload.plan.layouts.flex_planner import PlannerState
 from evenload.runtime.stages.live_stages import Monitor, Switch
 from evenload.types.layout import even_layout
-from flex_cases import PUBLISHED, ROOM, SHORT, documents, make
+from flex_cases import PUBLISHED, ROOM, SHORT, make
 from predicted_timeline import predicted_timeline
 
 SWITCH = Switch(

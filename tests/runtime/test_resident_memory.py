@@ -25,14 +25,3 @@ def test_memory_that_is_written_is_counted_and_its_peak_kept() -> None:
     assert peak() - before > 180 * MEBIBYTE
     del block
     assert peak() - before > 180 * MEBIBYTE
-
-
-def test_a_forgotten_peak_begins_at_what_is_held() -> None:
-    block = np.ones(200 * MEBIBYTE, np.uint8)
-    high = peak()
-    del block
-    forget_peak_process_bytes(CPU)
-    if peak() == high:
-        pytest.skip("the system does not let this process forget its peak")
-    assert high - peak() > 180 * MEBIBYTE
-    assert abs(peak() - (resident_bytes() or 0)) < 50 * MEBIBYTE

@@ -88,12 +88,6 @@ def test_the_memory_of_another_process_than_the_one_that_told_is_refused():
         OthersMemory((process, descriptor, number + 1))
 
 
-def test_reading_beyond_the_end_is_an_error():
-    memory = SparseMemory(PAGE_BYTES)
-    with pytest.raises(OSError, match=f"ends at byte {PAGE_BYTES}"):
-        OthersMemory(memory.address).read(PAGE_BYTES - 8, torch.empty(4))
-
-
 @pytest.fixture
 def two_ranks() -> tuple[TwinMemory, TwinMemory, dict[int, Place]]:
     places, num_bytes = placed([{WEIGHTS: torch.float32, "exp_avg": torch.float64}, None], [10, 20])

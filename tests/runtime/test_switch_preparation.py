@@ -57,15 +57,6 @@ def test_memory_is_taken_ahead_in_what_the_step_leaves():
     assert asked == [(None, 400)]
 
 
-def test_nothing_is_taken_ahead_on_a_gpu():
-    def coming():
-        raise AssertionError("asked for")
-
-    LiveStages.look_ahead(SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda"))), coming, 2**40)
-    with pytest.raises(AssertionError, match="asked for"):
-        LiveStages.look_ahead(SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu"))), coming, 2**40)
-
-
 def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step():
     """What the process holds beside its tensors is what it holds then without them (`ProcessMemory`)."""
     count, names = 2**16, ("exp_avg", "exp_avg_sq")

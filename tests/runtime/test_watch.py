@@ -23,32 +23,6 @@ def test_a_broken_transfer_is_told_with_its_step() -> None:
     assert str(caught.value).startswith(f"rank 3 (dp 1, stage 1) {told}")
 
 
-def test_a_step_that_is_named_is_not_named_twice() -> None:
-    watch = RankWatch(0, "rank 0", 2)
-    watch.step = 4
-    with pytest.raises(RankLostError) as caught, watch.waiting("the plan of step 6", "rank 0"):
-        raise RuntimeError(LATE)
-    assert "waited for the plan of step 6 from rank 0: nothing for 0 s" in str(caught.value)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("gloo")])
-def test_other_errors_pass_unchanged(error) -> None:
-    """An out-of-memory inside a collective's call is not a lost rank."""
-    watch = RankWatch(0, "rank 0", 2)
-    with pytest.raises(type(error)) as caught, watch.waiting("the barrier"):
-        raise error
-    assert caught.value is error
-
-
-def test_the_inner_of_two_waits_is_told_once() -> None:
-    watch = RankWatch(0, "rank 0", 2)
-    with pytest.raises(RankLostError) as caught, watch.waiting("the outer one"), watch.waiting("the inner one"):
-        raise RuntimeError(BROKEN)
-    assert str(caught.value).startswith("rank 0 waited for the inner one from all ranks")
-    with watch.waiting("another"):
-        pass
-
-
 class CutOffStore(dist.HashStore):
     """Answers no more once its cable is cut."""
 

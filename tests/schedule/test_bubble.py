@@ -75,47 +75,6 @@ def test_a_gap_is_explained_by_the_whole_chain_before_it():
     assert bubble.imbalance_s == pytest.approx(1.5 + 1.0 - 2 / 6)
 
 
-def test_a_slow_last_stage_is_stage_imbalance_on_every_rank_that_waits():
-    """As with the head there; ranks two and more stages away wait for it too, through their neighbours."""
-    tasks = equal_packs(40, 5)
-    tasks.forward_s[:, 4] *= 1.5
-    tasks.backward_s[:, 4] *= 1.5
-    actions = one_f_one_b(tasks)
-    bubble = split_bubble(tasks, actions, simulate(tasks, actions))
-    assert bubble.imbalance_s == pytest.approx(0, abs=1e-9)
-    even = equal_packs(40, 5)
-    assert bubble.dependency_s <= split_bubble(even, actions, simulate(even, actions)).dependency_s * 1.11
-    # Four ranks wait half an action's 3 s for nearly every pack.
-    assert bubble.stage_imbalance_s >= 0.8 * 4 * 40 * 1.5
-
-
-def test_equal_packs_and_stages_have_no_imbalance():
-    tasks = equal_packs(8, 4, forward_s=0.1, backward_s=0.3, p2p_s=0.07)
-    actions = one_f_one_b(tasks)
-    bubble = split_bubble(tasks, actions, simulate(tasks, actions))
-    assert bubble.stage_imbalance_s + bubble.imbalance_s == pytest.approx(0, abs=1e-9)
-    assert bubble.dependency_s > 0
-    assert bubble.p2p_s > 0
-
-
-def test_without_hops_nothing_is_communication():
-    rng = np.random.default_rng(1)
-    for _ in range(100):
-        tasks = random_tasks(rng)
-        tasks.p2p_forward_s[:] = 0
-        tasks.p2p_backward_s[:] = 0
-        actions = packflow_static(tasks, inject=False)
-        assert split_bubble(tasks, actions, simulate(tasks, actions)).p2p_s == 0
-
-
-def test_idle_rank_is_cool_down():
-    tasks = uniform_tasks([1], 1, 1, stage_to_rank=[1])
-    actions = columns_of("", "0F0 0B0")
-    simulation = simulate(tasks, actions)
-    bubble = split_bubble(tasks, actions, simulation)
-    assert (busy_seconds(simulation), bubble.cooldown_s, sum(bubble)) == (3.0, 3.0, 3.0)
-
-
 def test_empty_step_has_no_bubble():
     tasks = uniform_tasks([], 0, 2)
     actions = one_f_one_b(tasks)

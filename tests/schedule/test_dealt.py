@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from evenload.errors import ConfigError, InvalidPlanError, ScheduleDeadlockError
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.simulate import simulate
-from evenload.schedule.static_schedules import dealt_warmup, one_f_one_b
+from evenload.schedule.static_schedules import one_f_one_b
 from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from pipeline_cases import columns_of, equal_packs
-from reference.rendezvous import reaches_the_end
 from reference.simulation import reference_simulation
 
 
@@ -50,8 +49,8 @@ def test_one_two_one_by_hand():
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 14), st.integers(0, 2**31))
-def test_every_dealt_schedule_runs_to_its_end_as_core_graph_and_channels_say(devices, num_packs, seed):
-    """Whatever packs take: no deadlock, the core and the explicit graph agree to the bit, channels in pack order."""
+def test_every_dealt_schedule_runs_to_its_end_as_core_and_graph_say(devices, num_packs, seed):
+    """Whatever packs take: no deadlock, the core and the explicit graph agree to the bit."""
     tasks = dealt_tasks(devices, num_packs, seed)
     actions = one_f_one_b(tasks)
     needed, firsts = tasks.forwards_needed.tolist(), tasks.stage_to_rank.tolist()
@@ -62,12 +61,10 @@ def test_every_dealt_schedule_runs_to_its_end_as_core_graph_and_channels_say(dev
     assert np.array_equal(found.start_s, expected.start_s)
     assert np.array_equal(found.end_s, expected.end_s)
     assert np.array_equal(found.peak_bytes, expected.peak_bytes)
-    for prefetch in (0, 2):
-        assert reaches_the_end(actions, forwards_needed=needed, stage_to_rank=firsts, prefetch=prefetch)
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(2, 9), st.integers(0, 2**31))
-def test_core_graph_and_channels_agree_on_orders_that_wait_for_each_other(devices, num_packs, seed):
+def test_core_and_graph_agree_on_orders_that_wait_for_each_other(devices, num_packs, seed):
     """Backwards of every rank moved forward at random: some such orders end, some do not."""
     tasks, rng = dealt_tasks(devices, num_packs, seed), np.random.default_rng(seed)
     usual, rows = one_f_one_b(tasks), []
@@ -88,37 +85,12 @@ def test_core_graph_and_channels_agree_on_orders_that_wait_for_each_other(device
         assert all(pack % width == packs[0] % width for pack in order)
         rows.append((kinds, [stage] * len(kinds), order))
     actions = ActionColumns.of_ranks(rows)
-    ends = reaches_the_end(
-        actions, forwards_needed=tasks.forwards_needed.tolist(), stage_to_rank=tasks.stage_to_rank.tolist()
-    )
-    assert (reference_simulation(tasks, actions).done.sum() == len(actions.kind)) == ends
+    ends = reference_simulation(tasks, actions).done.sum() == len(actions.kind)
     if ends:
         simulate(tasks, actions)
     else:
         with pytest.raises(ScheduleDeadlockError, match="waits for"):
             simulate(tasks, actions)
-
-
-def test_every_later_rank_has_a_pack_before_the_first_backward():
-    """(1, 1, 2, 1, 1, 1, 1) of the paper's Table 2; and no rank holds more packs than that."""
-    devices = [1, 1, 2, 1, 1, 1, 1]
-    tasks = dealt_tasks(devices, 32)
-    assert dealt_warmup(tasks.widths).tolist() == [7, 6, 2, 3, 2, 1, 0]
-    peaks = simulate(tasks, one_f_one_b(tasks)).peak_bytes
-    assert peaks.tolist() == [100 + 10 * (held + 1) + 2 for held in (7, 6, 2, 2, 3, 2, 1, 0)]
-
-
-def test_more_ranks_on_the_slow_stage_are_nearly_as_fast_as_stages_of_equal_seconds():
-    """A stage twice as long as the others bounds a pipeline; with two ranks it does not."""
-    slow = np.array([1.0, 2.0, 1.0])
-
-    def seconds(devices: list[int]) -> float:
-        tasks = dealt_tasks(devices, 32)
-        tasks = dataclasses.replace(tasks, forward_s=tasks.forward_s * slow, backward_s=tasks.backward_s * slow)
-        return simulate(tasks, one_f_one_b(tasks)).makespan_s
-
-    assert seconds([1, 1, 1]) > 32 * 6
-    assert seconds([1, 2, 1]) < 32 * 3 * 1.15
 
 
 GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0", "1F1 1B1")

@@ -21,8 +21,3 @@ def test_keep_follows_its_recurrence(needed, num_forward):
     for d in needed[1:]:
         expected.append(min(num_forward, max(d, expected[-1] + 1)))
     assert keep_counts(np.array(needed, dtype=np.int32), num_forward).tolist() == expected
-
-
-def test_no_backwards_have_no_counts():
-    assert len(keep_counts(np.zeros(0, dtype=np.int32), 0)) == 0
-    assert len(one_f_one_b(uniform_tasks([], 0, 2)).kind) == 0

@@ -9,7 +9,7 @@ from evenload.schedule.packflow import packflow_list
 from evenload.schedule.simulate import simulate, to_timeline
 from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from pipeline_cases import columns_of, equal_packs, names_of, random_ranks, random_tasks, uniform_tasks, with_split
+from pipeline_cases import columns_of, equal_packs, names_of, random_ranks, random_tasks, with_split
 from reference.list_schedule import list_schedule
 from reference.simulation import reference_simulation
 
@@ -63,35 +63,6 @@ def test_memory_of_inputs_and_weights():
     assert timeline.memory_bytes.tolist() == [100, 111, 110, 115, 106, 106, 100]
 
 
-def test_too_little_memory_runs_weights_first_or_backwards_whole():
-    """112 bytes hold one pack of 10 and a whole backward's 2: I, whose buffer is larger, never fits."""
-    tasks = with_split(equal_packs(3, 2))
-    split = dataclasses.replace(
-        tasks.split,  # type: ignore[arg-type]
-        input_temp_bytes=np.full((3, 2), 5),
-        input_freed_bytes=np.full((3, 2), 4),
-        weight_freed_bytes=np.full((3, 2), 6),
-    )
-    tasks = dataclasses.replace(tasks, split=split)
-    whole = packflow_list(tasks, cap_bytes=caps(tasks, 112), split=True)
-    assert names_of(whole) == ["0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    one = packflow_list(tasks, cap_bytes=caps(tasks, 115), split=True)
-    assert names_of(one) == ["0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"]
-    assert simulate(tasks, one).peak_bytes.max() <= 115
-
-
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
-def test_zero_bubble_bound_on_equal_packs(num_stages):
-    """With tF = tI = tW nothing ends before (P - 1) tF + m (tF + tI + tW): the last stage starts no earlier.
-
-    ZB-H1 (Qi et al. 2023) reaches it; so must the list schedule. 1F1B needs (P - 1) 2 tF more.
-    """
-    num_packs = 4 * num_stages
-    tasks = with_split(equal_packs(num_packs, num_stages))
-    actions = packflow_list(tasks, cap_bytes=caps(tasks, UNLIMITED), split=True)
-    assert simulate(tasks, actions).makespan_s == num_stages - 1 + 3 * num_packs
-
-
 def test_random_splits_never_deadlock_keep_the_cap_and_equal_the_reference():
     rng = np.random.default_rng(0)
     split_backwards = whole_backwards = 0
@@ -119,15 +90,6 @@ def test_random_splits_never_deadlock_keep_the_cap_and_equal_the_reference():
             assert (simulation.peak_bytes <= np.maximum(cap, least)).all()
     assert split_backwards > 1000
     assert whole_backwards > 1000
-
-
-def test_mixed_whole_and_split_backwards_of_one_pack_hand_on_the_gradient():
-    """Stage 1 runs I, stage 0 waits for it with B (times from the definition: hop 0.5)."""
-    tasks = with_split(uniform_tasks([1], 1, 2, p2p_s=0.5))
-    actions = columns_of("0F0 0B0", "1F0 1I0 1W0")
-    check(tasks, actions)
-    for result in (simulate(tasks, actions), reference_simulation(tasks, actions)):
-        assert result.end_s.tolist() == [1, 6, 2.5, 3.5, 4.5]
 
 
 @pytest.mark.parametrize(

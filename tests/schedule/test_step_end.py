@@ -1,6 +1,5 @@
 """The end of a step: sums of gradients beside packs and after them, by hand, by a plain clock, and in whole plans."""
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,14 +7,13 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import pack_features, shares_left, stage_units
 from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.schedule.simulate import simulate
-from evenload.schedule.step_ends import RankSums, SimulatedReplica, _completing_places, run_sums
+from evenload.schedule.step_ends import SimulatedReplica, _completing_places, run_sums
 from evenload.stepplan.plan_tasks import timed_tasks
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
@@ -35,35 +33,6 @@ def sums(released, alone, compute_end, beside=FREE):
 
 def test_a_sum_waits_for_its_gradients_and_for_the_sum_before() -> None:
     assert sums([2, 3, 9], [4, 1, 2], 10.0) == ([2, 6, 9], [6, 7, 11], 10.0)
-
-
-def test_compute_beside_a_sum_is_slower_and_completes_later() -> None:
-    """At half speed: from 2 to 6 compute comes to 4 of its own 10 seconds, so the second unit is there at 7."""
-    assert sums([2, 5], [4, 1], 10.0, OverlapCost(compute_slowdown=0.5)) == ([2, 7], [6, 8], 12.5)
-
-
-def test_a_sum_beside_compute_is_stretched_and_after_it_is_not() -> None:
-    """Of 4 seconds alone the 4 before compute ends do 2, and 2 follow."""
-    assert sums([6], [4], 10.0, OverlapCost(communication_slowdown=2.0, compute_slowdown=0.0)) == ([6], [12], 10.0)
-
-
-def test_packs_beside_sums_are_put_off_as_their_compute_is() -> None:
-    """The sums of the test above but one: from 2 to 6 and from 7 to 8 compute goes at half speed."""
-    start, end, compute = run_sums(np.array([2.0, 5.0]), np.array([4.0, 1.0]), 10.0, OverlapCost(compute_slowdown=0.5))
-    found = RankSums(np.array([1, 0]), start, end, compute, 0.5)
-    assert found.put_off(np.array([0, 2, 3, 4, 5, 5.5, 10.0])).tolist() == [0, 2, 4, 6, 7, 8, 12.5]
-    after = RankSums(np.array([0]), np.array([10.0]), np.array([12.0]), 10.0, 0.0)
-    assert after.put_off(np.array([0.0, 9.0, 10.0])).tolist() == [0, 9, 10]
-
-
-def test_where_nothing_is_gained_both_take_their_turn() -> None:
-    """Compute that stands still beside sums: as if they came first."""
-    assert sums([2, 2], [3, 1], 5.0, OverlapCost(compute_slowdown=1.0)) == ([2, 5], [5, 6], 9.0)
-
-
-def test_sums_of_complete_gradients_follow_compute() -> None:
-    assert sums([10, 10], [3, 1], 10.0) == ([10, 13], [13, 14], 10.0)
-    assert sums([], [], 10.0) == ([], [], 10.0)
 
 
 @given(
@@ -114,16 +83,6 @@ def test_times_are_those_of_a_plain_clock(units, more, rates) -> None:
 def test_a_stage_is_complete_with_its_last_backward(row, completing) -> None:
     """Several stages of a rank whose backwards are split all at once: their order differs between replicas."""
     assert completing_actions((action[1], int(action[0])) for action in row.split()) == completing
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"pp": 2, "virtual": 2}, {"tp": 2}, {"pp": 3, "devices": [1, 2, 1]}])
-def test_parameters_of_units_are_those_of_their_rank(sizes, tied) -> None:
-    for adapters in (0, 24):
-        model = sample_model(num_layers=4, num_kv_heads=2, tied_embeddings=tied, adapter_parameters_per_layer=adapters)
-        layout = even_layout(4, **sizes)
-        found = [sum(trained_unit_parameters(model, layout, rank).values()) for rank in range(layout.pipeline_ranks)]
-        assert found == trained_parameters_per_rank(model, layout).tolist()
 
 
 def test_units_are_complete_from_the_head_to_the_embedding() -> None:
@@ -190,26 +149,3 @@ def test_a_plan_says_what_it_hides(strategy, sizes) -> None:
     assert steps["free"].reduction_s == pytest.approx(steps["after"].reduction_s)
     assert steps["free"].step_time_s < steps["after"].step_time_s
     assert steps["slow"].step_time_s == pytest.approx(steps["after"].step_time_s)
-
-
-def test_sums_that_keep_more_from_computing_than_they_take_wait_for_the_last_backward() -> None:
-    """As the run does: two and a half times as long, in which nine tenths of computing are lost."""
-    found = {
-        name: planner_of(beside, dp=2).plan(0, BATCH, "slimpack").predicted
-        for name, beside in (("after", None), ("costly", OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)))
-    }
-    assert found["costly"] == found["after"]
-    assert found["costly"].reduction_hidden_s == 0
-
-
-def test_on_the_way_to_the_bound_a_reduction_disappears() -> None:
-    """A long backward and a fast link: only the embedding's sum is left, which nothing can hide."""
-    slow = planner_of(FREE, dp=2).costs.coefficients
-    fast = msgspec.structs.replace(slow, reduce_bandwidth_bytes_per_s=1e6, reduce_latency_s=0.0)
-    planner = StepPlanner(
-        sample_model(num_layers=4), fast, even_layout(4, dp=2), None, PlanOptions(max_pack_tokens=64), host="unlimited"
-    )
-    predicted = planner.plan(0, BATCH, "slimpack").predicted
-    share = trained_unit_parameters(planner.costs.model, planner.layout, 0)
-    last = share[0] / sum(share.values())
-    assert predicted.reduction_hidden_s / predicted.reduction_s == pytest.approx(1 - last)

@@ -8,18 +8,16 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.units import forward_units, pack_features, shares_before, unit_transfers
+from evenload.cost.units import forward_units, pack_features, shares_before
 from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.schedule.step_ends import delayed, first_gathers, run_gathers
+from evenload.schedule.step_ends import run_gathers
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 
 FREE = OverlapCost(compute_slowdown=0.0)
-STRETCHED = OverlapCost(communication_slowdown=2.0, compute_slowdown=0.0)
-HALF = OverlapCost(communication_slowdown=2.0, compute_slowdown=0.5)
 COSTLY = OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)
 BATCH = tuple(Document(doc_id=at, num_tokens=8 + 5 * at, num_label_tokens=7) for at in range(8))
 
@@ -33,32 +31,6 @@ def gathers(updated, needed, alone, idle=(0, 0), beside=FREE):
 def test_a_gather_waits_for_its_update_and_for_the_gather_before_and_a_forward_for_its_own():
     """Updated at 1 and 2; the first forward reads them at 4 and 5, the second unit a second too early."""
     assert gathers([1, 2], [4, 5], [3, 2]) == ([1, 4], [4, 6], [(5, 6)], 1)
-
-
-def test_compute_beside_a_gather_is_slower_and_later():
-    """At half speed from 1 on: when the gather ends at 5, compute is at 3, where it needs it; it has lost 2."""
-    assert gathers([1], [3], [4], beside=OverlapCost(compute_slowdown=0.5)) == ([1], [5], [], 2)
-
-
-def test_a_gather_is_stretched_beside_compute_and_not_while_compute_waits_for_it():
-    """Of 4 seconds alone 1 is done in the 2 before it is needed, 3 follow."""
-    assert gathers([0], [2], [4], beside=STRETCHED) == (
-        [0],
-        [5],
-        [(2, 5)],
-        3,
-    )
-
-
-def test_a_rank_that_waits_for_its_first_pack_loses_nothing():
-    """Nothing is computed from 1 to 9: the gather takes its time alone, and what the update lost is made up for."""
-    found = gathers([1, 1], [9, 10], [2, 2], idle=(1, 9), beside=HALF)
-    assert found == ([1, 3], [3, 5], [], 0)
-
-
-def test_weights_that_nobody_reads_are_waited_for_by_nobody():
-    assert gathers([1, 2], [np.inf, np.inf], [3, 2]) == ([1, 4], [4, 6], [], 0)
-    assert gathers([], [], []) == ([], [], [], 0)
 
 
 @given(
@@ -142,23 +114,3 @@ def test_a_plan_says_which_gathers_it_hides(strategy, sizes):
     assert 0 < steps["free"].gather_hidden_s <= steps["free"].gather_s
     assert steps["free"].step_time_s < steps["after"].step_time_s
     assert steps["costly"] == steps["after"]
-
-
-def test_behind_long_forwards_a_gather_disappears_but_for_the_embeddings():
-    """A fast link and an update that takes no time: what is left is what the first forward begins with."""
-    planner = planner_of(FREE, 1e6, reduce_latency_s=0.0, optimizer_s_per_parameter=0.0)
-    predicted = planner.plan(0, BATCH, "slimpack").predicted
-    found = unit_transfers(planner.costs.model, planner.costs.coefficients, planner.layout, 0)
-    assert predicted.gather_s == pytest.approx(found.gather_s.sum())
-    assert predicted.gather_s - predicted.gather_hidden_s == pytest.approx(found.gather_s[0])
-
-
-def test_a_later_stage_has_the_time_that_the_first_loses():
-    """Two stages: the second one's weights are gathered while the first waits for its own, and nothing is left."""
-    planner = planner_of(FREE, 1e4, (("dp", 2), ("pp", 2)), reduce_latency_s=0.0, optimizer_s_per_parameter=0.0)
-    replicas = [choice.candidate.simulated() for choice in planner.propose(0, BATCH, "balanced").choices]
-    first, second = first_gathers(planner.costs, replicas)
-    assert len(first.wait_end_s)
-    assert (len(second.wait_end_s), second.lost_s) == (0, 0)
-    late = [delayed(replica, (first, second)).simulation.makespan_s for replica in replicas]
-    assert late == pytest.approx([replica.simulation.makespan_s + first.lost_s for replica in replicas])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.schedule.packflow import packflow_list
 from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import one_f_one_b, zero_bubble_h1
 from evenload.schedule.validate import check_schedule
@@ -50,27 +49,6 @@ def test_equal_packs_have_the_published_bubble(num_stages, forward_s, input_s, w
     assert simulate(tasks, actions).makespan_s == expected
     whole = simulate(tasks, one_f_one_b(tasks))
     assert whole.makespan_s == work_s + (num_stages - 1) * (forward_s + input_s + weight_s)
-
-
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
-def test_every_stage_holds_what_the_first_holds_under_1f1b(num_stages):
-    tasks = split_packs(3 * num_stages, num_stages, 1.0, 1.0, 1.0)
-    peak = simulate(tasks, zero_bubble_h1(tasks)).peak_bytes
-    assert peak.max() <= simulate(tasks, one_f_one_b(tasks)).peak_bytes[0]
-
-
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
-@pytest.mark.parametrize(("input_s", "weight_s"), [(1.0, 1.0), (1.25, 0.75), (1.5, 0.5)])
-def test_list_schedule_is_no_slower_without_a_cap_and_near_within_its_memory(num_stages, input_s, weight_s):
-    """Greedy W under a tight cap costs the list schedule up to 7 % here: the word is worth trying there."""
-    tasks = split_packs(4 * num_stages, num_stages, 1.0, input_s, weight_s)
-    published = simulate(tasks, zero_bubble_h1(tasks))
-    free = simulate(tasks, packflow_list(tasks, cap_bytes=np.full(num_stages, 2**60), split=True))
-    assert free.makespan_s <= published.makespan_s
-    caps = np.full(num_stages, published.peak_bytes.max() + 2)
-    capped = simulate(tasks, packflow_list(tasks, cap_bytes=caps, split=True))
-    assert capped.peak_bytes.max() <= caps.max()
-    assert capped.makespan_s <= 1.08 * published.makespan_s
 
 
 def test_any_packs_are_complete_and_executable():

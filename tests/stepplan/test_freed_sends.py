@@ -3,13 +3,12 @@
 import graphlib
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import evenload.stepplan.transfer_order as freed_sends_module
 from context_plans import merged_plan
-from evenload.stepplan.transfer_order import LAG, freed_sends
+from evenload.stepplan.transfer_order import freed_sends
 from evenload.types.layout import sending_channels
 from evenload.types.plan import StepPlan
 from strict_queues import node_names
@@ -107,20 +106,3 @@ def test_replicas_that_predict_different_times_of_shared_packs_wait_for_no_send(
     times = plan.times[0], msgspec.structs.replace(plan.times[1], forward_s=slower)
     plan = msgspec.structs.replace(plan, times=times)
     assert not any(any(freed_sends(plan, 0, rank)) for rank in range(3))
-
-
-@pytest.mark.parametrize("schedule", ["list", "list_split", "static", "zb_h1"])
-def test_few_sends_are_kept(schedule):
-    """In predicted time a rank keeps what is under way and LAG packs a channel, not a whole step's."""
-    plan = varied_plan(5, num_layers=4, pp=3, schedule=schedule, max_tokens=3, num_documents=200, whole=True)
-    packs = len(plan.pack_plans[0].forward)
-    assert packs > 40
-    for rank, row in enumerate(plan.schedules[0].ranks):
-        freed = dict.fromkeys(sending_channels(plan.layout, rank), 0)
-        sent, most = dict(freed), 0
-        for action, waits in zip(row, freed_sends(plan, 0, rank), strict=True):
-            freed |= dict(waits)
-            for channel in sent:
-                sent[channel] += sends_on(action, channel)
-                most = max(most, sent[channel] - freed[channel])
-        assert most <= LAG + 12 < packs

@@ -15,7 +15,6 @@ from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.plan import LeftOut, StepPlan
-from predicted_timeline import predicted_timeline
 
 LENGTHS = [200, 150, 40, 30, 20, 10, 1]
 
@@ -156,28 +155,12 @@ def re_simulate(replica: dict, stage_to_rank: list[int]) -> float:
     return max(end.values(), default=0.0)
 
 
-def test_timeline_of_a_plan_is_the_predicted_one() -> None:
-    for plan in decode_plan_file(encode_plan_file(make_plans())):
-        timeline = predicted_timeline(plan, sample_model())
-        assert timeline.step_time_s == plan.predicted.step_time_s
-        assert timeline.peak_bytes() == plan.predicted.peak_memory_bytes
-        for dp_rank, makespan_s in enumerate(plan.predicted.per_replica_s):
-            assert timeline.end_s[timeline.dp_rank == dp_rank].max(initial=0.0) == makespan_s
-
-
 def test_unknown_keys_are_ignored_and_missing_keys_named() -> None:
     data = json.loads(encode_plan_file(make_plans()[:1]))
     data["plans"][0]["comment"] = "made by hand"
     assert len(decode_plan_file(json.dumps(data).encode())) == 1
     del data["plans"][0]["replicas"][0]["schedule"]
     with pytest.raises(InvalidPlanError, match="schedule"):
-        decode_plan_file(json.dumps(data).encode())
-
-
-def test_changed_content_is_detected() -> None:
-    data = json.loads(encode_plan_file(make_plans()[-1:]))
-    data["plans"][0]["replicas"][0]["forward"][0][0]["stop"] += 1
-    with pytest.raises(InvalidPlanError, match="changed after planning"):
         decode_plan_file(json.dumps(data).encode())
 
 

@@ -77,13 +77,6 @@ def test_rows_within_and_before_by_counting(seed, cp, data) -> None:
         assert document.rows_before(rank, start) == sum(t < start for t in mine)
 
 
-def test_short_documents_are_local_and_need_no_transfer() -> None:
-    plan = context_plan(3, cp=2, rule="per_document", lengths={0: 1, 1: 9}, whole=True)
-    found = [pack for pack in replica_rows(plan, 0).forward if pack is not None]
-    assert [doc for pack in found for ranges in pack.local for doc, _, _ in ranges] == [0]
-    assert [piece.document.doc_id for pack in found for piece in pack.shared] == [1]
-
-
 @pytest.mark.parametrize(
     ("rule", "message"),
     [

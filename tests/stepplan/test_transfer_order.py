@@ -1,7 +1,5 @@
 """One queue for all transfers of a rank: no plan deadlocks, however strictly transfers wait for each other."""
 
-import itertools
-from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -17,9 +15,9 @@ from evenload.errors import InvalidPlanError
 from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import gpipe, interleaved_one_f_one_b, one_f_one_b
 from evenload.stepplan.plan_tasks import timed_tasks
-from evenload.stepplan.transfer_order import LAG, action_places, queued_order
+from evenload.stepplan.transfer_order import LAG, action_places
 from evenload.types.document import Slice
-from evenload.types.layout import TransferOrder, even_layout, sending_channels
+from evenload.types.layout import even_layout
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import PackTimes, StepPlan
 from plan_building import pack_plan, step_plan, word_schedule
@@ -168,35 +166,6 @@ def with_other_seconds(plan: StepPlan, seed: int) -> StepPlan:
     return msgspec.structs.replace(plan, times=times)
 
 
-def in_each_ranks_own_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
-    """A receive is posted just before the action that needs it."""
-    ranks, receives = plan.layout.stage_to_rank, []
-    for action in plan.schedules[dp_rank].ranks[pp_rank]:
-        kind, source = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
-        is_remote = action.kind != "W" and 0 <= source < len(ranks) and ranks[source] != pp_rank
-        receives.append((((kind, action.stage), action.pack),) if is_remote else ())
-    return TransferOrder(tuple(receives), ((),) * len(receives))
-
-
-def all_at_the_start(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
-    """Receives are posted as early as can be."""
-    own = in_each_ranks_own_order(plan, dp_rank, pp_rank)
-    everything = tuple(itertools.chain.from_iterable(own.receives))
-    return TransferOrder((everything, *((),) * (len(own.receives) - 1)), own.frees)
-
-
-@pytest.mark.parametrize("naive", [in_each_ranks_own_order, all_at_the_start])
-def test_naive_orders_do_deadlock(naive):
-    """Else the tests above would say nothing."""
-    plans = [
-        scheduled_plan(seed, LAYOUTS[seed % 7], SCHEDULES[seed % 6], num_documents=20, whole=True) for seed in range(42)
-    ]
-    plans = [plan for plan in plans if len(plan.pack_plans[0].forward) > 4]
-    stuck = sum(bool(stuck_ranks(plan_events(plan, naive), one_queue=False)) for plan in plans)
-    assert len(plans) > 20
-    assert stuck > 0.8 * len(plans)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(LAYOUTS), st.sampled_from(SCHEDULES))
 def test_transfers_stand_in_the_order_of_predicted_ends(seed, layout, schedule):
@@ -247,27 +216,6 @@ def test_shared_packs_in_other_orders_are_refused():
     assert len(action_places(plan_of([[0, 1], [0, 1], [0], [0]]), 3)) == 2
     with pytest.raises(InvalidPlanError, match="wait for each other in a circle"):
         action_places(plan_of([[0, 1], [1, 0], [0], [0]]), 3)
-
-
-@pytest.mark.parametrize("schedule", ["list", "list_split", "gpipe", "1f1b", "zb_h1"])
-def test_few_tensors_are_kept_on_both_ends(schedule):
-    """A sender keeps LAG packs a channel; open receives are what is under way, under 1F1B no more than stages."""
-    plan = scheduled_plan(5, (3, 1), schedule, 200, whole=True)
-    assert len(plan.pack_plans[0].forward) > 40
-    for pp_rank, row in enumerate(plan.schedules[0].ranks):
-        order = queued_order(plan, 0, pp_rank)
-        freed = dict.fromkeys(sending_channels(plan.layout, pp_rank), 0)
-        sent = dict(freed)
-        num_open = Counter()
-        for action, posts, frees in zip(row, order.receives, order.frees, strict=True):
-            num_open.update(channel for channel, _ in posts)
-            freed |= dict(frees)
-            for channel in sent:
-                assert sent[channel] - freed[channel] <= LAG
-                sent[channel] += sends_on(action, channel)
-            if schedule == "1f1b":
-                assert max(num_open.values(), default=0) <= plan.layout.pp
-            num_open["B" if action.kind in "BI" else action.kind, action.stage] -= 1
 
 
 def sends_on(action, channel) -> bool:

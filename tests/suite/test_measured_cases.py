@@ -17,10 +17,6 @@ def script(monkeypatch):
     return runpy.run_path(str(ROOT / "benchmarks" / "measured.py"))
 
 
-def test_every_layout_meets_every_table_and_size(script):
-    assert len(script["CASES"]) == len(script["LAYOUTS"]) * len(script["TABLES"]) * len(script["SIZES"]) == 16
-
-
 @pytest.mark.parametrize("layout", ["pp2", "dp2", "cp2", "pp2dp2"])
 def test_a_case_is_a_run_of_its_strategies(script, layout, tmp_path):
     """What a layout cannot run is named with the reason; the others are accepted by the command."""
@@ -31,13 +27,3 @@ def test_a_case_is_a_run_of_its_strategies(script, layout, tmp_path):
     plan, found = checked_bench(load_train_config(config, []), names, 2, 3)
     assert plan.strategies == names
     assert found.world_size == (4 if layout == "pp2dp2" else 2)
-
-
-@pytest.mark.parametrize("table", ["dirs", "files"])
-@pytest.mark.parametrize("size", ["small", "wide"])
-def test_lengths_fill_the_batches_and_keep_their_tail(script, table, size):
-    chosen = script["SIZES"][size]
-    lengths = script["scaled_lengths"](table, chosen)
-    assert lengths.sum() >= chosen.batch_tokens * (script["BATCHES"] + 1)
-    assert lengths.max() <= chosen.context
-    assert lengths.max() > 8 * sorted(lengths)[len(lengths) // 4]

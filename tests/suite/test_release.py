@@ -52,29 +52,6 @@ def test_the_index_page_has_no_relative_link(metadata):
     assert all(re.match(r"https?:|#", target) for target in targets)
 
 
-def test_pictures_are_loaded_raw_and_files_shown(metadata):
-    absolute = metadata["with_absolute_links"]
-    assert absolute("[a](docs/b.md#c) ![d](e.png) [f](https://g) [h](#i)", HOME, "v1") == (
-        f"[a]({HOME}/blob/v1/docs/b.md#c) ![d]({HOME}/raw/v1/e.png) [f](https://g) [h](#i)"
-    )
-    assert absolute("[![a](b.svg)](c.md)", HOME, "v1") == f"[![a]({HOME}/raw/v1/b.svg)]({HOME}/blob/v1/c.md)"
-
-
-def test_project_urls_are_added_once(metadata):
-    settings = metadata["with_urls"]((ROOT / "pyproject.toml").read_text(), HOME)
-    assert tomllib.loads(settings)["project"]["urls"]["Source"] == HOME
-    assert tomllib.loads(settings)["project"]["scripts"] == PROJECT["project"]["scripts"]
-    with pytest.raises(SystemExit, match="already"):
-        metadata["with_urls"](settings, HOME)
-
-
-def test_a_tag_of_another_version_is_refused():
-    command = [sys.executable, ROOT / "tools" / "release_metadata.py", HOME, "v99.0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert f"tag v99.0, but pyproject.toml says version {PROJECT['project']['version']}" in done.stderr
-
-
 def test_what_the_workflow_and_the_container_name_is_there():
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
     assert workflow["jobs"]["publish"]["needs"] == "wheels"

@@ -10,14 +10,12 @@ from torch import nn
 
 from dist_training import COSTS
 from evenload.attention.backends import select_backend
-from evenload.check import runner as step_runner
 from evenload.check.checks import _shared_plans, check_invariance, check_isolation, check_resume
 from evenload.check.runner import StepRunner, Verdict, checked_scope
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.model.configured import model_spec
-from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from other_rounding import rounded_up
@@ -83,30 +81,6 @@ def invariance_among_processors(config_file: str, overrides: list[str]) -> Verdi
     """On ranks whose processors round to float32 differently, where nothing but the check itself keeps them exact."""
     with mock.patch.object(nn.Module, "__call__", nn.Module.__call__.__wrapped__), rounded_up(2 + dist.get_rank()):
         return invariance_verdict(config_file, overrides, False)
-
-
-def not_planned_in_a_check(config_file: str, overrides: list[str]) -> list[str]:
-    """Why plans of a check could not be made."""
-    config, mesh = small_run(config_file, overrides)
-    batch = GlobalBatchLoader(config.data).next_batch()
-    return _shared_plans(config, batch.documents, COSTS, CAP_BYTES, mesh)[1]
-
-
-def summed_in_a_check(config_file: str, overrides: list[str]) -> tuple[list[bool], dict[str, torch.Tensor]]:
-    """Whether a check's step sums gradients beside its packs, and what comes out."""
-    config, mesh = small_run(config_file, overrides)
-    batch = GlobalBatchLoader(config.data).next_batch()
-    plans, _ = _shared_plans(config, batch.documents, COSTS, CAP_BYTES, mesh)
-    seen = []
-
-    class Recorded(GradientReduction):
-        def __init__(self, *args, is_overlapped: bool) -> None:
-            seen.append(is_overlapped)
-            super().__init__(*args, is_overlapped=is_overlapped)
-
-    with mock.patch.object(step_runner, "GradientReduction", Recorded):
-        outcome = StepRunner(config, mesh).run(plans[0][1], batch.tokens)
-    return seen, outcome.gradients
 
 
 def resume_verdict(config_file: str, overrides: list[str], forgets_loader: bool) -> Verdict:

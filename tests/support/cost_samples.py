@@ -1,11 +1,13 @@
 """Small models, round cost coefficients and hand-written packs for tests of costs and planners."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from hypothesis import strategies as st
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.types.columns import SliceColumns
+from evenload.types.document import Document
 from evenload.types.model import ModelSpec
 
 FORWARD = PassCoefficients(linear_s_per_token=1.0, attention_s_per_pair=0.1, slice_s=0.01, pack_s=5.0)
@@ -60,3 +62,10 @@ def cut_documents(draw) -> tuple[list[int], SliceColumns, SliceColumns]:
             rows += [[piece] for piece in (pieces[::-1] if reverse else pieces)]
         packs.append(SliceColumns.from_ranges(rows))
     return lengths, packs[0], packs[1]
+
+
+def documents(lengths: Iterable[int], first_id: int = 0) -> tuple[Document, ...]:
+    """Documents that count up from an id; every token but the first is a label."""
+    return tuple(
+        Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths, first_id)
+    )

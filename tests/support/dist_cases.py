@@ -1,8 +1,6 @@
 """Functions that run on every rank of a `GlooPool`."""
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +21,6 @@ from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.step_source import prepare_step
-from evenload.schedule.simulate import simulate
 from evenload.stepplan.plan_file import forward_only
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
@@ -176,42 +173,3 @@ class RankUnderTest:
                 # numpy knows no bfloat16.
                 found[name] = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy().copy()
         return found
-
-
-def run_prepared_without_simulator(plan: bytes, batch: dict, channels: ChannelMode) -> tuple[str, float, float]:
-    """What preparing the step says while nobody may simulate, its loss when it runs meanwhile, and its loss else."""
-    decoded = decode_plan(plan)
-    mesh = create_meshes([decoded.layout], torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels).start
-    rank = RankUnderTest(mesh, "llama", {}, torch.float64)
-    tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
-    prepared = prepare_step(decoded, tokens, mesh)
-    with no_simulation():
-        banned = rank.run_prepared(prepared).loss
-        try:
-            refused = str(prepare_step(decoded, tokens, mesh))
-        except AssertionError as error:
-            refused = str(error)
-    return refused, banned, rank.run_prepared(prepare_step(decoded, tokens, mesh)).loss
-
-
-@contextmanager
-def no_simulation() -> Iterator[None]:
-    """Whoever calls the simulator, under whatever name it was imported, fails."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("the simulator was asked")
-
-    holders = [
-        (module, name)
-        for module in list(sys.modules.values())
-        if module.__name__.startswith("evenload.")
-        for name, value in list(vars(module).items())
-        if value is simulate
-    ]
-    for module, name in holders:
-        setattr(module, name, refuse)
-    try:
-        yield
-    finally:
-        for module, name in holders:
-            setattr(module, name, simulate)

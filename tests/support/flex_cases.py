@@ -6,19 +6,12 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 
 SHORT, MIDDLE, LONG = [20] * 16, [100] * 8, [300, 200]
 PUBLISHED = {"margin": 0.0, "patience_steps": 1}
 ROOM, TIGHT, NARROW = 200_000, 300_000, 240_000
 """For short batches at any depth; for long ones with a memory plan at dp=4; for long ones only in a pipeline."""
-
-
-def documents(lengths, first_id: int = 0) -> tuple[Document, ...]:
-    return tuple(
-        Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths, first_id)
-    )
 
 
 def make(dp: int, pp: int, cap: int | None, bytes_per_s: float = 1e6, *, num_layers: int = 4, **options) -> FlexPlanner:

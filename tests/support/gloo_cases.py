@@ -69,7 +69,7 @@ def read_in_group(root, settings):
 
 def save_and_load(root, directory):
     """What is left after the first step; what another loader gives that loaded the checkpoint."""
-    settings = {"format": "torchtitan_folded", "epochs": 1}
+    settings = {"format": "torchtitan", "epochs": 1}
     loader = loader_of(root, **settings)
     assert isinstance(loader, Stateful)
     steps = loader.steps()

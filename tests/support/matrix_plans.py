@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from context_plans import one_after_the_other
+from cost_samples import documents
 from evenload.config.sections import with_adapters
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InfeasiblePlanError
@@ -24,7 +25,7 @@ from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.static_schedules import gpipe, zero_bubble_h1
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document, PackPlan
+from evenload.types.document import PackPlan
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec, model_from_hf_config
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, action_columns
@@ -148,9 +149,9 @@ def _mixed_by_hand(plan: StepPlan) -> StepPlan:
 
 
 def _plan(row: Row, options: PlanOptions, memory_bytes: int | None, costs: CostCoefficients = COSTS) -> StepPlan:
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths_of(row)))
+    step = documents(lengths_of(row))
     return StepPlanner(model_of(row), costs, layout_of(row), memory_bytes, options, host="unlimited").plan(
-        0, documents, row.strategy
+        0, step, row.strategy
     )
 
 

@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from unittest import mock
 
 import evenload.cli.main
-from evenload.cli import bench, check, train_run
+from evenload.cli import bench, check, train
 from quick_calibration import quick_calibration
 
-_TRAIN, _CHECK, _BENCH = train_run._run_rank, check._run_rank, bench._run_rank
+_TRAIN, _CHECK, _BENCH = train._run_rank, check._run_rank, bench._run_rank
 
 
 @contextmanager
 def quick_commands() -> Iterator[None]:
     """Of commands that are started here."""
     with (
-        mock.patch.object(train_run, "_run_rank", train_rank),
+        mock.patch.object(train, "_run_rank", train_rank),
         mock.patch.object(check, "_run_rank", check_rank),
         mock.patch.object(bench, "_run_rank", bench_rank),
     ):

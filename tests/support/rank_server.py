@@ -5,7 +5,6 @@ Importing torch, transformers and our modules takes seconds of a core, in every 
 
 import multiprocessing
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -77,10 +76,3 @@ def _run_as_torchrun(connection, rank: int, world_size: int, port: int, function
         connection.send(traceback.format_exc())
         raise
     connection.send(None)
-
-
-def tell_modules(connection) -> None:
-    """As a process: send the names of what is imported at its start, and whether `exact_casts` holds."""
-    from torch import nn
-
-    connection.send((set(sys.modules), hasattr(nn.Module.__call__, "__wrapped__")))

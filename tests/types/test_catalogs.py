@@ -7,7 +7,6 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
-from evenload.cost.layer_counts import require_supported_layout
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.explore.stage_layers import usable_bytes
@@ -45,28 +44,6 @@ def test_experts_are_active_in_the_published_number(name: str, billions: float) 
     assert spec.describe_size().endswith("B active")
 
 
-# WLB-LLM Table 1; SlimPack's and FlexPipe's tensor parallelism.
-@pytest.mark.parametrize(
-    ("name", "tp"),
-    [("wlb-550m", 2), ("wlb-7b", 4), ("wlb-7b", 8), ("wlb-30b", 8), ("wlb-70b", 16), ("llama-7b", 8), ("llama-13b", 8),
-     ("llama-70b", 8), ("llama-150b", 8), ("gpt-3.35b", 8), ("gpt-13b", 8)],
-)  # fmt: skip
-def test_models_of_papers_divide_as_the_papers_divide_them(name: str, tp: int) -> None:
-    model = MODELS[name]
-    require_supported_layout(model, even_layout(model.num_layers, tp=tp))
-
-
-def test_dense_models_are_active_whole() -> None:
-    dense = [spec for spec in MODELS.values() if not spec.num_experts]
-    assert all(spec.num_active_parameters == spec.num_parameters for spec in dense)
-    assert MODELS["llama3-8b"].describe_size() == "8.03B parameters"
-
-
-def test_gemma_3_sees_everything_in_every_sixth_layer() -> None:
-    assert MODELS["gemma3-27b"].windows[:7] == (1024,) * 5 + (0, 1024)
-    assert MODELS["gemma3-1b"].windows.count(0) == 4
-
-
 @pytest.mark.parametrize("device", BUILT_IN)
 def test_every_built_in_model_is_planned_on_every_built_in_cluster(device: str) -> None:
     random = np.random.default_rng(0)
@@ -89,10 +66,6 @@ def test_every_built_in_model_is_planned_on_every_built_in_cluster(device: str) 
         proposal = planner.propose(0, documents, "best_fit")
         assert proposal.feasible or spec.num_parameters > 5e9, name
         assert proposal.plan.predicted.step_time_s > 0, name
-
-
-def test_encoders_are_bidirectional() -> None:
-    assert [name for name, spec in MODELS.items() if not spec.causal] == ["bert-340m", "bert-1.36b"]
 
 
 def test_unknown_model_offers_the_nearest_name() -> None:
@@ -121,12 +94,6 @@ def test_config_that_is_no_model_is_refused(tmp_path, content: str) -> None:
         model_from(str(path))
 
 
-def test_built_in_clusters_fill_nodes_of_eight() -> None:
-    assert (cluster_from("h100x32").num_nodes, cluster_from("h100x32").devices_per_node) == (4, 8)
-    assert (cluster_from("a100x4").num_nodes, cluster_from("a100x4").devices_per_node) == (1, 4)
-    assert cluster_from("a100x4").device.peak_flops_per_s == 312e12
-
-
 @pytest.mark.parametrize("name", ["h100x12", "h100x0", "h300x8", "a100-40x12", "nowhere.toml"])
 def test_impossible_or_unknown_clusters_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cluster"):
@@ -143,15 +110,6 @@ def test_devices_have_the_numbers_of_their_data_sheets(name, teraflops, gigabyte
     assert cluster.device.peak_flops_per_s == teraflops * 1e12
     assert cluster.device.memory_bytes == gigabytes * 1e9
     assert cluster.intra_node.bandwidth_bytes_per_s == nvlink_gb_per_s * 1e9
-
-
-def test_the_optimizer_is_as_fast_as_the_devices_memory() -> None:
-    model = MODELS["llama3-8b"]
-    seconds = [
-        analytic_coefficients(model, cluster_from(name), even_layout(32)).optimizer_s_per_parameter
-        for name in ("h100x1", "h200x1", "b200x1")
-    ]
-    assert seconds == [pytest.approx(30 / bandwidth) for bandwidth in (989e12 / 300, 4.8e12, 8e12)]
 
 
 def test_the_example_cluster_file_is_read_and_has_every_field() -> None:

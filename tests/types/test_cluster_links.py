@@ -35,40 +35,6 @@ def test_a_group_uses_an_adapter_a_member_up_to_the_speed_of_the_node(members, s
     assert H100.group_link(members, stride).latency_s == (5e-6 if expected == 400 else 10e-6)
 
 
-def test_adapters_are_shared_where_there_are_fewer_than_devices() -> None:
-    two = msgspec.structs.replace(H100, nics_per_node=2)
-    assert gigabytes_per_s(two, 16, 1) == 84
-    assert gigabytes_per_s(two, 4, 4) == 21  # a quarter of both adapters for each of four groups
-    assert two.device_link(32).bandwidth_bytes_per_s == pytest.approx(42e9 / 4)
-    assert two.device_link(8) == H100.intra_node
-    more = msgspec.structs.replace(H100, nics_per_node=16)
-    assert gigabytes_per_s(more, 4, 8) == 84  # two adapters a device
-    assert more.device_link(32).bandwidth_bytes_per_s == 42e9  # one transfer has one
-    assert gigabytes_per_s(more, 16, 1) == 400  # inside the node the same bytes go from device to device
-
-
-def test_reduction_and_stages_are_priced_with_the_adapters_they_have() -> None:
-    """Gradients of 32 replicas cross on eight adapters; one link for every group was eight times too slow."""
-    by_tp = {
-        tp: analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32, dp=32 // tp, tp=tp)) for tp in (1, 2, 4, 8)
-    }
-    reduction = {tp: costs.reduce_bandwidth_bytes_per_s for tp, costs in by_tp.items()}
-    assert reduction == {1: 336e9, 2: 168e9, 4: 84e9, 8: 42e9}
-    piped = analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32, dp=4, pp=8))
-    assert (piped.p2p_bandwidth_bytes_per_s, piped.reduce_bandwidth_bytes_per_s) == (42e9, 400e9)
-    assert piped.group_link(4, stride=1) == H100.intra_node
-    assert piped.group_link(16, stride=2).bandwidth_bytes_per_s == 168e9
-    assert piped.device_link(leaves_node=True).bandwidth_bytes_per_s == 42e9
-
-
-def test_measured_links_are_what_a_group_got() -> None:
-    """A cost file without adapters says what was seen between nodes, whatever made it."""
-    costs = analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32, dp=32))
-    measured = msgspec.structs.replace(costs, nics_per_node=None)
-    assert measured.group_link(16, stride=1) == H100.inter_node
-    assert measured.device_link(leaves_node=True) == H100.inter_node
-
-
 @given(
     st.integers(1, 16),
     st.integers(1, 64),

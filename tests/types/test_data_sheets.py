@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenload.types.cluster import KNOWN_GPUS, cluster_from, data_sheet_flops_per_s
+from evenload.types.cluster import cluster_from, data_sheet_flops_per_s
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,6 @@ def test_names_that_torch_gives(name, peak):
 )
 def test_what_is_not_known_is_not_guessed(name):
     assert data_sheet_flops_per_s(name) is None
-
-
-def test_no_name_is_said_twice_in_other_letters():
-    assert len({name.lower() for name in KNOWN_GPUS}) == len(KNOWN_GPUS)
 
 
 @pytest.mark.parametrize(

@@ -126,24 +126,3 @@ def test_what_would_be_costed_wrong_is_refused_by_name(changes, named: str) -> N
         model_from_hf_config(small_config("llama").to_dict() | changes, "mine")
     assert "model mine" in str(error.value)
     assert named in str(error.value)
-
-
-def test_fields_that_are_off_do_no_harm() -> None:
-    off = {"num_nextn_predict_layers": 0, "mlp_only_layers": [], "q_lora_rank": None, "layer_types": None}
-    assert model_from_hf_config(small_config("llama").to_dict() | off, "mine").num_layers == 6
-
-
-def test_text_part_of_gemma_3_is_read() -> None:
-    """As google/gemma-3-4b-it has it: sizes that are the default are left out."""
-    config = {
-        "model_type": "gemma3",
-        "text_config": {
-            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
-            "sliding_window": 1024,
-        },
-        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
-    }  # fmt: skip
-    spec = model_from_hf_config(config, "gemma-3-4b-it")
-    assert spec.num_parameters / 1e9 == pytest.approx(3.88, rel=0.01)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.tied_embeddings) == (8, 4, 256, True)
-    assert spec.windows[:7] == (1024,) * 5 + (0, 1024)

@@ -2,12 +2,10 @@
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evenload.cli.options import parse_layout
 from evenload.errors import ConfigError
-from evenload.types.layout import ParallelLayout, even_layout, read_layout_text, split_layout
+from evenload.types.layout import ParallelLayout, even_layout, read_layout_text
 
 
 def test_a_layout_is_written_as_it_is_described() -> None:
@@ -45,27 +43,6 @@ def test_where_everything_lies() -> None:
     assert [layout.linked_ranks(stage) for stage in range(2)] == [[(0, 1), (0, 2)], [(1, 3), (2, 3)]]
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2))
-def test_equal_stages_have_one_rank_each(pp, dp, cp, virtual) -> None:
-    layout = even_layout(8, dp=dp, pp=pp, cp=cp, virtual=virtual)
-    assert layout.pipeline_ranks == pp
-    assert layout.leading_ranks == tuple(range(pp))
-    assert layout.data_sizes == (dp * cp,) * pp
-    for stage, rank in enumerate(layout.stage_to_rank):
-        assert list(layout.ranks_of_stage(stage)) == [rank]
-        assert stage in layout.stages_of_rank(rank)
-        assert {layout.rank_of_pack(stage, pack) for pack in range(5)} == {rank}
-    assert layout.data_rank(pp_rank=pp - 1, dp_rank=dp - 1, cp_rank=cp - 1) == dp * cp - 1
-
-
-@given(st.lists(st.integers(1, 5), min_size=2, max_size=4).filter(lambda devices: len(set(devices)) > 1))
-def test_packs_pass_linked_ranks_and_no_others(devices) -> None:
-    layout = even_layout(8, pp=len(devices), devices=devices)
-    for stage in range(len(devices) - 1):
-        passed = {(layout.rank_of_pack(stage, pack), layout.rank_of_pack(stage + 1, pack)) for pack in range(60)}
-        assert passed == set(layout.linked_ranks(stage))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -83,9 +60,3 @@ def test_packs_pass_linked_ranks_and_no_others(devices) -> None:
 def test_what_is_not_tested_together_is_refused(text, message) -> None:
     with pytest.raises(ConfigError, match=message):
         read_layout_text(text).layout(8)
-
-
-def test_stages_begin_where_devices_end() -> None:
-    layout = split_layout([4, 4], pp=2, devices=[1, 2])
-    with pytest.raises(ConfigError, match=r"stages begin at ranks \(0, 2\), with devices=1[+]2 at \(0, 1\)"):
-        ParallelLayout(pp=2, stage_layers=layout.stage_layers, stage_to_rank=(0, 2), stage_devices=(1, 2))

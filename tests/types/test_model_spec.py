@@ -53,13 +53,6 @@ def test_models_of_the_hub_have_their_published_size(kind: str, billions: float,
     assert (spec.num_layers * spec.linear_parameters_per_layer + embeddings) / 1e9 == pytest.approx(active, rel=0.02)
 
 
-def test_windows_by_turns() -> None:
-    gemma2, gemma3 = (model_from_hf_config(_HUB[kind], kind).windows for kind in ("gemma2", "gemma3_text"))
-    assert gemma2[:4] == (4096, 0, 4096, 0)
-    assert gemma3[:7] == (512, 512, 512, 512, 512, 0, 512)
-    assert gemma3.count(0) == 4
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_windows_and_ties_are_those_that_transformers_applies(kind: str) -> None:
     """With every key present, and with those missing that a config.json may leave out."""
@@ -75,11 +68,3 @@ def test_windows_and_ties_are_those_that_transformers_applies(kind: str) -> None
         missing = {key: value for key, value in whole.items() if key not in ("layer_types", "tie_word_embeddings")}
         missing["sliding_window_pattern"] = 3
         assert model_from_hf_config(missing, kind) == spec
-
-
-def test_post_norms_are_known() -> None:
-    assert [kind for kind in KINDS if model_from_hf_config(tiny_config(kind).to_dict(), kind).post_norm] == [
-        "gemma2",
-        "gemma3",
-        "olmo2",
-    ]

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from evenload.types.timeline import Timeline, pack_times, replica_ends, replica_imbalance
-from report_samples import make_timeline
+from evenload.types.timeline import Timeline, pack_times
 
 
 def hand_made(kinds, packs, stages, starts, ends, dp=None) -> Timeline:
@@ -29,31 +28,3 @@ def test_a_pack_counts_with_its_slowest_stage():
     assert times.pack.tolist() == [0, 1]
     assert times.seconds.tolist() == [3.0, 2.0]
     assert times.imbalance() == pytest.approx(3 / 2.5)
-
-
-def test_parts_of_a_split_backward_are_added_on_a_stage():
-    t = hand_made("IWIW", [0, 0, 0, 0], [0, 0, 1, 1], [5, 9, 0, 2], [6, 12, 2, 3])
-    assert pack_times(t, "backward").seconds.tolist() == [4.0]
-    assert len(pack_times(t, "forward").seconds) == 0
-    assert np.isnan(pack_times(t, "forward").imbalance())
-
-
-def test_replicas_have_their_own_packs():
-    t = hand_made("FF", [0, 0], [0, 0], [0, 0], [1, 3], dp=[0, 1])
-    assert pack_times(t, "forward").dp_rank.tolist() == [0, 1]
-    assert pack_times(t, "forward").imbalance() == 1.0
-    assert replica_ends(t) == {0: 1.0, 1: 3.0}
-
-
-def test_imbalance_is_that_of_the_worst_replica():
-    """Replicas may cut into packs of different size: pooling them would call even replicas uneven."""
-    t = hand_made("FFFF", [0, 1, 0, 1], [0] * 4, [0] * 4, [1, 2, 10, 40], dp=[0, 0, 1, 1])
-    assert pack_times(t, "forward").imbalance() == pytest.approx(40 / 25)
-    assert replica_imbalance(t) == pytest.approx(40 / 21)
-
-
-def test_splitting_does_not_change_pack_times():
-    whole, split = make_timeline(2, 3, 6), make_timeline(2, 3, 6, split=True)
-    for direction in ("forward", "backward"):
-        assert np.allclose(pack_times(whole, direction).seconds, pack_times(split, direction).seconds)
-        assert len(pack_times(whole, direction).seconds) == 12

@@ -3,13 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from evenload.runtime.replay.held_bytes import STORE_KINDS
-from evenload.types.timeline import COUNTED_KINDS, MEMORY_KINDS
 from report_samples import make_timeline
-
-
-def test_runs_count_what_stays_for_the_step_and_what_stores_hold():
-    assert tuple(kind for kind in MEMORY_KINDS if kind in (*MEMORY_KINDS[:3], *STORE_KINDS)) == COUNTED_KINDS
 
 
 def test_an_idle_replica_counts_into_the_bubble():

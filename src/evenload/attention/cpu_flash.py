@@ -1,13 +1,10 @@
 """Range attention on the CPU's flash kernel.
 
-The aten kernel is aligned top-left: its causal mask is right only for as many queries as keys. So a
-slice with a prefix is two calls, prefix (no mask) and square (causal), merged through their
-log-sum-exps; backward is two calls that both get the *merged* output and log-sum-exp. With a sliding
-window the queries go in blocks, each against its band of keys under an additive mask.
-
-GQA needs no copy of K and V: query heads are viewed as [G, H/G, n, D] and K/V expanded with stride 0. A pack's tensors
-are brought into this layout once and split, since a pack may have a hundred short ranges.
-Measured (notes in docs/architecture.md): 1.05-1.15 x the time of one full causal call for 5-8 slices.
+The aten kernel is aligned top-left: its causal mask is right only for as many queries as keys. So a slice with a prefix
+is two calls, prefix (no mask) and square (causal), merged through their log-sum-exps; backward is two calls that both
+get the *merged* output and log-sum-exp. With a sliding window the queries go in blocks, each against its band of keys
+under an additive mask. GQA needs no copy of K and V: they are expanded with stride 0. Price: 1.05-1.15 x the time of
+one full causal call for 5-8 slices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, rows_of_all, work_dtype
+from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, range_sizes, rows_of_all, work_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Query rows of one banded call: large enough that the kernel dominates its call overhead, small
-# against common windows (512-4096) so that little of the band is masked away.
+# Query rows of one banded call: the kernel dominates its overhead, and little of a common window's band is masked away.
 _BAND_ROWS = 256
 
 
@@ -35,7 +31,7 @@ class CpuFlashAttention:
         groups, q = ranges[0].keys.shape[1], q[rows_of_all(ranges)]
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         kernel = _queries(q, groups), _queries(out, groups), _head_rows(lse, groups)
-        pieces = (tensor.split(_num_rows(ranges), dim=2) for tensor in kernel)
+        pieces = (tensor.split(range_sizes(ranges)[0], dim=2) for tensor in kernel)
         for r, piece_q, piece_out, piece_lse in zip(ranges, *pieces, strict=True):
             made, made_lse = _forward_range(piece_q, r.keys, r.values, scoring)
             piece_out.copy_(made)
@@ -49,7 +45,7 @@ class CpuFlashAttention:
             return
         groups, rows = ranges[0].keys.shape[1], rows_of_all(ranges)
         kernel = (*(_queries(t[rows], groups) for t in (grad, q, out)), _head_rows(lse[rows], groups))
-        pieces = (tensor.split(_num_rows(ranges), dim=2) for tensor in kernel)
+        pieces = (tensor.split(range_sizes(ranges)[0], dim=2) for tensor in kernel)
         for r, piece_grad, piece_q, piece_out, piece_lse in zip(ranges, *pieces, strict=True):
             made = piece_out, piece_lse
             dq, dk, dv = _backward_range(piece_grad, piece_q, r.keys, r.values, *made, scoring)
@@ -104,10 +100,6 @@ def _backward_range(
         dk = torch.cat([_sum_over_query_heads(dk_before), dk])
         dv = torch.cat([_sum_over_query_heads(dv_before), dv])
     return dq, dk, dv
-
-
-def _num_rows(ranges: Sequence[KeyRange]) -> list[int]:
-    return [r.rows.stop - r.rows.start for r in ranges]
 
 
 def _queries(q: Tensor, groups: int) -> Tensor:

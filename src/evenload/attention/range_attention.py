@@ -3,11 +3,9 @@
     keys      0 ......... p ......... p+n
     queries               [ n rows   )         row i sees keys (p+i-window, p+i]
 
-Slices with a KV prefix, backward packs cut differently from forward packs, context parallelism and DP-Merge are all
-lists of such ranges (docs/architecture.md). A backend gets all ranges of a pack at once, because on a GPU a kernel call
-a range would cost more in launches than in work. Forward also returns the log-sum-exp per row and head; backward takes
-*any* output and log-sum-exp, so results merged from parts may be passed in. Autograd must never run through such a
-merge: the gradient would be silently wrong.
+A backend gets all ranges of a pack at once, because a kernel call a range would cost more in launches than in work.
+Forward also returns the log-sum-exp per row and head; backward takes *any* output and log-sum-exp, so results merged
+from parts may be passed in. Autograd must never run through such a merge: the gradient would be silently wrong.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +17,8 @@ from torch import Tensor
 
 
 class KeyRange(NamedTuple):
-    """Query rows of a pack and what they see.
-
-    Args:
-        rows: of the pack's queries, at least one; the next range's start where these stop.
-        keys, values: [s, G, D]; under a causal mask s >= the number of rows, and the last keys belong to the rows.
-    """
+    """Query rows of a pack (at least one; ranges follow each other) and the keys and values [s, G, D] that they see:
+    under a causal mask s is at least the number of rows, and the last keys belong to the rows."""
 
     rows: slice
     keys: Tensor
@@ -52,12 +46,7 @@ precision where a kernel has rounded them to it."""
 
 @dataclass(frozen=True, eq=False)
 class PackedGradients:
-    """Gradients of all ranges of one call as the call left them; those of single ranges are views.
-
-    Args:
-        ranges: of the call.
-        q: [n, H, D]; keys, values: [S, G, D], those of the ranges one after the other.
-    """
+    """Gradients of all ranges of one call: q [n, H, D], keys and values [S, G, D], range after range."""
 
     ranges: Sequence[KeyRange]
     q: Tensor
@@ -73,28 +62,21 @@ class RangeAttention(Protocol):
     """A backend. Shapes: H query heads, G key/value heads (H a multiple of G), D head dim.
 
     Attributes:
-        soft_cap: scores s are squeezed to soft_cap·tanh(s / soft_cap) before the softmax (Gemma 2); 0 = not. It is a
-            constant of the model, so that it belongs to the backend and no caller can forget it.
+        soft_cap: scores s become soft_cap·tanh(s / soft_cap) before the softmax (Gemma 2); 0 = they stay.
     """
 
     name: str
     soft_cap: float
 
     def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Attention of the n rows of all ranges, which follow one another and are at least one.
-
-        Args:
-            q: [T, H, D] of the pack.
-
-        Returns:
-            Output [n, H, D] and log-sum-exp [n, H] (fp32, or fp64 for fp64).
-        """
+        """Return output [n, H, D] and log-sum-exp [n, H] (fp32, or fp64 for fp64) of the n rows of all ranges, at least
+        one; `q` [T, H, D] is of the pack."""
         ...
 
     def backward(
         self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
     ) -> Iterable[RangeGradients]:
-        """Gradients of every range, in order; there may be none. `PackedGradients` where one call made them all.
+        """Return the gradients of every range, in order; there may be none. `PackedGradients` where one call made them.
 
         Args:
             grad, q, out: [T, H, D] of the pack; lse: [T, H]. `out` and `lse` may be of more keys than the ranges'.
@@ -108,7 +90,6 @@ def first_visible_key(start: int, window: int) -> int:
 
 
 def range_sizes(ranges: Sequence[KeyRange]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows and keys of every range."""
     return tuple(r.rows.stop - r.rows.start for r in ranges), tuple(r.keys.shape[0] for r in ranges)
 
 

@@ -1,8 +1,6 @@
-"""Plain matrix-product attention: any dtype and device. What the other backends are tested against, and what runs
-models that cap attention scores (Gemma 2), because no kernel does.
-
-Rows go in blocks, each against the keys that any of its rows sees, so that memory is O(rows of a block · s) and not
-O(n · s), and little is computed that the mask hides.
+"""Plain matrix-product attention for any dtype and device: what other backends are tested against, and what runs models
+that cap attention scores (Gemma 2), because no kernel does. Rows go in blocks, each against the keys that any of its
+rows sees, so memory is O(rows of a block · s).
 """
 
 from collections.abc import Iterator, Sequence

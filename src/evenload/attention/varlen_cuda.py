@@ -5,28 +5,12 @@
 
 One kernel call a layer and direction for a whole pack. `aten::_flash_attention_forward` masks *bottom-right*: of n
 queries and s keys, row i sees keys up to s - n + i, which is exactly a range of a document against its prefix. Backward
-is `aten::_flash_attention_backward`, called by hand: it takes any output and log-sum-exp, so those of merged parts
-(context parallelism) are fine. (The autograd formulas that torch registers are not used.) These are the operators
-behind `torch.nn.attention.varlen`, whose own wrappers change their arguments from version to version and cost more.
+is called by hand, so it takes any output and log-sum-exp. With fewer key heads than query heads the kernel holds
+gradients of keys as wide as the queries; where these exceed `KEY_GRADIENT_BYTES`, key heads go in several calls.
 
-The kernel's gradients of keys are in compute precision, and a document's slices add up in fp32
-(`store.add_key_grads`). With fewer key heads than query heads the kernel itself rounds every query head's part before
-it adds them, and for that holds gradients of keys and values as wide as the queries, over all keys, prefixes included:
-4.3 GB for 32 heads of 128 behind 256K tokens. Where they would be more than `KEY_GRADIENT_BYTES`, key heads go in
-several calls; they do not know of each other, so nothing else changes.
-
-Price: a copy of the pack's keys and values where they do not lie one behind the other (documents that are cut); packs
-of whole documents copy nothing. Lengths of a pack go to the device once, for all its layers, from pinned memory, so the
-host never waits.
-
-FlashAttention 3 and 4 take the place of version 2 behind the same operators
-(`torch.nn.attention.activate_flash_attention_impl`, which is for the whole process), where their packages are
-installed; that is all `varlen_cuda_fa3` and `varlen_cuda_fa4` do.
-
-Written from the sources of torch 2.13; 2.11 and 2.12 have the same operators. tests/attention/test_varlen_calls.py runs
-every call made here against the operators' schema with kernels written out on the CPU, tests/runtime/
-test_stages_on_meta.py those of whole stages in bf16 by the operators' meta kernels; the GPU kernels themselves are
-tested by tests/gpu, which has not run on hardware yet.
+Price: a copy of the pack's keys and values where they do not lie one behind the other (documents that are cut). Lengths
+of a pack go to the device once, for all its layers, from pinned memory, so the host never waits. FlashAttention 3 and 4
+take the place of version 2 behind the same operators where their packages are installed.
 """
 
 import functools
@@ -132,7 +116,6 @@ class _Inputs(NamedTuple):
 
 
 def _backward_call(given: _Inputs, lengths: _Lengths, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, keys and values, of their shapes."""
     is_causal, left, right = _mask(scoring)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=given.q.device)
     # The kernel reads log-sum-exps as one block of memory [H, T].
@@ -145,12 +128,8 @@ def _backward_call(given: _Inputs, lengths: _Lengths, scoring: Scoring) -> tuple
 
 
 def _key_heads_at_once(side_bytes: int, num_heads: int, kv_heads: int) -> int:
-    """Key heads of one call, so that their gradients for every query head take at most `KEY_GRADIENT_BYTES`, keys and
-    values together; at least one head. All where every query head has keys of its own: then there are no such.
-
-    Args:
-        side_bytes: of the gradients of all keys, or of all values, for every query head.
-    """
+    """Key heads of one call, whose gradients for every query head then take at most `KEY_GRADIENT_BYTES`, keys and
+    values together (each `side_bytes` for all key heads); at least one head."""
     if num_heads == kv_heads:
         return kv_heads
     fitting = min(kv_heads, max(1, KEY_GRADIENT_BYTES * kv_heads // (2 * side_bytes)))
@@ -158,36 +137,23 @@ def _key_heads_at_once(side_bytes: int, num_heads: int, kv_heads: int) -> int:
     return -(-kv_heads // num_calls)
 
 
-def require_varlen(name: str, dtype: torch.dtype | None, head_dim: int | None) -> None:
-    """`ConfigError` for a precision, head dimension or GPU that the kernels cannot compute with."""
-    if (why := _unsupported(dtype, head_dim)) is not None:
-        raise ConfigError(f"attention backend {name} {why}; or use train.attention = 'reference'")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"attention backend {name} needs a GPU that torch can use; use train.attention = 'auto'")
-    if (major := torch.cuda.get_device_capability()[0]) < _MIN_CAPABILITY:
-        raise ConfigError(
-            f"attention backend {name} needs a GPU of compute capability {_MIN_CAPABILITY}.0 (Ampere) or newer, this "
-            f"one has {major}.x; use train.attention = 'reference'"
-        )
-
-
-def runs_varlen(dtype: torch.dtype | None, head_dim: int | None) -> bool:
-    """`auto` may take these kernels on this machine's GPU."""
-    fits = _unsupported(dtype, head_dim) is None and torch.cuda.is_available()
-    return fits and torch.cuda.get_device_capability()[0] >= _MIN_CAPABILITY
-
-
-def _unsupported(dtype: torch.dtype | None, head_dim: int | None) -> str | None:
+def varlen_refusal(dtype: torch.dtype | None, head_dim: int | None) -> str:
+    """Why the kernels cannot compute with a precision, head dimension or this machine's GPU; "" = they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         given = str(dtype).removeprefix("torch.")
-        return f"computes in bfloat16 or float16, the model's precision is {given}; set model.dtype = 'bfloat16'"
-    if head_dim is None or head_dim > _MAX_HEAD_DIM or head_dim % 8:
-        return f"needs a head dimension of at most {_MAX_HEAD_DIM} that is a multiple of 8, the model's is {head_dim}"
-    return None
+        why = f"computes in bfloat16 or float16, the model's precision is {given}; set model.dtype = 'bfloat16'"
+    elif head_dim is None or head_dim > _MAX_HEAD_DIM or head_dim % 8:
+        why = f"needs a head dimension of at most {_MAX_HEAD_DIM} that is a multiple of 8, the model's is {head_dim}"
+    elif not torch.cuda.is_available():
+        why = "needs a GPU that torch can use"
+    elif (major := torch.cuda.get_device_capability()[0]) < _MIN_CAPABILITY:
+        why = f"needs a GPU of compute capability {_MIN_CAPABILITY}.0 (Ampere) or newer, this one has {major}.x"
+    else:
+        return ""
+    return f"{why}; or use train.attention = 'reference'"
 
 
 def _activate(name: str) -> None:
-    """Have torch use the kernels of that name from now on."""
     from torch.nn import attention
 
     implementation: Any = IMPLEMENTATIONS[name]

@@ -1,14 +1,9 @@
-"""The same global batches under several strategies, interleaved step by step in one set of processes.
+"""Run the same global batches under several strategies, interleaved step by step in one set of processes.
 
-    read and plan all batches under all strategies ─► one round that warms up ─► rounds that count
-
-A round runs every batch under every strategy, batch by batch, and every round begins with another strategy. So a
-neighbour that takes the machine for a minute takes it from all of them, and the medians of repeats are of one machine,
-one process set, one allocator. Every step does all that training does, the update included, with learning rate 0: the
-weights stay what they are, so the losses of all strategies must be equal, which the result says.
-
-Documents are not deferred, so that every strategy trains the same batch in every step (`wlb` is measured without its
-delay). Price: strategies · batches · (rounds + 1) steps, and the data is read once for each strategy.
+One round warms up, then rounds count. A round runs every batch under every strategy and begins with another strategy
+than the last, so that a busy neighbour disturbs all alike. A step does all that training does with learning rate 0, so
+that the losses of all strategies must be equal. Documents are not deferred. Price: strategies · batches · (rounds + 1)
+steps, and the data is read once for each strategy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +113,9 @@ def run_interleaved(
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
         if turn == 1 and not measured:
             waits = CoreWaits(demand)  # the round that warms up does not count
-        report = _run(trainer, planned[name][batch], coefficients)
+        step, exchange = planned[name][batch], trainer.config.parallel.cp_exchange
+        prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, trainer.mesh, exchange))
+        report = trainer.step_trainer.run(prepared, coefficients, learning_rate=0.0).report
         on_step()
         if report is None or turn == 0:
             continue
@@ -185,11 +182,6 @@ def _order(strategies: list[str], num_batches: int, num_rounds: int) -> Iterator
         for batch in range(num_batches):
             for name in (*strategies[first:], *strategies[:first]):
                 yield turn, name, batch
-
-
-def _run(trainer: Trainer, step: PlannedStep, coefficients: CostCoefficients) -> StepReport | None:
-    rank_step = prepare_step(step.plan, step.tokens, trainer.mesh, trainer.config.parallel.cp_exchange)
-    return trainer.step_trainer.run(PreparedStep(step, rank_step), coefficients, learning_rate=0.0).report
 
 
 def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, costs: PackCosts) -> int:

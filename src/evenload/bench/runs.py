@@ -1,11 +1,8 @@
-"""`StrategyRuns`: what was measured of one strategy on the global batches of a comparison, and what was predicted.
+"""Hold what was measured of strategies on the global batches of a comparison, and what was predicted.
 
-Errors are signed, predicted / measured - 1: -0.05 says that the prediction promised 5 % less than was measured. A
-pack's seconds are those of one pack on one stage in one direction (I and W of a split backward apart), the median over
-all rounds; a step's likewise.
-
-Predicted seconds of packs are with what reduce-scatters of gradients and all-gathers of weights beside them take
-(`explore.packs_beside_transfers`).
+Errors are signed, predicted / measured - 1. A pack's seconds are those of one pack on one stage in one direction (I and
+W of a split backward apart), a step's those of the slowest rank, medians over rounds. Predicted seconds of packs hold
+what overlapped reduce-scatters and all-gathers take (`explore.timelines`).
 """
 
 from statistics import median
@@ -84,17 +81,14 @@ class BatchRun(Frozen):
 
     @property
     def step_time_s(self) -> float:
-        """Return the median of the rounds."""
         return median(self.measured_s)
 
     @property
     def error(self) -> float:
-        """Return the signed error of the predicted step time."""
         return self.predicted_s / self.step_time_s - 1
 
     @property
     def memory_error(self) -> float:
-        """Return the signed error of the predicted peak."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1
 
     @property
@@ -104,24 +98,21 @@ class BatchRun(Frozen):
 
 
 class StrategyRuns(Frozen):
-    """All batches under one strategy; sums are over batches, so that every strategy has the same documents."""
+    """Hold all batches under one strategy."""
 
     strategy: str
     batches: tuple[BatchRun, ...]
 
     @property
     def measured_s(self) -> float:
-        """Return the mean step time."""
         return sum(run.step_time_s for run in self.batches) / len(self.batches)
 
     @property
     def predicted_s(self) -> float:
-        """Return the mean predicted step time."""
         return sum(run.predicted_s for run in self.batches) / len(self.batches)
 
     @property
     def error(self) -> float:
-        """Return the signed error of the predicted mean step time."""
         return self.predicted_s / self.measured_s - 1
 
     @property
@@ -132,7 +123,6 @@ class StrategyRuns(Frozen):
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the real tokens a second, without padding."""
         return sum(run.tokens for run in self.batches) / (self.measured_s * len(self.batches))
 
 
@@ -237,7 +227,6 @@ class BenchInputs(Frozen):
 
 
 def recorded_batch(plan: StepPlan) -> RecordedBatch:
-    """Record the batch of a plan that trains all of it."""
     rows = ((one.doc_id, one.num_tokens, one.num_label_tokens) for one in plan.documents)
     return RecordedBatch(step=plan.step, documents=tuple(rows))
 

@@ -1,19 +1,13 @@
 """Calibrate for some seconds at the start of training, so that predicted step times mean something.
 
-Every rank times its own stage's layers on a handful of packs (whole documents, many short ones, slices with a prefix),
-*all ranks at once*, because ranks of one machine share its memory bandwidth and their step will too. Rank 0 fits the
-cost model's coefficients by non-negative least squares on relative errors and broadcasts them: one cost file for all
-ranks, cached by everything that changes the measured seconds. `calibrate.profile` measures the same and more, longer.
+All ranks time their own stage's layers at once on a handful of packs (whole documents, many short ones, slices with a
+prefix), as their step shares the machine too. Rank 0 fits the coefficients by non-negative least squares on relative
+errors and broadcasts them; a cost file is cached by everything that changes the seconds. A machine that is busy with
+something else meanwhile (`calibrate.fit`) is timed once more, and the quieter measurement counts. On a GPU larger packs
+follow, through one layer of every window. `calibrate.profile` measures the same and more, for longer.
 
-A machine that is busy with something else while it is timed is noticed (`calibrate.fit`) and timed once more; the
-quieter of the two measurements is taken.
-
-On a GPU packs of more tokens follow, up to the largest of the run: those of 4,096 tokens do not fill it. They go
-through one layer of every window, so that a fifth of the device's memory holds what layers keep of them. The host
-that queues packs is timed apart from the device that computes them.
-
-Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, repeated for some seconds
-to warm up and then while the time budget lasts; the longer ones are left out where the budget is gone before them.
+Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, for some seconds to warm
+up and then while the time budget lasts.
 """
 
 import hashlib
@@ -72,7 +66,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """What one rank found.
+    """Hold what one rank measured.
 
     Args:
         packs: seconds of one layer.
@@ -82,7 +76,7 @@ class RankMeasurement:
         copy_s_per_byte: of rows put in place by an index.
         links: of the transfers that the rank takes part in.
         overlap: None = not measured.
-        weight_s: of `weight_timings.TOKENS` tokens' weight gradients on one layer.
+        weight_s: of the weight gradients of `kernels.TOKENS` tokens on one layer.
     """
 
     noise: Noise
@@ -97,18 +91,24 @@ class RankMeasurement:
 
 
 def highest_noise(ranks: Sequence[RankMeasurement]) -> Noise:
-    """Return the most that any rank had of either kind of noise."""
     found = [rank.noise for rank in ranks]
     return Noise(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
 
 
 def coefficients_of(
-    ranks: Sequence[RankMeasurement], model: ModelSpec, device_name: str, layout: ParallelLayout, tile: int = 1
+    ranks: Sequence[RankMeasurement],
+    model: ModelSpec,
+    device_name: str,
+    layout: ParallelLayout,
+    tile: int = 1,
+    *,
+    is_cpu: bool = False,
 ) -> CostCoefficients:
     """Fit one set of coefficients to all ranks' timings.
 
     Args:
         tile: query rows of one attention block.
+        is_cpu: gloo's threads share the cores that compute, so no transfer of K and V counts as hidden.
     """
     tp = layout.tp
     head = [point for rank in ranks for point in rank.head]
@@ -152,13 +152,14 @@ def coefficients_of(
             noise=highest_noise(ranks),
         ),
     )
-    return msgspec.structs.replace(fitted, weight_share=_weight_share(ranks, fitted, tp))
+    hidden_share = 0.0 if is_cpu else fitted.context_hidden_share
+    share = _weight_share(ranks, fitted, tp)
+    return msgspec.structs.replace(fitted, weight_share=share, context_hidden_share=hidden_share)
 
 
 def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float | None:
-    """Of the linears' backward of the pack that was timed, what its weight gradients took, but for the transfers that
-    come on top under tp (`group_comm.weight_gather_seconds`). A median of ranks; below 0 or above 1 only noise is.
-    None where the linears are free."""
+    """Return the share of a linear backward that its weight gradients took, without transfers that come on top under
+    tp; None where the linears are free."""
     assert fitted.measured_on is not None
     gather_token_s, gather_pack_s = weight_gather_seconds(fitted.measured_on.model, fitted, tp)
     own_s = float(np.median([rank.weight_s for rank in ranks])) - TOKENS * gather_token_s - gather_pack_s
@@ -177,7 +178,7 @@ def _median_overlap(known: Sequence[OverlapCost]) -> OverlapCost | None:
 def pass_timings(
     ranks: Sequence[RankMeasurement], direction: Direction, tile: int
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
-    """Return features, the device's seconds and samples of all ranks' packs in one direction."""
+    """Return features, device seconds and samples of all ranks' packs in one direction."""
     chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]
     features: list[tuple[float, ...]] = [pack_features(one.ranges, one.windows, tile) for one in chosen]
     return features, [sample.seconds for sample in chosen], chosen
@@ -225,7 +226,6 @@ def read_cached(path: Path) -> CostCoefficients | None:
 
 
 def write_cached(path: Path, coefficients: CostCoefficients) -> None:
-    """Keep coefficients for the next run; complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     write_coefficients(partial, coefficients)
@@ -290,11 +290,7 @@ def calibrate(
     while not attempts or (highest_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
         attempts.append(_measured(stages, model, mesh, rounds, demand))
     everyone = min(attempts, key=lambda ranks: highest_noise(ranks).size)
-    fitted = coefficients_of(everyone, model, device_name, mesh.layout)
-    if mesh.device.type == "cpu":
-        # Packs of DP-Merge hold nothing local to compute meanwhile. In others gloo's threads share the cores that
-        # compute, so that what hides varies with the load. None is counted.
-        fitted = msgspec.structs.replace(fitted, context_hidden_share=0.0)
+    fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
     return Calibration(fitted, largest)
 
@@ -344,7 +340,6 @@ def _rounds(
 
 
 def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
-    """Median of each pack on one layer, and the spread of its repeats."""
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     rounds: list[TimedRound] = []
     # The first pass tells which rounds the budget allows.

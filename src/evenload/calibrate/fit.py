@@ -2,17 +2,10 @@
 
     minimise  Σ (prediction / measured - 1)²   over coefficients >= 0
 
-so that a small pack counts like a large one. The error of the fit is of packs that it has not seen: packs are dealt
-into k folds, each fold is predicted by a fit to the others (k-fold cross-validation). All repeats and all ranks'
-timings of a pack are in the same fold, else the fit would have seen it. Price: k + 1 solutions of n equations in five
-unknowns.
-
-Of repeats the median counts, because a step in training has the average luck of a machine, not its best. Repeats that
-lie far off (another program, a clock that changed) hardly move it; they are counted.
-
-Whether something else kept the machine busy meanwhile (`cost.coefficients.Noise`): a busy neighbour that is
-always there slows the fastest repeat as well, so that the spread of repeats alone does not show it; the system's own
-count of how long threads stood ready without a core does (Linux; elsewhere only the spread is known).
+so that a small pack counts like a large one. The error of the fit is of packs that it has not seen (k-fold
+cross-validation; all timings of a pack are in one fold). Of repeats the median counts, as a step has a machine's
+average luck. A neighbour that is always busy slows the fastest repeat too; Linux's count of how long threads stood
+ready without a core shows it (`cost.coefficients.Noise`).
 """
 
 import statistics
@@ -33,11 +26,7 @@ FOLDS = 5
 
 
 class LeftOut(NamedTuple):
-    """What a fit says about packs that it has not seen.
-
-    Args:
-        seconds: float64[n], by timing.
-    """
+    """What a fit says about packs that it has not seen; `seconds` float64[n], by timing."""
 
     seconds: NDArray[np.float64]
     error: FitError
@@ -46,12 +35,8 @@ class LeftOut(NamedTuple):
 def fit_relative(
     features: Sequence[Sequence[float]] | NDArray[np.float64], seconds: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return the non-negative coefficients that minimise squared *relative* errors.
-
-    Args:
-        features: n rows of one length.
-        seconds: n, above 0.
-    """
+    """Return the non-negative coefficients that minimise squared *relative* errors of n rows of features to n seconds
+    above 0."""
     y = np.array(seconds)
     scaled: NDArray[np.float64] = np.array(features) / y[:, None]
     # Columns differ by ten orders of magnitude (pairs against packs); unit columns keep the solver exact.
@@ -96,8 +81,7 @@ _LEAST_FAR_SHARE = 0.05
 
 
 def num_outliers(seconds: Sequence[float]) -> int:
-    """Count the repeats that lie more than five robust standard deviations (median absolute deviation) from the
-    median."""
+    """Count the repeats more than five robust standard deviations (median absolute deviation) from the median."""
     middle = statistics.median(seconds)
     deviation = statistics.median(abs(one - middle) for one in seconds) / _NORMAL
     far_s = max(_FAR_DEVIATIONS * deviation, _LEAST_FAR_SHARE * middle)
@@ -111,18 +95,17 @@ def median_seconds(work: Callable[[], object], device: torch.device, repeats: in
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Time one run, with everything that it queues, in seconds."""
     start_s = seconds_now(device)
     work()
     return seconds_now(device) - start_s
 
 
 class CoreWaits:
-    """Counts from when it is made.
+    """Count waiting for cores from when it is made.
 
     Args:
-        demand: threads that this machine's ranks compute with, for each core they may use; above 1, ranks wait for
-            each other in training too.
+        demand: threads that this machine's ranks compute with, for each core they may use; above 1, ranks wait for each
+            other in training too.
     """
 
     def __init__(self, demand: float) -> None:
@@ -140,11 +123,7 @@ class CoreWaits:
 
 
 def spread_of_repeats(timings: list[list[float]]) -> float:
-    """Return by how much the sum of means is above the sum of minima.
-
-    Args:
-        timings: seconds of the repeats of each pack.
-    """
+    """Return by how much the mean of the repeats of all packs is above their minimum."""
     fastest = sum(min(repeats) for repeats in timings)
     means = sum(sum(repeats) / len(repeats) for repeats in timings)
     return means / fastest - 1 if fastest > 0 else 0.0

@@ -1,15 +1,11 @@
 """Time a rank's own kernels apart from packs through layers, and count what layers leave in memory.
 
-Head, embedding, optimizer, matrix products, attention by itself, copies of rows: each function makes what it needs once
-and returns work to be timed again and again, by name, so that repeats of everything can be interleaved.
+Functions of work make what it needs once and return what is timed again and again, by size.
 
-- Weight gradients (W of a split backward): by count of products W is half of the linears' backward. By the clock it is
-  less: the elementwise work of a layer is in the same seconds, and stays in I. So a pack of short documents goes
-  forward and backward with its weight gradients put off, as `PipelineStage` does it in a pipeline, and what adding them
-  takes is timed. Price: four forwards and backwards of 1,024 tokens.
-- `train.deterministic`: attention's backward in one order of summation against any order; the other kernels that change
-  (sums of gradients of embeddings) take a small part of a step. Price: two dozen backwards of 4,096 tokens.
-- Memory: bytes that layers leave for their backward, by activation policy, and what an allocator takes on top.
+- Weight gradients (W of a split backward) are less than half of the linears' backward, whose elementwise work stays in
+  I: a pack of short documents goes forward and backward with them put off, and what adding them takes is timed.
+- `train.deterministic`: attention's backward in one order of summation against any order. - Memory: bytes that layers
+leave for their backward, by activation policy, and what an allocator takes on top.
 """
 
 import functools
@@ -17,10 +13,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
+from evenload.attention.range_attention import KeyRange, Scoring
 from evenload.calibrate.fit import median_seconds, timed
 from evenload.calibrate.rounds import PackClock, Packs, num_tokens_of, pack_tokens, time_round, whole
 from evenload.cost.layer_counts import (
@@ -28,7 +23,6 @@ from evenload.cost.layer_counts import (
     activation_bytes_per_token,
     kv_bytes_per_token,
     local_kv_heads,
-    slice_pairs,
 )
 from evenload.errors import EvenloadError
 from evenload.runtime.device import forget_peak_bytes, use_deterministic_kernels
@@ -44,19 +38,11 @@ Work = Mapping[int, Callable[[], object]]
 
 HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
 QUICK_HEAD_ROWS = (64, 512, 2048)
-MATMUL_TOKENS = (16, 128, 1024, 4096)
-ATTENTION_GRID = (
-    *((64, 0), (192, 0), (1024, 0), (1024, 3072), (2048, 0), (4096, 0)),
-    # Few rows behind many keys, up to two tiles of most kernels (WLB-LLM Fig. 10).
-    *((rows, keys - rows) for keys in (1024, 4096) for rows in (16, 64, 128, 256)),
-)
-"""(queries, prefix)."""
 _OPTIMIZER_PARAMETERS = 1 << 22  # more than caches hold, as in a step
 _COPIED_BYTES = 1 << 25
 
 
 def head_rows(model: ModelSpec, tp: int, most_flops: float) -> list[int]:
-    """List the rows to time the head with, of at most so many FLOPs; the two smallest in any case."""
     row_flops = 6.0 * model.embedding_parameters / tp
     return [rows for rows in HEAD_ROWS if rows in HEAD_ROWS[:2] or rows * row_flops <= most_flops]
 
@@ -74,8 +60,8 @@ def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK
 
 
 def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable[[], object]:
-    """Make work of rows of the embedding and the sum of their gradients, of so many tokens. First stage without tensor
-    parallelism only."""
+    """Make work of rows of the embedding and the sum of their gradients; first stage without tensor parallelism
+    only."""
     token_ids, table = torch.randint(0, vocab_size, (rows,), device=stage.device), stage.model.positions
     positions = torch.arange(rows, device=stage.device) % (rows if table is None else table.num_embeddings)
     grad = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
@@ -96,70 +82,9 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * n**3 / median_seconds(lambda: a @ b, device)
 
 
-def matmul_token_flops(model: ModelSpec, tp: int) -> float:
-    """Count the FLOPs a token of the product with the widest matrix of a layer, on one rank."""
-    return 2.0 * _widest(model, tp) * model.hidden_size
-
-
-def _widest(model: ModelSpec, tp: int) -> int:
-    return max(1, model.ffn_hidden_size // tp)
-
-
-def matmul_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype, most_flops: float) -> Work:
-    """Make work of a product with the widest matrix of a layer, by tokens.
-
-    Args:
-        most_flops: of a product; the smallest is timed in any case.
-    """
-    weight = torch.randn(_widest(model, tp), model.hidden_size, device=device, dtype=dtype)
-
-    def of(tokens: int) -> Callable[[], object]:
-        rows = torch.randn(tokens, model.hidden_size, device=device, dtype=dtype)
-        return lambda: torch.nn.functional.linear(rows, weight)
-
-    sizes = [n for n in MATMUL_TOKENS if n == MATMUL_TOKENS[0] or n * matmul_token_flops(model, tp) <= most_flops]
-    return {tokens: of(tokens) for tokens in sizes}
-
-
-def attention_flops(model: ModelSpec, tp: int, rows: int, prefix: int) -> float:
-    """Count the FLOPs of the forward of so many queries behind a prefix, on one rank; a backward has 2.5 times as
-    many."""
-    start = np.array([prefix], np.int64)
-    pairs = float(slice_pairs(start, start + rows, 0).sum())
-    return 4.0 * (model.num_heads // tp) * model.head_dim * pairs
-
-
-class AttentionWork:
-    """Attention of one document's rows behind a prefix, with the backend of the layers.
-
-    Args:
-        rows, prefix: queries, and keys before them.
-        heads, kv_heads: of this rank.
-    """
-
-    def __init__(
-        self, backend: RangeAttention, rows: int, prefix: int, heads: int, kv_heads: int, head_dim: int,
-        device: torch.device, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        self._backend, self._scoring = backend, Scoring(head_dim**-0.5)
-        self._q = torch.randn(rows, heads, head_dim, device=device, dtype=dtype)
-        k, v = (torch.randn(prefix + rows, kv_heads, head_dim, device=device, dtype=dtype) for _ in range(2))
-        self._ranges = (KeyRange(slice(0, rows), k, v),)
-        self._out, self._lse = backend.forward(self._q, self._ranges, self._scoring)
-
-    @torch.no_grad()
-    def forward(self) -> None:
-        self._backend.forward(self._q, self._ranges, self._scoring)
-
-    @torch.no_grad()
-    def backward(self) -> None:
-        for _ in self._backend.backward(self._out, self._q, self._ranges, self._out, self._lse, self._scoring):
-            pass
-
-
 def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """Make work of all that a step does to gradients and weights between transfers: zeroes the gradients of all ranks'
-    shards, sums squares, clips, updates, copies what it sends. Also returns the parameters of this rank's shard."""
+    """Make work of all that a step does to gradients and weights between transfers; also return the parameters of this
+    rank's shard."""
     count = _OPTIMIZER_PARAMETERS
     gradients = torch.zeros(data_size * count, device=device)
     parameter, shard = torch.zeros(count, device=device), gradients[:count]
@@ -177,8 +102,6 @@ def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], o
 
 
 def copy_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
-    """Make work of rows of keys and values put in place by an index, as gathered ones are; also returns the bytes that
-    are copied."""
     width = 2 * max(1, model.num_kv_heads // tp) * model.head_dim
     rows = max(1, _COPIED_BYTES // (width * dtype.itemsize))
     gathered = torch.randn(rows, width, device=device, dtype=dtype)
@@ -193,8 +116,6 @@ _REPEATS = 3
 
 
 def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
-    """Time the weight gradients of a pack of `TOKENS` on one layer: the median of some repeats, after one that does not
-    count. As `time_weights`."""
     found = [time_weights(stage, clock) for _ in range(1 + _REPEATS)][1:]
     return statistics.median(found) / len(stage.model.layers)
 
@@ -220,13 +141,22 @@ _PRICE_REPEATS = 11
 def deterministic_price(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
     """Return seconds in one order / in any order, medians of interleaved repeats. Leaves deterministic kernels switched
     on."""
-    heads, kv_heads = model.num_heads // tp, local_kv_heads(model, tp)
-    work = AttentionWork(stage.backend, rows, 0, heads, kv_heads, model.head_dim, stage.device, stage.dtype)
+    backend, dim, scoring = stage.backend, model.head_dim, Scoring(model.head_dim**-0.5)
+    make = functools.partial(torch.randn, dtype=stage.dtype, device=stage.device)
+    q, (k, v) = make(rows, model.num_heads // tp, dim), make(2, rows, local_kv_heads(model, tp), dim)
+    ranges = (KeyRange(slice(0, rows), k, v),)
+    out, lse = backend.forward(q, ranges, scoring)
+
+    @torch.no_grad()
+    def backward() -> None:
+        for _ in backend.backward(out, q, ranges, out, lse, scoring):
+            pass
+
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for repeat in range(_PRICE_REPEATS + 1):
         for wanted in seconds:
             use_deterministic_kernels(wanted)
-            took_s = timed(work.backward, stage.device)
+            took_s = timed(backward, stage.device)
             if repeat:  # the first one warms up
                 seconds[wanted].append(took_s)
     return statistics.median(seconds[True]) / statistics.median(seconds[False])
@@ -236,13 +166,10 @@ _TOKENS = 256
 
 
 def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[str, int]:
-    """Count the bytes that one token leaves on one layer of the device under each policy, without keys and values.
-
-    Args:
-        model: whose memory is predicted; layers of the stage are its.
+    """Count the bytes that one token leaves on one layer of the device under each policy, without K and V.
 
     Raises:
-        EvenloadError: the cost model says something else, or something else of keys and values.
+        EvenloadError: the cost model says something else, or something else of K and V.
     """
     counted: dict[str, int] = {}
     rows = _TOKENS * len(stage.model.layers)
@@ -270,9 +197,8 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
 
 
 def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> tuple[int, int]:
-    """Return the memory held at the peak of one round, and what its tensors needed: of a GPU reserved and allocated; of
-    a CPU what the process grew by (0 where the system does not say) and what is counted, without temporary tensors of a
-    layer.
+    """Return the bytes held at the peak of one round, and those its tensors needed: of a GPU reserved and allocated; of
+    a CPU what the process grew by (0 where not known) and what is counted, without temporary tensors.
 
     Args:
         before_bytes: `resident_bytes` before the model was made.

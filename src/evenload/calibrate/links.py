@@ -1,14 +1,11 @@
 """Time transfers between the ranks of a run and to host memory, and how collectives and compute slow each other.
 
-    seconds = latency + bytes / bandwidth     (Skrull Eq. 16: a constant, then proportional to the volume)
+    seconds = latency + bytes / bandwidth     (Skrull Eq. 16)
 
-read from several sizes by the same fit as packs. A `TransferWork` is one kind of transfer over one group of ranks; all
-ranks of the group make the call together, and others stand by. Calls are those of the runtime.
-
-Overlap is tried on a CPU: gloo moves bytes with the cores that compute, so neither is free. Both slowdowns are read
-from one trial: reduce-scatters and all-gathers, as a step has them, in the thread that a step runs them in, and matrix
-products until they are done; each alone just before. All groups of the layout at once, as in a step. On a GPU transfers
-have copy engines and few processors; what they take from kernels is assumed (`OverlapCost`). Price: some 0.4 s.
+is read from several sizes by the same fit as packs. All ranks of a group make a call together, as the runtime makes it.
+Overlap is tried on a CPU, where gloo moves bytes with the cores that compute: reduce-scatters and all-gathers in the
+thread of a step, and matrix products until they are done, each alone just before; some 0.4 s. On a GPU it is assumed
+(`OverlapCost`).
 """
 
 import functools
@@ -17,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,8 +30,6 @@ from evenload.types.cluster import LinkSpec
 
 TransferKind = Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
 
-TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
-
 QUICK_BYTES = (64, 1 << 20, 4 << 20)
 """Sizes at the start of a run."""
 GRID_BYTES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -46,7 +41,7 @@ _LEAST_SEEN_SHARE = 0.01
 
 @dataclass(frozen=True, eq=False)
 class TransferWork:
-    """One kind of transfer that this rank takes part in.
+    """Hold one kind of transfer that this rank takes part in.
 
     Args:
         ranks: of the group.
@@ -60,21 +55,18 @@ class TransferWork:
     call: Callable[[int], Callable[[], object]]
 
 
-def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
-    """Yield all transfers that this rank takes part in, in an order that is the same on all ranks that meet.
-
-    Args:
-        all_groups: time groups of every size that may share documents, else the largest only.
-    """
+def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
+    """Yield all transfers that this rank takes part in, in an order that is the same on all ranks that meet; of groups
+    that may share documents the largest."""
     if (pipeline := _pipeline(mesh)) is not None:
         yield pipeline
     if mesh.data_size > 1:
         # Apart: gloo sums in twice the time in which it gathers.
         yield _ring("reduction", mesh)
         yield _ring("gather", mesh)
-    blocks = sorted(mesh.context, key=lambda block: block.size)
-    for block in blocks if all_groups else blocks[-1:]:
-        yield _rings("context", mesh.context[block], mesh.device)
+    if mesh.context:
+        largest = max(mesh.context, key=lambda block: block.size)
+        yield _rings("context", mesh.context[largest], mesh.device)
     if mesh.tensor is not None:
         yield _tensor(mesh.tensor, mesh.device)
     if mesh.device.type == "cuda":  # on a CPU, offloading saves nothing
@@ -82,16 +74,14 @@ def transfers_of(mesh: Mesh, *, all_groups: bool) -> Iterator[TransferWork]:
 
 
 def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
-    """Time the transfers that this rank takes part in, the largest group of each kind."""
     found = {}
-    for work in transfers_of(mesh, all_groups=False):
+    for work in transfers_of(mesh):
         seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
         found[work.kind] = link_from(QUICK_BYTES, seconds)
     return found
 
 
 def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
-    """Fit latency and bandwidth to the seconds of several sizes, the last of which is the largest."""
     latency_s, byte_s = fit_relative([(1.0, float(size)) for size in num_bytes], seconds)
     if byte_s * num_bytes[-1] < _LEAST_SEEN_SHARE * seconds[-1]:
         # Too few bytes to see what one costs: not more than all of the largest transfer, instead of nothing.
@@ -100,10 +90,7 @@ def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
 
 
 def median_link(ranks: Sequence[Mapping[TransferKind, LinkSpec]], *kinds: TransferKind) -> LinkSpec | None:
-    """Return the median over ranks of the first of these kinds that a rank knows; None = nobody knows one.
-
-    Ranks that know several kinds give the first.
-    """
+    """Return the median over ranks of the first of these kinds that a rank knows; None = nobody knows one."""
     known = [next((links[kind] for kind in kinds if kind in links), None) for links in ranks]
     pairs = torch.tensor([(k.bandwidth_bytes_per_s, k.latency_s) for k in known if k is not None], dtype=torch.float64)
     if not len(pairs):
@@ -130,7 +117,6 @@ def _pipeline(mesh: Mesh) -> TransferWork | None:
 
 
 def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> None:
-    """Between the first two ranks of a group."""
     peer = dist.get_global_rank(group, 1 - me)
     if me == 0:
         dist.send(tensor, peer, group=group)
@@ -225,8 +211,8 @@ def overlap_cost(mesh: Mesh) -> OverlapCost | None:
 
 
 def measured_overlap(meshes: Meshes) -> OverlapCost | None:
-    """Time as `overlap_cost` in the layout in which most ranks hold the same weights, medians over all ranks; the same
-    on every rank. Collective over all ranks of the run, idle ones too."""
+    """Time as `overlap_cost` in the layout in which most ranks hold the same weights, medians over all ranks.
+    Collective over all ranks of the run, idle ones too."""
     mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
     own = None if mesh.is_idle else overlap_cost(mesh)
     pair = (math.nan, math.nan) if own is None else (own.communication_slowdown, own.compute_slowdown)

@@ -1,23 +1,15 @@
 """Profile one model and layout for some minutes, so that predictions of this device come true.
 
     grid     packs, kernels, transfers that one pass times (`calibrate.rounds`, `PassWork`)
-    passes   over all of it, interleaved, so that a busy minute disturbs every timing alike; each pass is kept in a file
+    passes   over all of it, interleaved, so that a busy minute disturbs every timing alike
     fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile is the one with
              which packs that were left out come out best
-    record   curves, residuals, versions and counted bytes beside the coefficients (`cost.coefficients`)
+    record   residuals, versions and counted bytes (`cost.coefficients.Profile`)
 
-Same rounds, same fit and same transfers as at the start of a run (`calibrate`), of more sizes and for longer. Norms,
-rotary embedding and elementwise work are inside `linear_s_per_token`, launches and python of a pack inside `pack_s`:
-packs of 16 to 32,768 tokens tell them apart.
-
-Price: at most the minutes that are given, and at least three passes over what coefficients need.
-
-Each pass gives seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU also
-`queue:<round>:<number>` of its host, `weights`, `head:<rows>`, `attention forward:<queries>:<prefix>`,
-`reduction:<ranks>:<bytes>` and so on. Ranks that meet time it together; a rank without a part in it gives no such name.
-Passes are kept in one JSON object beside the cost file, from which a second call goes on. It is replaced as a whole
-after every pass, so that it is never half written, and belongs to one task: another model, layout, device or version
-begins anew.
+Price: at most the minutes that are given, and at least three passes over what coefficients need. A pass gives seconds
+by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of its host, `weights`,
+`head:<rows>`, `reduction:<ranks>:<bytes>` and so on, each on the ranks that take part. Passes are kept in one JSON file
+beside the cost file, replaced as a whole after each, from which a second call of the same task goes on.
 """
 
 import statistics
@@ -29,33 +21,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from evenload.calibrate import kernels
-from evenload.calibrate.calibrate import RankMeasurement, coefficients_of, highest_noise, pass_timings
-from evenload.calibrate.fit import CoreWaits, LeftOut, left_out, median_seconds, num_outliers, spread_of_repeats, timed
-from evenload.calibrate.kernels import (
-    activation_bytes,
-    attention_flops,
-    held_and_counted,
-    matmul_flops_per_s,
-    matmul_token_flops,
-    time_weights,
-)
-from evenload.calibrate.links import GRID_BYTES, TRANSFER_KINDS, TransferWork, link_from, overlap_cost, transfers_of
+from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, highest_noise, pass_timings
+from evenload.calibrate.fit import CoreWaits, LeftOut, left_out, num_outliers, spread_of_repeats, timed
+from evenload.calibrate.kernels import activation_bytes, held_and_counted, matmul_flops_per_s, time_weights
+from evenload.calibrate.links import GRID_BYTES, TransferWork, link_from, overlap_cost, transfers_of
 from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
 from evenload.cost.coefficients import (
     CostCoefficients,
-    KernelRate,
     Noise,
     Profile,
     TimedPack,
-    TransferCurve,
     digest_of,
 )
-from evenload.cost.layer_counts import BACKWARD_ATTENTION_RATIO, local_kv_heads
-from evenload.runtime.comm.cp_groups import ContextGroup
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.base import Frozen
@@ -64,7 +44,7 @@ from evenload.types.model import ModelSpec
 
 Pass = dict[str, float]
 """Seconds of one rank's pass by what was timed."""
-TIMINGS = 4
+TIMINGS = 5
 """Of what a pass times; a file whose passes timed something else belongs to another task."""
 
 
@@ -72,14 +52,12 @@ class PartialProfile(Frozen):
     """Args:
     task: what is measured, as text; a file of another task is not used.
     rounds: of the grid, by index; chosen once, so that all passes time the same.
-    beside_rows: queries of the attention that runs beside a transfer; 0 = none does.
     seconds: spent so far.
     passes: by pass and rank.
     """
 
     task: str
     rounds: tuple[int, ...] = ()
-    beside_rows: int = 0
     seconds: float = 0.0
     passes: tuple[tuple[Pass, ...], ...] = ()
 
@@ -89,8 +67,8 @@ def partial_path(output: Path) -> Path:
 
 
 def read_partial(path: Path, task: str) -> tuple[PartialProfile, str]:
-    """Return what was measured of this task, and a sentence about it where there is a file; nothing measured where it
-    is of another task or cannot be read."""
+    """Return what was measured of this task, nothing where the file is of another or cannot be read, and a sentence
+    about it."""
     if not path.is_file():
         return PartialProfile(task=task), ""
     try:
@@ -110,18 +88,7 @@ def write_partial(path: Path, partial: PartialProfile) -> None:
     new.replace(path)
 
 
-BESIDE_BYTES = 1 << 22
-"""Of a transfer that runs beside attention, a hop."""
-BESIDE_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192)
 EMBEDDED_ROWS = 2048
-
-
-@dataclass(frozen=True, eq=False)
-class _Beside:
-    """A gather of the largest group that may share documents, attention of local documents, and both at once."""
-
-    attention: kernels.AttentionWork
-    start: Callable[[], Callable[[], object]]
 
 
 class PassWork:
@@ -147,39 +114,10 @@ class PassWork:
             self._kernels |= {f"head:{rows}": work for rows, work in heads.items()}
         if stage.model.is_first and tp == 1:
             self._kernels["embedding"] = kernels.embedding_work(stage, model.vocab_size, EMBEDDED_ROWS)
-        products = kernels.matmul_work(model, tp, device, dtype, most_flops)
-        self._kernels |= {f"matmul:{tokens}": work for tokens, work in products.items()}
-        attention = {
-            size: self._attention(*size)
-            for size in kernels.ATTENTION_GRID
-            if size == kernels.ATTENTION_GRID[0] or kernels.attention_flops(model, tp, *size) <= most_flops
-        }
-        for (rows, prefix), work in attention.items():
-            self._kernels[f"attention forward:{rows}:{prefix}"] = work.forward
-            self._kernels[f"attention backward:{rows}:{prefix}"] = work.backward
         self._kernels["optimizer"], self.num_parameters = kernels.optimizer_work(mesh.data_size, device)
         self._kernels["copy"], self.copied_bytes = kernels.copy_work(model, tp, device, dtype)
-        self.transfers = list(transfers_of(mesh, all_groups=True))
+        self.transfers = list(transfers_of(mesh))
         self._calls = [(work, size, work.call(size)) for work in self.transfers for size in GRID_BYTES]
-        self._largest = max(mesh.context.values(), key=lambda group: group.size) if mesh.context else None
-        self._beside: _Beside | None = None
-
-    def choose_beside_rows(self) -> int:
-        """Choose the queries of local attention that take at most as long as a gather; 0 where nothing is ever
-        gathered. Collective over the group."""
-        if self._largest is None:
-            return 0
-        gather = _gather(self._largest, self._stage)
-        gather_s = median_seconds(_at_once(gather), self._stage.device)
-        attention = self._attention(BESIDE_ROWS[0], 0)
-        unit_s = median_seconds(attention.forward, self._stage.device)
-        # Attention of so many rows takes so many times as long, squared.
-        fitting = [rows for rows in BESIDE_ROWS if unit_s * (rows / BESIDE_ROWS[0]) ** 2 <= gather_s]
-        return max(fitting, default=BESIDE_ROWS[0])
-
-    def set_beside_rows(self, rows: int) -> None:
-        if rows and self._largest is not None:
-            self._beside = _Beside(self._attention(rows, 0), _gather(self._largest, self._stage))
 
     def run(self) -> Pass:
         """Time everything once. Collective over all ranks."""
@@ -200,55 +138,16 @@ class PassWork:
                 call()  # ranks that come late do so here
             seconds[transfer_name(work, size)] = timed(call, device) / work.hops
         dist.barrier(group=control)
-        if (beside := self._beside) is not None:
-            seconds["beside:attention"] = timed(beside.attention.forward, device)
-            seconds["beside:transfer"] = timed(_at_once(beside.start), device)
-
-            def both() -> None:
-                finish = beside.start()
-                beside.attention.forward()
-                finish()
-
-            seconds["beside:both"] = timed(both, device)
         return seconds
-
-    def _attention(self, rows: int, prefix: int) -> kernels.AttentionWork:
-        stage, model, tp = self._stage, self._model, self._mesh.layout.tp
-        heads, groups = model.num_heads // tp, local_kv_heads(model, tp)
-        return kernels.AttentionWork(
-            stage.backend, rows, prefix, heads, groups, model.head_dim, stage.device, stage.dtype
-        )
 
 
 def transfer_name(work: TransferWork, num_bytes: int) -> str:
     return f"{work.kind}:{work.ranks}:{num_bytes}"
 
 
-def _at_once(start: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-    """Starts a transfer and waits for it."""
-
-    def work() -> None:
-        finish = start()
-        finish()
-
-    return work
-
-
-def _gather(group: ContextGroup, stage: PipelineStage) -> Callable[[], Callable[[], object]]:
-    """Starts a gather and gives what waits for it."""
-    rows = torch.zeros(BESIDE_BYTES // 4, device=stage.device)
-    return lambda: group.all_gather(rows, "calibration").wait
-
-
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PassResults:
-    """Args:
-    passes: seconds by pass, rank and name (`pass_work`); every pass of a rank has the same names.
-    layers: that a pack went through.
-    """
+    """Passes as seconds by pass, rank and name, and the layers that a pack went through."""
 
     passes: Sequence[Sequence[Pass]]
     layers: int
@@ -267,15 +166,13 @@ class PassResults:
         return [name for name in self.passes[0][rank] if name.startswith(start)]
 
     def all_repeats(self) -> list[list[float]]:
-        """Return the repeats of everything on every rank."""
         return [self.repeats(rank, name) for rank in range(self.num_ranks) for name in self.names(rank)]
 
     def measurement(
         self, rank: int, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
     ) -> RankMeasurement:
-        """Return what coefficients are made of, of the rank that did the `work`."""
-        packs = self.names(rank, "pack:")
-        spread = spread_of_repeats([self.repeats(rank, name) for name in packs])
+        spread = spread_of_repeats([self.repeats(rank, name) for name in self.names(rank, "pack:")])
+        queued_s = {name: self.median(rank, name) for name in self.names(rank, "queue:")}
         return RankMeasurement(
             noise=Noise(waited_share=waited_share, spread=spread),
             packs=tuple(
@@ -283,7 +180,7 @@ class PassResults:
                     direction,
                     ranges,
                     self.median(rank, f"pack:{index}:{number}") / self.layers,
-                    self._queue_s(rank, f"queue:{index}:{number}") / self.layers,
+                    queued_s.get(f"queue:{index}:{number}", 0.0) / self.layers,
                     windows,
                 )
                 for index in work.rounds
@@ -298,69 +195,15 @@ class PassResults:
                 transfer.kind: link_from(
                     GRID_BYTES, [self.median(rank, transfer_name(transfer, size)) for size in GRID_BYTES]
                 )
-                for transfer in work.transfers  # the largest group of a kind comes last
+                for transfer in work.transfers
             },
         )
-
-    def _queue_s(self, rank: int, name: str) -> float:
-        """0 where the device is its own host."""
-        return self.median(rank, name) if name in self.passes[0][rank] else 0.0
 
     def embedding_s_per_token(self) -> float | None:
         """Return the seconds a token of a forward or a backward; None where no rank timed it."""
         found = [self.median(rank, "embedding") for rank in range(self.num_ranks) if self.names(rank, "embedding")]
         # What was timed is both.
         return statistics.median(found) / EMBEDDED_ROWS / 2 if found else None
-
-    def rates(self, model: ModelSpec, tp: int) -> tuple[KernelRate, ...]:
-        """Return the FLOP/s that matrix products and attention reach by themselves, on rank 0."""
-        rates = []
-        for name in self.names(0, "matmul:"):
-            tokens = int(name.partition(":")[2])
-            flops_per_s = tokens * matmul_token_flops(model, tp) / self.median(0, name)
-            rates.append(KernelRate(kernel="matmul", rows=tokens, prefix=0, flops_per_s=flops_per_s))
-        for kernel, ratio in (("attention forward", 1.0), ("attention backward", BACKWARD_ATTENTION_RATIO)):
-            for name in self.names(0, kernel):
-                rows, prefix = (int(part) for part in name.split(":")[1:])
-                flops_per_s = ratio * attention_flops(model, tp, rows, prefix) / self.median(0, name)
-                rates.append(KernelRate(kernel=kernel, rows=rows, prefix=prefix, flops_per_s=flops_per_s))
-        return tuple(rates)
-
-    def curves(self) -> tuple[TransferCurve, ...]:
-        """Return the curve of every kind of transfer and size of group, medians over ranks."""
-        members: dict[tuple[str, int], list[int]] = {}
-        for rank in range(self.num_ranks):
-            for name in self.names(rank):
-                kind, *sizes = name.split(":")
-                if kind in TRANSFER_KINDS and sizes[1] == str(GRID_BYTES[0]):
-                    members.setdefault((kind, int(sizes[0])), []).append(rank)
-        largest = max((size for kind, size in members if kind == "context"), default=0)
-        curves = []
-        for (kind, size), ranks in members.items():
-            names = [f"{kind}:{size}:{num_bytes}" for num_bytes in GRID_BYTES]
-            seconds = [statistics.median(self.median(rank, name) for rank in ranks) for name in names]
-            link = link_from(GRID_BYTES, seconds)
-            curve = TransferCurve(
-                kind=kind,  # type: ignore[arg-type]
-                ranks=size,
-                num_bytes=GRID_BYTES,
-                seconds=tuple(seconds),
-                latency_s=link.latency_s,
-                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-                hidden_share=self._hidden_share(ranks) if (kind, size) == ("context", largest) else None,
-            )
-            curves.append(curve)
-        return tuple(curves)
-
-    def _hidden_share(self, ranks: Sequence[int]) -> float:
-        """(attention + transfer - both at once) / attention, median over passes and ranks."""
-        shares = []
-        for rank in ranks:
-            columns = (self.repeats(rank, f"beside:{name}") for name in ("attention", "transfer", "both"))
-            shares += [
-                (alone_s + moved_s - both_s) / alone_s for alone_s, moved_s, both_s in zip(*columns, strict=True)
-            ]
-        return statistics.median(shares)
 
 
 def _order(index: int) -> list[tuple[Direction, tuple[Range, ...]]]:
@@ -382,7 +225,6 @@ class ProfileTask:
 
     Args:
         model: in the precision that is timed; timed: the same with the layers that were made, so many a stage.
-        tp: devices that share matrices.
         longest: tokens of the longest document that is tried.
         budget_s: of all calls together.
         free_bytes: of the device, beside weights.
@@ -396,7 +238,6 @@ class ProfileTask:
     model: ModelSpec
     timed: ModelSpec
     layers: int
-    tp: int
     device_name: str
     dtype: str
     longest: int
@@ -462,7 +303,7 @@ def profile(
             "measure again once it is quiet"
         )
     tile, errors = _best_tile(ranks)
-    fitted = coefficients_of(ranks, task.model, task.device_name, mesh.layout, tile)
+    fitted = coefficients_of(ranks, task.model, task.device_name, mesh.layout, tile, is_cpu=mesh.device.type == "cpu")
     memory = [(counted, held_and_counted(stage, GRID[longest_round], task.before_bytes, task.static_bytes))]
     dist.broadcast_object_list(memory, src=0, group=mesh.control)
     written = [_recorded(fitted, errors, ranks, results, task, stage.backend_name, found, memory[0])]
@@ -473,7 +314,6 @@ def profile(
 def _begin(
     stage: PipelineStage, last: PipelineStage, task: ProfileTask, mesh: Mesh, say: Callable[[str], None]
 ) -> tuple[PartialProfile, PassWork, int]:
-    """What an earlier call left, or a choice of rounds; the work of a pass, warmed up; and its longest round."""
     began: list[tuple[PartialProfile, str]] = [(PartialProfile(task=""), "")]
     if mesh.rank == 0:
         began[0] = read_partial(task.partial, task.describe(mesh, stage))
@@ -486,11 +326,6 @@ def _begin(
         rounds = choose_rounds(stage, task.timed, mesh, task.longest, task.budget_s, task.free_bytes)
         found = msgspec.structs.replace(found, rounds=tuple(rounds))
     work = PassWork(stage, last, task.timed, mesh, found.rounds)
-    if not found.passes:
-        rows = [work.choose_beside_rows()]
-        dist.broadcast_object_list(rows, src=0, group=mesh.control)
-        found = msgspec.structs.replace(found, beside_rows=rows[0])
-    work.set_beside_rows(found.beside_rows)
     warm_s = time.perf_counter()
     work.run()
     pass_s = time.perf_counter() - warm_s
@@ -504,7 +339,6 @@ def _begin(
 
 
 def _is_over(found: PartialProfile, task: ProfileTask, mesh: Mesh) -> bool:
-    """No time for another pass on one of the ranks."""
     pass_s = found.seconds / (len(found.passes) + 1)
     return bool(most_of_ranks(found.seconds + pass_s > task.budget_s, mesh))
 
@@ -516,7 +350,6 @@ def _expected_passes(found: PartialProfile, task: ProfileTask) -> int:
 
 
 def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, LeftOut]]:
-    """The tile whose fits are least off on packs that were left out, and those fits' answers."""
     tried = {}
     for tile in TILES:
         fits = {}
@@ -540,9 +373,7 @@ def _recorded(
     found: PartialProfile,
     memory: tuple[dict[str, int], tuple[int, int]],
 ) -> CostCoefficients:
-    """Coefficients with what only a profile measures, and its record."""
-    curves, embedding = results.curves(), results.embedding_s_per_token()
-    shares = [curve.hidden_share for curve in curves if curve.hidden_share is not None]
+    embedding = results.embedding_s_per_token()
     repeats = results.all_repeats()
     record = Profile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -557,8 +388,6 @@ def _recorded(
         forward=errors["forward"].error,
         backward=errors["backward"].error,
         packs=tuple(pack for direction in DIRECTIONS for pack in _timed_packs(ranks, direction, errors[direction])),
-        kernels=results.rates(task.timed, task.tp),
-        transfers=curves,
         activation_bytes=memory[0],
         held_bytes=memory[1][0],
         counted_bytes=memory[1][1],
@@ -567,15 +396,12 @@ def _recorded(
     whole = msgspec.structs.replace(
         fitted,
         embedding_s_per_token=fitted.embedding_s_per_token if embedding is None else embedding,
-        # Where attention only gets slower beside a transfer, nothing hides; the record has the share as measured.
-        context_hidden_share=min(1.0, max(0.0, shares[0])) if shares else fitted.context_hidden_share,
         profile=record,
     )
     return msgspec.structs.replace(whole, profile=msgspec.structs.replace(record, digest=digest_of(whole)))
 
 
 def _timed_packs(ranks: Sequence[RankMeasurement], direction: Direction, fit: LeftOut) -> Iterator[TimedPack]:
-    """Medians over ranks of what was measured and predicted of every pack."""
     _, seconds, samples = pass_timings(ranks, direction, 1)
     found: dict[tuple[Range, ...], list[tuple[float, float]]] = {}
     for sample, measured_s, predicted_s in zip(samples, seconds, fit.seconds.tolist(), strict=True):

@@ -1,25 +1,14 @@
 """Time packs: rounds of packs through the layers of a stage, and the clock that tells a device from its host.
 
-A round is a few documents, each cut alike: all packs forward, then backward in reverse order, as a step runs them.
-Between them rounds vary tokens, slices, pairs and prefix independently, which the fit needs. Two grids:
+A round is a few documents, each cut alike: all packs forward, then backward in reverse order. Between them rounds vary
+tokens, slices, pairs and prefix independently, which the fit needs. `QUICK_ROUNDS` are those of the start of a run, up
+to 4,096 tokens; `GRID` those of `evenload profile`, up to 32,768, with mixed lengths and rows that fill no tile.
 
-    QUICK_ROUNDS  at the start of a run, up to 4,096 tokens; on a GPU `rounds_up_to` its largest pack too
-    GRID          of `evenload profile`: these and what real packs look like (documents of mixed lengths, short ones
-                  together with a slice of a long one), cuts at several prefixes, rows that do not fill a kernel's
-                  tiles, and documents of up to 32,768 tokens; as many as its minutes allow, the cheapest first
-
-Features are those of the cost model (`cost.coefficients`): tokens, slices, 1, pairs, prefix; pairs and prefix by the
-windows of the layers that are timed, and with a kernel's tiles, where it has any.
-
-On a CPU the call is the work, and the host's part is 0. On a GPU the host queues a pack's kernels one by one. Between
-two CUDA events the device's own seconds are only seen if it never waited for the next kernel, so it is kept busy until
-all of the pack is queued: by matrix products that take a little longer than the host took before. The host's seconds
-are of its own clock, from the first call to the return of the last; it does not wait for the device meanwhile, unless
-the pack has more kernels than the device's queue (1,024), which is why few layers are timed at a time (`part_of`).
-Whether the device had come to the pack when the host was done is checked every time. Where it had (a first time, a host
-that was held up), and in layers whose host asks the device (experts: how many tokens each has), the device's seconds
-hold its waits: still what the pack takes. Price: one matrix product at the start, then about twice the host's seconds a
-pack. Run on stand-ins of the clock only (tests/calibrate/test_rounds.py): no GPU was at hand.
+On a CPU the call is the work. On a GPU the host queues a pack's kernels; the device's own seconds between two CUDA
+events are only seen if it never waited for the next kernel, so matrix products keep it busy a little longer than the
+host took before. That is checked every time. The host's seconds are of its own clock; few layers are timed at a time,
+for a device's queue holds 1,024 kernels. In layers whose host asks the device (experts) the device's seconds hold its
+waits. Price: about twice the host's seconds a pack. Run on stand-ins of the clock only: no GPU was at hand.
 """
 
 import functools
@@ -111,8 +100,7 @@ class QueueClock(PackClock):
 
 
 class AskingClock(QueueClock):
-    """Times layers whose host waits for answers of the device: what each of the two takes is not to be told apart, and
-    all of it counts as the device's."""
+    """Times layers whose host waits for answers of the device: all of it counts as the device's."""
 
     def time(self, pack: Hashable, work: Callable[[], object]) -> PackSeconds:
         self._host_s.pop(pack, None)  # no head start, which the first answer would wait for
@@ -120,7 +108,6 @@ class AskingClock(QueueClock):
 
 
 def pack_clock(stage: PipelineStage, mesh: Mesh) -> PackClock:
-    """Make the clock for packs of a stage. On a GPU its first use of matrix products may be here."""
     device = stage.device
     if device.type != "cuda":
         return PackClock(device)
@@ -159,7 +146,7 @@ class Sample(NamedTuple):
     """One timed pack on one layer, or on all that were timed where it says so.
 
     Args:
-        seconds: of the device; host_s: until its host had queued the pack, 0 where they are one (`pack_clock`).
+        seconds: of the device; host_s: until its host had queued the pack, 0 where they are one.
         windows: of the layers that were timed, 0 = full.
     """
 
@@ -175,7 +162,6 @@ Timed = tuple[Direction, tuple[Range, ...]]
 
 
 def median_sample(repeats: Sequence[Sample]) -> Sample:
-    """Return the median of repeats of one pack."""
     return repeats[0]._replace(
         seconds=statistics.median(one.seconds for one in repeats),
         host_s=statistics.median(one.host_s for one in repeats),
@@ -183,7 +169,6 @@ def median_sample(repeats: Sequence[Sample]) -> Sample:
 
 
 def whole(*lengths: int) -> Packs:
-    """Return one pack of whole documents."""
     return (tuple(Range(doc, 0, length) for doc, length in enumerate(lengths)),)
 
 
@@ -195,7 +180,6 @@ def cut(*cuts: int, beside: Sequence[int] = ()) -> Packs:
 
 
 def num_tokens_of(packs: Packs) -> dict[int, int]:
-    """Count the tokens of every document."""
     lengths: dict[int, int] = {}
     for doc, _, stop in (r for pack in packs for r in pack):
         lengths[doc] = max(lengths.get(doc, 0), stop)
@@ -260,9 +244,8 @@ GRID: tuple[Packs, ...] = (
 
 
 def rounds_up_to(pack_tokens: int, document_tokens: int) -> tuple[Packs, ...]:
-    """Return what comes behind `QUICK_ROUNDS` on a device that only larger packs keep busy: packs of twice as many
-    tokens each, up to a run's largest, of short documents, of one whole document, and of the end of one behind a
-    prefix."""
+    """Return rounds for a device that only larger packs keep busy: of twice as many tokens each, up to a run's largest,
+    of short documents, one whole document, and the end of one behind a prefix."""
     rounds: list[Packs] = []
     tokens = 2 * longest_of(QUICK_ROUNDS[-1])
     while tokens <= pack_tokens:
@@ -282,12 +265,8 @@ def round_flops(packs: Packs, model: ModelSpec) -> float:
 
 
 def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> PipelineStage:
-    """Return a stage of its first layers, at most so many and one of every window at least: seconds of one layer are
-    those of another, a device's queue holds the kernels of few, and large packs keep little memory on few.
-
-    Args:
-        windows: of all layers of the model, 0 = full.
-    """
+    """Return a stage of its first layers, at most so many and one of every window at least; `windows` of all layers of
+    the model."""
     layers = list(stage.model.layers)
     first = {windows[index]: index for index in reversed(layers)}
     chosen = {*layers[:most]} if len({windows[index] for index in layers[:most]}) == len(first) else {*first.values()}
@@ -295,7 +274,6 @@ def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> Pipeline
 
 
 def timed_part(stage: PipelineStage, windows: Sequence[int]) -> PipelineStage:
-    """Return the layers of a stage that packs of `QUICK_ROUNDS` are timed on."""
     return part_of(stage, windows, _GPU_LAYERS) if stage.device.type == "cuda" else stage
 
 
@@ -378,7 +356,6 @@ def choose_rounds(
 
 
 def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh) -> float:
-    """Count what layers keep and make for a round."""
     tp = mesh.layout.tp
     token_bytes = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
     # Of one layer as much again, for what its backward makes.

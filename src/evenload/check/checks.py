@@ -1,36 +1,20 @@
 """Check isolation, invariance and resume on the smaller run, ledger and memory on the user's own batches.
 
-**Isolation**: what a document computes does not depend on its neighbours in a pack.
-
-Every other document, in the order in which they stand in the packs, gets other tokens; then the rest. All rows of the
-unchanged documents (outputs and gradients) must come out as before: to the bit on the CPU; on devices whose kernels are
-not deterministic as near as two runs on the same tokens come to each other, and to 1 %. The changed documents must come
-out different, or the probe would see nothing.
-
+**Isolation**: what a document computes does not depend on its neighbours in a pack. Every other document, in the order
+of the packs, gets other tokens; then the rest. Outputs and gradients of the unchanged ones must stay: to the bit on the
+CPU, elsewhere as near as two runs on the same tokens come to each other, at most 1 %. The changed ones must change.
 Price: four steps.
 
-**Invariance**: loss and gradients of one global batch do not depend on how it is packed, cut or scheduled.
+**Invariance**: loss and gradients do not depend on how a batch is packed, cut or scheduled. Plans of several
+strategies, and one with short slices, are compared with plain training in float64: transformers' own model, one
+document at a time, torch's autograd. Ours may be off twice as far as plain training in the configured precision (at
+least 1e-6 in float32, 1e-2 in bfloat16, 1e-10 in float64), and no parameter may be plainly wrong. Price: a step a plan,
+plain training twice.
 
-The batch is planned by several strategies and with short slices, each plan runs on the configured layout, and each is
-compared with plain training of the same documents in float64: transformers' own model and attention, one document at a
-time, torch's autograd. Nothing of the runtime takes part in that, except that random weights come from it (they depend
-on the seed and the unit); documents are divided over the ranks, and their gradients summed. The error of plain training
-in the configured precision is the measure: ours may be twice that, of the loss and of the whole gradient (at least
-1e-6 in float32 and 1e-2 in bfloat16; 1e-10 in float64, which is float64 throughout: `exact_casts`); and no single
-parameter may be plainly wrong.
+**Resume**: a trainer that is made anew from a checkpoint must repeat the first one's plan digests, losses and gradient
+norms bit for bit. Price: seven small steps, one save, one load.
 
-Price: a step a plan, and plain training twice.
-
-**Resume**: a run that is stopped and started anew goes on as if it had not been.
-
-One trainer trains to the end and saves on the way; another, made from nothing, resumes from that checkpoint. Its
-batches (the digests of its plans) and its losses and gradient norms must be the first one's, bit for bit.
-
-Price: seven small steps, one save, one load.
-
-**Ledger and memory**: the user's own batches, read and planned as training would but not computed, on rank 0, with the
-configured model, layout, strategy and data settings, until an epoch is over or the time or number of documents is used
-up.
+**Ledger and memory**: the user's own batches, read and planned as training would but not computed, on rank 0.
 """
 
 import math
@@ -84,7 +68,6 @@ def check_isolation(
     vocab_size: int,
     mesh: Mesh,
 ) -> Verdict:
-    """Run the probe on every replica at once, on the first plan that puts several documents into a pack. Collective."""
     plan = next((plan for plan in plans if _num_shared_packs(plan)), None)
     if plan is None:
         found = f"{counted(len(tokens), 'document')} under {counted(len(plans), 'plan')}"
@@ -143,13 +126,11 @@ def _num_shared_packs(plan: StepPlan) -> int:
 
 
 def _order_in_packs(plan: StepPlan) -> list[int]:
-    """Documents by where they first stand in a forward pack, so that neighbours differ in parity."""
     pieces = (piece.doc_id for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
     return list(dict.fromkeys(pieces))
 
 
 def _largest_difference(before: Seen, after: Seen, documents: set[int]) -> float:
-    """Over the rows of these documents, relative to the largest value of their kind."""
     worst = 0.0
     for what in ("output", "gradient"):
         keys = [key for key in before if key[0] == what and key[1] in documents and before[key].numel()]
@@ -168,8 +149,8 @@ _PLAINLY_WRONG, _PARAMETER_TIMES_PLAIN = 0.1, 4.0
 
 
 class Errors(NamedTuple):
-    """Relative errors of a step's loss, of its whole gradient, and by name of each parameter's gradient (there of the
-    whole gradient's norm, where its own is nearly zero)."""
+    """Relative errors of a step's loss, whole gradient, and each parameter's gradient by name (there of the whole
+    gradient's norm, where its own is nearly zero)."""
 
     loss: float
     gradient: float
@@ -351,7 +332,7 @@ _MAX_S = 8.0
 
 @dataclass
 class Survey:
-    """What was seen.
+    """Collect what was seen of the batches.
 
     Args:
         steps, documents, tokens: planned; tokens counted from the documents themselves.
@@ -427,7 +408,6 @@ def survey_batches(
 
 
 def check_ledger(survey: Survey) -> Verdict:
-    """Check that every token that is read is trained, dropped for a reason, deferred, or still waiting."""
     extent = "a whole epoch" if survey.whole_epoch else "the first batches"
     # Without what stayed at zero.
     told = (" ".join(line.split()) for line in survey.ledger_lines)
@@ -442,7 +422,6 @@ def check_ledger(survey: Survey) -> Verdict:
 
 
 def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdict:
-    """Check the worst of the surveyed steps, as predicted, against what a process may hold."""
     limit = format_bytes(memory_cap_bytes)
     if not survey.peaks:
         if survey.memory_error:

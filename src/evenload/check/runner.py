@@ -1,18 +1,13 @@
-"""Run what the checks compute: a smaller run of the same kind, observed row by row, and how a check's result is told.
+"""Run what the checks compute: a smaller run of the same kind, observed row by row; and verdicts.
 
-Isolation, invariance and resume do not depend on how many layers there are or how many documents a batch holds, so a
-minute is enough: the model keeps its first layers (with its own weights), a step has a few documents, long ones are
-cut, and two replicas stand for all. Everything that was made smaller is in `Scope.notes`. Ledger and memory take the
-user's own batches and model.
+Isolation, invariance and resume do not depend on the number of layers or documents, so the model keeps its first layers
+with its own weights, a step has a few documents, long ones are cut, and two replicas stand for all (`Scope.notes`).
+`StepRunner` runs plans through the real executor and records the hidden states before the head and the gradients of the
+layers' input, per document and slice.
 
-`StepRunner` runs plans through the real executor. It records, per document and slice, the hidden states before the head
-(last stage) and the gradients of the layers' input (first stage): logits and losses are functions of the first row by
-row, and a label that crosses documents shows in the second.
-
-`exact_casts` makes float64 models compute in float64 throughout, inside transformers' own modules too: these cast to
-float32 in norms, softmax, routers, rotary angles and losses, whatever the model's precision. The processor decides
-where a value on the edge of that rounding goes: two exact computations differ by 1e-8. Casts are told apart by who
-casts, a module in float64, so no architecture needs an entry. A small model takes a quarter longer.
+`exact_casts` makes float64 models compute in float64 throughout: transformers' modules cast to float32 in norms,
+softmax, routers, rotary angles and losses, which makes exact computations differ by 1e-8. Casts are told apart by who
+casts, so no architecture needs an entry.
 """
 
 import functools
@@ -61,13 +56,8 @@ Outcome = Literal["pass", "fail", "skipped"]
 
 
 class Verdict(Frozen):
-    """The answer of one check.
-
-    Args:
-        name: of the check.
-        found: what was measured, the tolerance, and on how much.
-        why: the reason of a failure, or why it was skipped; "" where it passed.
-    """
+    """Give the answer of one check: what was measured with its tolerance, and why it failed or was skipped ("" =
+    passed)."""
 
     name: str
     outcome: Outcome
@@ -88,8 +78,7 @@ def skipped(name: str, found: str, why: str) -> Verdict:
 
 
 def exit_code(verdicts: list[Verdict]) -> int:
-    """Return 0 where nothing failed; 3 where only memory failed, as where no plan fits; 1 where anything else
-    failed."""
+    """Return 0 where nothing failed, 3 where only memory did (as where no plan fits), else 1."""
     failed = {verdict.name for verdict in verdicts if verdict.outcome == "fail"}
     if not failed:
         return 0

@@ -19,8 +19,7 @@ from evenload.cli.options import COUNTS, parse_tokens
 from evenload.config.keys import set_options
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.config import DataConfig, OnCorrupt, RecordKind
-from evenload.data.lengths import LengthTable, count_documents, read_length_table
-from evenload.data.number_files import holds_numbers
+from evenload.data.lengths import LengthTable, count_documents, holds_numbers, read_length_table
 from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError

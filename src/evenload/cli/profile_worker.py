@@ -22,7 +22,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.runtime.device import require_device
-from evenload.runtime.model.built_in import config_from, spec_of, with_few_layers
+from evenload.runtime.model.configured import config_from, spec_of, with_few_layers
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
@@ -115,7 +115,6 @@ def _profiled(
         model=model,
         timed=timed,
         layers=len(stages[min(stages)].model.layers),
-        tp=mesh.layout.tp,
         device_name=device_name(device, setup.threads),
         dtype=options.dtype,
         longest=options.longest,

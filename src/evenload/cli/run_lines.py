@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,13 +25,15 @@ from evenload.plan.strategies.registry import strategy_named
 from evenload.report.run_files import MetricRow
 from evenload.report.table import format_action, progress_text, step_line
 from evenload.report.units import format_count, format_plain, format_seconds
-from evenload.runtime.comm.mesh import Meshes
-from evenload.runtime.stages.live_stages import Switch, Twins
 from evenload.types.cluster import data_sheet_flops_per_s
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 from evenload.types.run import LayoutDecision, LossOf, Validation
 from evenload.types.text import counted, format_bytes
+
+if TYPE_CHECKING:
+    from evenload.runtime.comm.mesh import Meshes
+    from evenload.runtime.stages.live_stages import Switch, Twins
 
 _NUM_STEPS = 3
 """Steps after the first, which pays for what is done once, whose predictions are looked at."""
@@ -287,7 +290,7 @@ class StepLines:
         self._console.print(step_line(row), soft_wrap=True, markup=False)
 
 
-def groups_line(meshes: Meshes, *, are_declared: bool) -> str:
+def groups_line(meshes: "Meshes", *, are_declared: bool) -> str:
     """At the start; "" for a run of one layout.
 
     Args:
@@ -300,7 +303,7 @@ def groups_line(meshes: Meshes, *, are_declared: bool) -> str:
     return f"layouts that the run may take: {named}{chosen} | {counted(meshes.num_groups, 'process group')}"
 
 
-def twins_line(twins: Twins | None, budget_bytes: int | None) -> str:
+def twins_line(twins: "Twins | None", budget_bytes: int | None) -> str:
     """At the start; "" where ranks have nothing to share."""
     if twins is None:
         return ""
@@ -315,7 +318,7 @@ def twins_line(twins: Twins | None, budget_bytes: int | None) -> str:
     )
 
 
-def switch_line(step: int, switch: Switch, decision: LayoutDecision | None = None) -> str:
+def switch_line(step: int, switch: "Switch", decision: LayoutDecision | None = None) -> str:
     """Of one change, and where it comes from if not from the step's decision."""
     resumed = ""
     if decision is not None and decision.before != switch.before:

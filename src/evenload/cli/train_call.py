@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenload.cli.train_run import train_run
+from evenload.cli.train import train_run
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.errors import ConfigError, require_train_extra
 from evenload.integrations.callback import Callback

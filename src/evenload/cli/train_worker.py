@@ -10,9 +10,8 @@ from rich.console import Console
 
 from evenload.calibrate.fit import CoreWaits
 from evenload.calibrate.kernels import deterministic_price
-from evenload.cli.callback_calls import CallbackCalls
-from evenload.cli.run_end import leave_finished, show_stopped
-from evenload.cli.run_files import RunWriter
+from evenload.cli.callback_calls import CallbackCalls, StepProfile
+from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
 from evenload.cli.run_lines import (
     StepLines,
     context_line,
@@ -32,7 +31,6 @@ from evenload.cli.run_lines import (
     twins_line,
     validation_lines,
 )
-from evenload.cli.step_profile import StepProfile
 from evenload.cli.stop_request import StopRequest
 from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
 from evenload.config.layouts import fitted_config, layouts_of

@@ -1,21 +1,16 @@
-"""`analytic_coefficients`: cost coefficients from data sheets, for planning without a device.
+"""Make cost coefficients from data sheets, for planning without a device: `analytic_coefficients`.
 
     linear_s_per_token    2·parameters / (peak · matmul_efficiency)          backward 2x
-    attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x the work (SlimPack §2.2.2),
-                          at the backward's own efficiency
-    prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0 (the
-                          prefix's keys are read inside the kernel)
-    pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens: see `cost.coefficients` why the
-                          loss of small products is a constant
-    tensor_exposed_share  1 - hidden share: of the 10 transfers of a layer (`cost.groups`) 6 are in 4 chunks, all
-                          but the first of which products hide, and 4 hide whole behind weight gradients; a hidden
-                          second costs the products 0.2 (`OverlapCost`). Half of the products hide something at most
+    attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x the work (SlimPack §2.2.2)
+    prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0
+    pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens
+    tensor_exposed_share  1 - hidden share: of the 10 transfers of a layer (`cost.groups`) 6 are in 4 chunks, all but
+                          the first of which products hide, and 4 hide whole behind weight gradients; a hidden second
+                          costs the products 0.2 (`OverlapCost`). Half of the products hide something at most
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
-All are of one device that computes whole layers, except the constants of a pack; `cost.pack_cost` divides by tp and
-cp. Limits: no memory-bound kernels apart from the optimizer, the embedding and dK/dV; attention that tp splits keeps
-its tiles (rows of one head) but has fewer to fill a device with, so a short pack is slower than said. Relative costs of
-strategies are trustworthy, absolute seconds need calibration.
+All are of one device that computes whole layers, but for constants of a pack; `cost.pack_cost` divides by tp and cp.
+Memory-bound kernels are not counted but for the optimizer, the embedding and dK/dV.
 """
 
 import msgspec
@@ -125,7 +120,8 @@ def analytic_coefficients(
 
 
 def _exposed_share(model: ModelSpec, found: CostCoefficients, tp: int, products_s: float) -> float:
-    """Of a layer's tensor-parallel transfers what its products (`products_s` a token, both directions) do not hide."""
+    """Return the share of a layer's tensor-parallel transfers that products of `products_s` a token, both directions,
+    do not hide."""
     rings = sum(TENSOR_RINGS.values())
     whole_share = 1.0 - CHUNKED_RINGS / rings / TENSOR_CHUNKS
     transfer_s, _ = tensor_ring_seconds(model, found, tp, rings)

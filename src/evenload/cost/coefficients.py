@@ -1,31 +1,15 @@
-"""Hold what the cost model knows about a device, in seconds and bytes, by value: `CostCoefficients`, a cost file.
+"""Hold what a device and its links cost, in seconds and bytes: `CostCoefficients`, a cost file in JSON.
 
-The analytic model (`cost.analytic`) and the calibration on the user's device fill the same struct, so that
-planners and the simulator never know where a number came from. A file of it is plain JSON and is the only way
-in which measurements return to planning; it says what it was measured on (`cost.validity` compares that with what is
-planned), and what was not measured is absent rather than free. `Profile` records how `evenload profile` measured;
-planning reads none of it, but people, reports and the intervals of predictions do.
-
-Time of a pack on one layer is linear in five features of the pack:
+Data sheets (`cost.analytic`) and measurements fill the same struct. What was not measured is absent, not free;
+`measured_on` says what it holds for (`cost.validity`), `Profile` how it was measured. A pack on one layer takes
 
     linear_s_per_token · tokens + attention_s_per_pair · pairs + prefix_s_per_token · prefix + slice_s · slices + pack_s
 
-`prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys a slice reads and,
-in backward, gradients of K and V it adds to. Finer cuts pay it again and again, which bounds how fine is worth it.
-With whole tiles in `pairs` it is WLB-LLM's table of kernels (§5.3): r rows in tiles of t behind K keys take
-K·(a·t·ceil(r / t) + b), so their achieved FLOP/s rise with r as r / (t·ceil(r / t) + b / a). A profile measures t, a
-and b, and beside them the kernel's own rates by rows and keys.
-
-`pack_s` carries the inefficiency of small matrix products. A product over n tokens that reaches the share
-n / (n + n_half) of its best speed takes `c·n / (n / (n + n_half)) = c·n + c·n_half`: the loss is exactly an
-additive constant per pack, so it needs no non-linear term and sums stay sums.
-
-A device that its host only queues work for is never ahead of its host, which needs a pack's kernels queued one by one:
-
-    host_slice_s · slices + host_pack_s
-
-A pack on a stage takes the longer of the two. Where both were measured (`calibrate.rounds`) small packs take their
-host's seconds; data sheets have none and put launches into `pack_s`, on top of the device's, which is never less.
+where `prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys that a slice
+reads, and gradients of K and V that it adds to. With whole tiles in `pairs` it is WLB-LLM's table of kernels (§5.3).
+`pack_s` also holds the loss of small matrix products: at the share n / (n + n_half) of their best speed, n tokens
+take `c·n + c·n_half`. A device is never ahead of the host that queues its kernels, `host_slice_s · slices +
+host_pack_s`: a pack on a stage takes the longer of the two.
 """
 
 import hashlib
@@ -47,11 +31,11 @@ _MOST_SPREAD = 0.5
 
 
 class Noise(Frozen):
-    """How busy something else kept the machine while it was timed; of several ranks, the most that any had.
+    """Tell how busy something else kept the machine while it was timed; of several ranks, the most that any had.
 
     Args:
-        waited_share: of the time, in which its busiest thread stood ready and had no core, beyond what the run's own
-            processes take from each other.
+        waited_share: share of the time in which its busiest thread stood ready and had no core, beyond what the
+            run's own processes take from each other.
         spread: by how much the mean of repeated timings is above the fastest, over all packs together.
     """
 
@@ -60,12 +44,11 @@ class Noise(Frozen):
 
     @property
     def is_noisy(self) -> bool:
-        """Say whether it is too much for what was timed to be believed."""
         return self.size > 1
 
     @property
     def size(self) -> float:
-        """Return a number that tells the quieter of two measurements; above 1 is too much."""
+        """Return a number that grows with the noise; above 1, what was timed is not to be believed."""
         return max(self.waited_share / _MOST_WAITED_SHARE, self.spread / _MOST_SPREAD)
 
     def describe(self) -> str:
@@ -76,7 +59,7 @@ class Noise(Frozen):
 
 
 class MeasuredOn(Frozen):
-    """What measured coefficients were measured on.
+    """Name what coefficients were measured on.
 
     Args:
         model: whose layers were timed, in the precision that they computed in.
@@ -122,7 +105,7 @@ class FitError(Frozen):
 
 
 class TimedPack(Frozen):
-    """One pack of the grid on one layer.
+    """Hold one pack of the grid on one layer.
 
     Args:
         slices: (start, stop, how many documents have this slice).
@@ -136,61 +119,19 @@ class TimedPack(Frozen):
     left_out_s: float
 
 
-class KernelRate(Frozen):
-    """What a kernel reaches at one size.
-
-    Args:
-        rows: tokens, or queries; prefix: keys before the first query, for attention.
-    """
-
-    kernel: Literal["matmul", "attention forward", "attention backward"]
-    rows: int
-    prefix: int
-    flops_per_s: float
-
-
-class TransferCurve(Frozen):
-    """Seconds of one kind of transfer over sizes, and what is read from them (Skrull, Table 5 and Eq. 16).
-
-    Args:
-        ranks: of the group.
-        num_bytes: that one link carries, ascending; seconds: of each, median.
-        latency_s, bandwidth_bytes_per_s: seconds = latency + bytes / bandwidth. Below `threshold_bytes` the latency
-            is more than half of it.
-        hidden_share: of local attention's seconds, those behind which the transfer hid when both ran at once; None
-            where they were not tried together. Negative: attention was slowed down by more than what was hidden.
-    """
-
-    kind: Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
-    ranks: int
-    num_bytes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    hidden_share: float | None = None
-
-    @property
-    def threshold_bytes(self) -> float:
-        """Return the bytes below which the constant part is the larger one."""
-        return self.latency_s * self.bandwidth_bytes_per_s
-
-
 class Profile(Frozen):
-    """How coefficients were measured.
+    """Record how coefficients were measured; planning reads none of it.
 
     Args:
-        date: of the end, ISO 8601 in UTC.
-        versions: of what computes, by name.
+        date: of the end, ISO 8601 in UTC; versions: of what computes, by name.
         dtype, attention: of the layers that were timed, and their attention backend.
         layers: that were timed on every rank; seconds in the cost file are of one.
-        passes: over the whole grid, interleaved; measured seconds are medians over them.
-        seconds: that measuring took, all calls together.
+        passes: over the whole grid; seconds: that measuring took, all calls together.
         outliers, timings: repeats that lay far from the median of their pack (more than 5 deviations), of so many.
-        forward, backward: the fit's error on packs that it had not seen.
-        packs: the grid with its residuals.
+        forward, backward: the fit's error on packs that it had not seen; packs: the grid with its residuals.
         activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
-        held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 where the system does not
-            say), at the peak of the longest round; counted_bytes: that its tensors needed.
+        held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 = not known), at the peak
+            of the longest round; counted_bytes: that its tensors needed.
         has_overlap: it measured `CostCoefficients.overlap`; else a run measures it.
         digest: of the coefficients as they were measured, to notice a later change by hand.
     """
@@ -207,8 +148,6 @@ class Profile(Frozen):
     forward: FitError
     backward: FitError
     packs: tuple[TimedPack, ...]
-    kernels: tuple[KernelRate, ...]
-    transfers: tuple[TransferCurve, ...]
     activation_bytes: dict[str, int]
     held_bytes: int
     counted_bytes: int
@@ -217,16 +156,10 @@ class Profile(Frozen):
 
 
 def digest_of(coefficients: msgspec.Struct) -> str:
-    """Hash all fields that differ from their defaults, but the digest itself; a field that a later version adds with a
-    default changes nothing. Nor does what a run adds of its own: the way in which keys and values travel and what it
-    overlaps, which it chooses, and what copies take between its processes, which it measures."""
+    """Hash all fields that differ from their defaults, but the digest itself and what a run adds: `context_exchange`,
+    what it overlaps, and what copies take."""
     tree = _said(coefficients)
-    for of_run in (
-        "context_exchange",
-        "overlap_reduction",
-        "overlap_gather",
-        "copies",
-    ):
+    for of_run in ("context_exchange", "overlap_reduction", "overlap_gather", "copies"):
         tree.pop(of_run, None)
     if "profile" in tree:
         tree["profile"].pop("digest", None)
@@ -279,8 +212,8 @@ class CopySpec(Frozen):
             raise ConfigError(f"copies of a cost file: num_ranks is {self.num_ranks}, must be >= 0; 0 = unknown")
 
     def arranging_seconds(self, num_layers: int, num_gained: int, num_left: int) -> float:
-        """Return what a switch takes whatever moves, on a rank that holds so many layers afterwards, and comes to hold
-        and leaves so many pieces."""
+        """Return the seconds of a switch whatever moves, on a rank that holds so many layers afterwards, and gains and
+        leaves so many pieces."""
         return self.fixed_s + self.layer_s * num_layers + self.gained_s * num_gained + self.left_s * num_left
 
     def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int, tp: int) -> float:
@@ -336,17 +269,13 @@ class PassCoefficients(Frozen):
 
 
 class OverlapCost(Frozen):
-    """How much collective communication and compute slow each other while both run: reduce-scatters of gradients beside
-    backwards, all-gathers of weights beside forwards.
+    """Tell how collectives and compute slow each other while both run: reduce-scatters of gradients during backwards,
+    all-gathers of weights during forwards.
 
     Args:
-        communication_slowdown: seconds of a collective beside compute over its seconds alone.
-        compute_slowdown: share of the time of such a collective that compute loses, 0..1. Where cores that compute move
-            the bytes it is near 1, and nothing is gained; the default is for devices that copy beside their kernels,
-            and not measured.
-
-    Raises:
-        ConfigError: a factor that is not above 0, or a share that is not in 0..1.
+        communication_slowdown: seconds of a collective during compute over its seconds alone, above 0.
+        compute_slowdown: share of the time of such a collective that compute loses, 0..1; near 1 where cores that
+            compute move the bytes. The default is assumed, for devices with copy engines.
     """
 
     communication_slowdown: float = 1.0
@@ -360,50 +289,42 @@ class OverlapCost(Frozen):
 
     @property
     def pays(self) -> bool:
-        """Say whether a collective keeps less from computing than it takes alone; else it had better run alone."""
+        """Say whether an overlapped collective costs less than it takes alone."""
         return self.communication_slowdown * self.compute_slowdown < 1
 
 
 class CostCoefficients(Frozen):
-    """What computing and communicating costs.
+    """Hold what computing and communicating costs. A link of None is not known, and layouts that need it are refused.
 
     Args:
         source: "analytic" (from data sheets) or "calibrated" (measured on the device).
-        device: name of the device, shown to users.
-        peak_flops_per_s: of one device; MFU is a share of it.
+        device: name shown to users; peak_flops_per_s: of one device, which MFU is a share of.
         forward, backward: seconds per layer.
         attention_tile: query rows of one attention block; an incomplete block costs a whole one. 1 = no tiles.
         embedding_s_per_token: on the first stage, once in forward and once in backward.
-        head_s_per_token, head_pack_s: final norm, logits, loss and their gradient. Charged to the LAST STAGE'S
-            BACKWARD, because that is where the runtime computes them.
+        head_s_per_token, head_pack_s: final norm, logits, loss and their gradient, all in the LAST STAGE'S BACKWARD.
         optimizer_s_per_parameter: one parameter of the rank's own shard.
-        p2p_bandwidth_bytes_per_s, p2p_latency_s: one transfer between neighbouring pipeline stages; None = not known.
-        reduce_bandwidth_bytes_per_s, reduce_latency_s: one step of the ring over data-parallel ranks; None = unknown.
-        gather_link: the same, of gathers; None = as `reduce_*`, which are of sums.
-        intra_node, inter_node, devices_per_node: links that tensor- and context-parallel groups use, by how many
-            consecutive devices a group spans; None = such groups cannot be costed.
+        p2p_bandwidth_bytes_per_s, p2p_latency_s: one transfer between neighbouring pipeline stages.
+        reduce_bandwidth_bytes_per_s, reduce_latency_s: one step of the ring over data-parallel ranks.
+        gather_link: the same, of all-gathers; None = as `reduce_*`.
+        intra_node, inter_node, devices_per_node: links of tensor- and context-parallel groups, by how many consecutive
+            devices a group spans.
         nics_per_node: adapters of a node, of which `inter_node` is one; None = `inter_node` is what a group gets in
-            all, as measured.
-        host_link: to host memory, for offloaded activations; None = offloading cannot be costed.
+            all.
+        host_link: to host memory, for offloaded activations.
         tensor_exposed_share: of the bytes of a tensor-parallel group's transfers, what does not hide behind matrix
             products; 0 = layers were measured with all of their transfers.
         weight_gather_exposed_share: the same, of the transfers that W of a split backward makes again.
-        weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes. Less than
-            half where elementwise work, which stays in I, is a part of these seconds; None = not measured, and half is
-            taken, which it is by count of products (`cost.pipeline_tasks`).
-        context_hidden_share: of the attention of documents that lie whole on one rank, behind which transfers of K and
-            V of others hide; below 1 because both slow each other down.
+        weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes; None = half.
+        context_hidden_share: of the attention of documents whole on one rank, behind which transfers of K and V hide.
         copy_s_per_byte: read one byte and write it elsewhere on the device.
-        context_exchange: how keys and values of shared documents travel: gathered once, or round the ranks.
-        overlap: how much packs slow, and are slowed by, gradients that are reduced and weights that are gathered
-            meanwhile, unit by unit; None = not measured, and neither runs beside compute.
-        overlap_reduction: gradients are reduced while later ones are computed (`train.overlap_reduction`), else after
-            the last backward; overlap_gather: updated weights are gathered while the next step begins
-            (`train.overlap_gather`), else before it.
+        context_exchange: how K and V of shared documents travel: gathered once, or round the ranks.
+        overlap: how gradients that are reduced and weights that are gathered meanwhile slow packs, and the reverse;
+            None = not measured, and neither is overlapped.
+        overlap_reduction, overlap_gather: `train.overlap_reduction` and `train.overlap_gather` of the run.
         copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
             measured, and priced as transfers inside a node.
-        measured_on: the model and layout that were measured; None where nothing was.
-        profile: how `evenload profile` measured them; None = they are of the start of a run, or of a data sheet.
+        measured_on: the model and layout that were measured; profile: how, by `evenload profile`.
 
     Raises:
         ConfigError: a negative time or a bandwidth that is not positive.
@@ -485,21 +406,21 @@ class CostCoefficients(Frozen):
 
     @property
     def reduction_overlap(self) -> OverlapCost | None:
-        """Return what reducing gradients beside backwards costs; None where they are reduced after the last one: it is
-        not configured, not measured, or does not pay."""
+        """Return what reducing gradients during backwards costs; None where they are reduced after the last one,
+        because it is not configured, not measured, or does not pay."""
         return self._overlap_if(is_wanted=self.overlap_reduction)
 
     @property
     def gather_overlap(self) -> OverlapCost | None:
-        """Return what gathering weights beside forwards costs; None where they are gathered before the first one."""
+        """Return what gathering weights during forwards costs; None where they are gathered before the first one."""
         return self._overlap_if(is_wanted=self.overlap_gather)
 
     def _overlap_if(self, *, is_wanted: bool) -> OverlapCost | None:
         return self.overlap if is_wanted and self.overlap is not None and self.overlap.pays else None
 
     def split_share(self, model: ModelSpec) -> float:
-        """Return, of the backward of linear layers, the share that W of a split backward defers: `weight_share`, half
-        where it was not measured, nothing where the matrices are frozen (LoRA)."""
+        """Return the share of the backward of linear layers that W of a split backward defers: `weight_share`, half
+        where it was not measured, 0 where the matrices are frozen (LoRA)."""
         if model.adapter_parameters_per_layer:
             return 0.0
         return 0.5 if self.weight_share is None else self.weight_share
@@ -511,14 +432,11 @@ class CostCoefficients(Frozen):
     def ring_seconds(
         self, num_bytes: float, copies: int, calls: int = 1, way: Literal["sum", "gather"] = "sum"
     ) -> float:
-        """Return the seconds of reduce-scatters or all-gathers of `num_bytes` (whole buffers) over the ranks with
-        copies of the weights.
+        """Return the seconds of `calls` reduce-scatters ("sum") or all-gathers of `num_bytes` together (whole buffers)
+        over the ranks with copies of the weights: `(n-1)/n` of the bytes over every link, in `n-1` steps a call.
 
-        A ring moves `(n-1)/n` of the bytes over every link in `n-1` steps. A `ConfigError` where there are several
-        copies and no link between them is known.
-
-        Args:
-            calls: one after the other, whose bytes these are.
+        Raises:
+            ConfigError: several copies, and no link between them is known.
         """
         if copies == 1:
             return 0.0

@@ -1,22 +1,20 @@
-"""Seconds of transfers inside tensor- and context-parallel groups, per layer.
+"""Price transfers inside tensor- and context-parallel groups, per layer.
 
-Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): a layer gathers its hidden states over tokens
-before attention and before the feed-forward block and scatters sums after each: 4 rings forward; backward the same 4
-for gradients and 2 more gathers for the weights' gradients. `tensor_exposed_share` of their bytes does not hide behind
-matrix products (`cost.analytic` says how the share comes about); their latency does not. Recomputing makes the output
-of attention again, so its sums are scattered again: 1 more, and 1 for the feed-forward block where its output is kept.
-A backward split into I and W makes those 6 in I; between them a rank keeps own rows only, so W gathers the inputs of
-both blocks and the gradients of both outputs again: 4 more.
+Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): hidden states are all-gathered before
+attention and before the feed-forward block and reduce-scattered after each: 4 rings forward; backward the same 4 for
+gradients and 2 more gathers for weight gradients. `tensor_exposed_share` of their bytes does not hide behind
+products; their latency does not hide. Recomputing scatters the output of attention again, and that of the
+feed-forward block where it is kept. W of a split backward gathers the inputs of both blocks and the gradients of
+both outputs again: 4 more.
 
-Context parallelism: K and V of a pack are all-gathered before attention, and dK and dV are reduce-scattered behind it
-in backward. K and V are gathered in backward again only of documents that are never cut: of others every rank has kept
-them. What arrives is put in its place, which costs copies (`copy_s_per_byte`) that nothing hides. Transfers hide behind
-`context_hidden_share` (default 0.8) of the attention of *local* documents, those that lie whole on one rank.
+Context parallelism: K and V of a pack are all-gathered before attention, dK and dV reduce-scattered in backward; K
+and V are gathered in backward again only of documents that are never cut, for of others every rank keeps them.
+Copies into place (`copy_s_per_byte`) hide behind nothing; transfers hide behind `context_hidden_share` of the
+attention of *local* documents, those that lie whole on one rank.
 
-A ring (Liu et al. 2023, `context_exchange`) passes keys and values round the ranks in n - 1 transfers of 1/n each, and
-in backward their gradients in n, the last of which brings them home and hides behind nothing. The others hide behind
-local attention and behind that of the rounds but the last, (n - 1)/n of it. A slice's transfers carry its document's
-whole prefix, where the gathered form sends every token once; nothing is copied into place.
+A ring (Liu et al. 2023, `context_exchange`) passes K and V round in n - 1 transfers of 1/n each, and in backward
+their gradients in n, the last of which hides behind nothing. The others hide behind local attention and (n - 1)/n of
+that of the rounds. A slice's transfers carry its document's whole prefix.
 
 All functions of seconds raise a `ConfigError` where the coefficients know no link for the group.
 """
@@ -98,7 +96,6 @@ def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int)
 
 
 def _exposed_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: int) -> tuple[float, float]:
-    """Of `tensor_ring_seconds` what is exposed; nothing where layers were measured with their transfers."""
     token_s, pack_s = tensor_ring_seconds(model, coefficients, tp, rings)
     share = coefficients.tensor_exposed_share
     return share * token_s, pack_s if share else 0.0
@@ -113,12 +110,12 @@ def context_seconds(
     cut_tokens: NDArray[np.float64],
     direction: Direction,
 ) -> ContextSeconds:
-    """Return what keys and values of every pack take, before anything hides them.
+    """Return the seconds of K and V of every pack on one layer, before anything hides them.
 
     Args:
         ranks: int64[num_packs], ranks that share the pack.
-        whole_tokens, cut_tokens: float64[num_packs], tokens of the whole pack whose keys and values travel, of
-            documents that are never cut and of others; in a ring with their prefixes.
+        whole_tokens, cut_tokens: float64[num_packs], tokens of the whole pack whose K and V travel, of documents
+            that are never cut and of others; in a ring with their prefixes.
     """
     whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
@@ -154,8 +151,7 @@ def context_traffic(
 
 
 def ring_home(model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction) -> tuple[int, int]:
-    """Return (bytes of one token and layer, transfers) of the last transfer of a ring's gradients, to the rank with the
-    rows."""
+    """Return (bytes of one token and layer, transfers) of the last transfer of a ring's gradients."""
     if coefficients.context_exchange != "ring" or direction == "forward":
         return 0, 0
     return kv_gradient_bytes_per_token(model, tp), 1

@@ -1,32 +1,20 @@
-"""Count main memory: what offloaded activations take on a node, and a whole training process on a CPU.
+"""Count main memory: offloaded activations of a node, and a whole training process on a CPU.
 
-What a rank holds there follows its actions: a forward's offloaded rows from its start on (`cost.layer_counts`: all that
-`replay` would keep), until the backward that contains a chunk's first token ends, as on the device. The memory is
-page-locked and not given back within a run (`runtime/replay/host_copies.py`), so a rank's peak is what it holds, and a
-node's need is the sum of the peaks of its ranks, whenever each of them is.
+A rank holds a forward's offloaded rows from its start until the backward with a chunk's first token ends, as on the
+device. The memory is page-locked and kept within a run (`runtime/replay/host_copies.py`), so a node needs the sum of
+its ranks' peaks. `OFFLOAD_SHARE` of a node's memory is for this: of 2 TB it leaves 300 GB for processes, checkpoints
+and the system; a large model on few nodes needs a lower `host_memory_bytes`.
 
-The order of ranks says who shares a node (`types.layout`): devices are numbered by pipeline rank, then replica, then
-context and tensor rank, and a node has `devices_per_node` neighbours.
+    A process on a CPU, as a system's monitor shows it and a container limits it:
 
-Of a node's memory `OFFLOAD_SHARE` is for this. Of 2 TB it leaves 300 GB: 80 GB for eight processes with CUDA and NCCL
-(10 GB each, assumed); the copy that a checkpoint is written from, 14 bytes a parameter over all nodes, which torch's
-pinned memory rounds up, about 100 GB of llama-150b on 32 nodes; 1 % of what is offloaded for what the arena holds
-beyond it (tests/runtime/test_host_arena.py); 100 GB for the system and its page cache. A
-large model on few nodes has a larger copy: there `host_memory_bytes` is to be lowered by it.
-
-**A process on a CPU**: what a system's monitor shows, and a container limits.
-
-    fixed       interpreter, libraries, process groups, loader: measured by the run itself before its first step
+    fixed       interpreter, libraries, process groups, loader: measured by the run before its first step
     static      weights, gradients and optimizer state (`cost.memory`), all touched before the first step
     first use   what kernels load when they first run
-    step        activations and buffers at their simulated peak, and what the C library's allocator holds beyond it:
-                freed tensors below its threshold stay with the process, in pieces that others do not fill
-    update      gloo's copy of the largest unit's gradients, which may come beside the last backward, and the norm's
-                fp64 copy of a shard: above the threshold on top of what is kept of the step, below it out of that
+    step        activations and buffers at their simulated peak, and what the C library's allocator holds beyond it
+    update      gloo's copy of the largest unit's gradients, and the norm's fp64 copy of a shard: above the allocator's
+                threshold on top of what is kept of the step, below it out of that
 
-The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc). What is kept of a
-step is still there in the next, so a run's prediction never falls. On a GPU nothing of this holds: the fixed part is
-the driver's, the allocator torch's (`reserved_bytes` and `fragmentation_share` of a device).
+The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc).
 """
 
 from collections.abc import Sequence
@@ -167,24 +155,22 @@ MAPPED_BYTES = 32 * 2**20
 
 
 def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
-    """Predict the peak of the fullest process while it runs a plan, alone or after lighter ones.
+    """Predict the peak bytes of the fullest process while it runs a plan, alone or after lighter ones.
 
     Args:
-        fixed_bytes: resident bytes before the first step beside weights, gradients and optimizer state.
+        fixed_bytes: resident bytes before the first step without weights, gradients and optimizer state.
     """
     layout = plan.layout
     static = int(static_bytes(model, layout).max())
     activations = plan.predicted.peak_memory_bytes - static
     # The fewest have the largest shards; only ranks that share weights reduce anything.
     copies, element = min(layout.data_sizes), max(model.bytes_per_element, 4)
-    unit = max(trained_layer_parameters(model, layout.tp), _trained_embedding(model, layout.tp))
+    unit = trained_layer_parameters(model, layout.tp)
+    if not model.adapter_parameters_per_layer:
+        unit = max(unit, embedding_parameters(model, layout.tp) + model.position_parameters)
     after = [8 * -(-unit // copies)]
     if max(layout.data_sizes) > 1:
         after.append(element * unit)
     mapped = sum(one for one in after if one > MAPPED_BYTES)
     kept = max(round((1 + ALLOCATOR_SHARE) * activations), sum(after) - mapped)
     return fixed_bytes + static + FIRST_USE_BYTES + kept + mapped
-
-
-def _trained_embedding(model: ModelSpec, tp: int) -> int:
-    return 0 if model.adapter_parameters_per_layer else embedding_parameters(model, tp) + model.position_parameters

@@ -1,45 +1,30 @@
 """Count what a token costs on one layer, whatever the device: FLOPs, attention pairs, and bytes by activation policy.
 
-FLOPs, for MFU and nothing else:
-- a matrix product of a token with a weight costs 2 FLOPs a weight; attention costs 4·heads·head_dim FLOPs a
-  (query, key) pair (QK and PV, 2 each), only pairs inside the causal mask and the sliding window count;
-- backward counts 2x forward for both, so a training step is 3x forward. Cost (seconds) charges attention's
-  backward 2.5x by default because flash kernels recompute scores (SlimPack §2.2.2); that recomputation is not
-  useful work, so MFU does not count it (the usual "model FLOPs", no recompute);
-- a frozen matrix (LoRA) has no dW, so its backward is 1x forward; adapters themselves count as any matrix;
-- the embedding look-up is 0, norms and activations are not counted.
-
-Bytes that stay between forward and backward, by activation policy and tensor-parallel size:
+FLOPs are for MFU alone: 2 a weight of a matrix product, 4·heads·head_dim a (query, key) pair inside causal mask and
+window; backward 2x forward for both (attention's seconds are 2.5x, for kernels recompute scores), 1x for frozen
+matrices (LoRA). The look-up of embeddings, norms and activations are not counted.
 
     replay     every linear layer's output (the runtime's default): nothing is computed twice but norms
-    recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products,
-               not attention (Korthikanti et al. 2022, "selective recomputation", the other way round: we keep the
-               expensive part and repeat the cheap one)
+    recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products, not
+               attention (Korthikanti et al. 2022, the other way round: the expensive part is kept)
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
-Where experts are, the router's logits are kept under `replay` and `recompute`: computed again in other company they
-may differ in the last bit, and a token that was near a tie would go back through other experts than it came. With
-norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V stay on the
-device under every policy: later slices of the document read them. Under tensor parallelism a device holds its heads
-and its columns of the feed-forward block; hidden states between blocks are split over tokens (sequence parallelism).
-Key/value heads fewer than devices are copied.
+Router logits are kept under every policy on the device: computed again in other company they could choose other
+experts. With norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V
+stay on the device, for later slices read them. Under tensor parallelism a device holds its heads and its columns of
+the feed-forward block; hidden states are split over tokens; key/value heads fewer than devices are copied.
 
-Workspace of attention's backward, as FlashAttention 2's kernels in torch make it (`mha_varlen_bwd` of torch 2.13,
-aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). Of one layer of one backward pack with T rows in n
-slices that see K keys in all, prefixes included; H query heads, G key heads of dimension D (kernels: rounded up), e
-bytes an element:
+Workspace of attention's backward, as FlashAttention 2's kernels in torch make it (`mha_varlen_bwd` of torch 2.13),
+of one layer of one backward pack with T rows in n slices that see K keys; H query heads, G key heads of dimension D,
+e bytes an element:
 
     sums of dQ and of dO·O      4·(T + 128·n)·H·(D + 1)    fp32; every document is rounded up to a block of rows
-      added in one order        4·(T + 128·n)·D·S more     of every processor of S apart (`train.deterministic`): as
-                                                           for one document; n of them share S
+      added in one order        4·(T + 128·n)·D·S more     of every processor of S apart (`train.deterministic`)
     keys of prefixes            4·e·G·D a key              K and V copied into one tensor, and their gradients
-    gradients of grouped keys   2·e·H·D a key              dK and dV for every query head, where H > G; above
-                                                           `KEY_GRADIENT_BYTES` they are made for some key heads at a
-                                                           time, at least for one (`attention.varlen_cuda`)
+    gradients of grouped keys   2·e·H·D a key              where H > G; above `KEY_GRADIENT_BYTES` they are made for
+                                                           some key heads at a time (`attention.varlen_cuda`)
 
-It is an estimate as all temporaries are: windows are not counted, and a pack of a context-parallel group takes its
-documents one after the other, so it holds less. Charged where attention is these kernels'
-(`ModelSpec.attention_workspace`).
+It is an estimate: windows are not counted, and packs of a context-parallel group hold less.
 """
 
 from dataclasses import dataclass
@@ -222,8 +207,7 @@ def workspace_rates(model: ModelSpec, heads: int, kv_heads: int) -> WorkspaceRat
 
 
 def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
-    """Refuse a layout that would be priced wrong; one place, so that every command says the same. What the runtime can
-    train is narrower and refused there.
+    """Refuse a layout that would be priced wrong.
 
     Raises:
         ConfigError: heads that do not divide over tensor ranks, context parallelism of a bidirectional model, or a

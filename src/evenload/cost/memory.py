@@ -6,48 +6,31 @@ Kept between forward and backward (e = bytes per element, L = layers of the stag
               T·L·(e·(hidden + (Hq+2·Hkv)·D + Hq·D + hidden + 2·ffn) + Hq·lse)   layer input, q k v outputs,
               attention output, o_proj output, gate and up; lse: 4 bytes a head and token (8 when e is 8);
               last stage + T·e·hidden (final hidden states).
-              Freed when the backward slice that contains the chunk's FIRST token ends: no earlier, because
-              backward cuts differ from forward cuts and a chunk is one tensor.
-    K and V   whole document, T·L·e·2·Hkv·D, from its first forward slice until the backward slice with
-              start 0 ends (rope applied, contiguous for the attention kernel).
+              Freed when the backward slice with the chunk's FIRST token ends: a chunk is one tensor.
+    K and V   whole document, T·L·e·2·Hkv·D, from its first forward slice until the backward slice with start 0 ends.
     dK and dV whole document, T·L·4·2·Hkv·D (8 when e is 8), only for documents cut in BACKWARD, from the first
               backward slice until the slice with start 0 ends: fp32 sums over slices.
 
-dK/dV are allocated by a backward and outlive it. `PipelineTasks` has no "allocated by backward" column, so they
-are counted as negative `backward_freed_bytes` of that pack (it gives back less than it takes, the sum may be
-below zero) plus the same amount in its `backward_temp_bytes`, so that the peak inside the pack is right too.
+dK/dV are allocated by a backward and outlive it: they count as negative `backward_freed_bytes` of that pack and in
+its `backward_temp_bytes`, so that the peak inside it is right too. Padded packs count `pad_to` tokens a document.
+Over a step kept == freed on every stage. Temporaries are ESTIMATES:
 
-Padded packs count `pad_to` tokens for every document. Over a step kept == freed on every stage.
-
-Temporaries are ESTIMATES (the allocator and fused kernels decide):
     forward   the pack's layer input, norm output, attention input/output and the gated product of one layer
-    backward  one layer's recomputed activations and gradients; on the last stage logits in compute precision
-              and their fp32 softmax and gradient, a block of HEAD_ROWS rows at a time: min(T, HEAD_ROWS)·vocab·(e + 8);
-              on a GPU the workspace of one layer's attention (`cost.layer_counts`)
+    backward  one layer's recomputed activations and gradients; on the last stage logits in compute precision and their
+              fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab·(e + 8); attention's workspace (`cost.layer_counts`)
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
 
-Policies (`cost.layer_counts`): a recomputed document keeps a smaller chunk and its backward holds one layer's remade
-tensors; an offloaded one keeps no chunk but two layers' buffers while a pack runs. Host memory: `cost.host_memory`.
+A recomputed document keeps a smaller chunk and its backward holds one layer's remade tensors; an offloaded one keeps
+no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens over
+its ranks: of K and V a rank keeps its share of documents that are never cut and gathers one layer at a time; of a
+cut document it keeps all, gathered, and all of dK and dV. Where some slices lie whole on one rank (DACP) we take,
+pack by pack, what the fullest rank holds: exact where packs are freed before the next starts (pp = 1), else an upper
+bound.
 
-Context parallelism (static, or DP-Merge per pack) divides a pack's tokens over the ranks that share it. Of K and V a
-rank keeps its share of documents that are never cut and gathers one layer at a time; of a cut document it keeps all,
-gathered, and all of dK and dV. Tensor parallelism: see `cost.layer_counts`; logits are split over the vocabulary.
-
-Where some slices lie whole on one rank of a context-parallel group (DACP), ranks hold different documents, and
-`PackBytes` has one column for all: we take, pack by pack, what the fullest rank holds. Exact for packs that are freed
-before the next one starts (pp = 1), else an upper bound.
-
-`bytes_by_kind` tells bytes apart by kind of memory; the kinds add up to them exactly. `bytes_at_rates` is a sum with a
-term a rate, so a kind's bytes are what it gives with all other rates at 0. Thus a kind can neither be forgotten nor
-counted differently from the totals that planners use. Kinds are `types.timeline.MEMORY_KINDS`; their columns have one
-more axis, K = len(MEMORY_KINDS).
-
-What an I leaves for its W (`cost.pipeline_tasks`) is the kind "weight_gradient_inputs". Where ranks of a group hold
-different documents (DACP), a pack's kinds are those of its fullest rank, as its total is.
-
-Price: about that of `pipeline_bytes`, and a dozen small products; 1 ms for a replica of 500 documents.
+Kinds of memory (`bytes_by_kind`, K = len(MEMORY_KINDS)) add up to these bytes: a kind is what `bytes_at_rates` gives
+with all other rates at 0. What an I leaves for its W is the kind "weight_gradient_inputs".
 """
 
 import dataclasses
@@ -161,8 +144,8 @@ def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
-    """Count the bytes of AdamW's state: two moments, and a master copy where weights have less than 4 bytes; and what
-    is as long, the moving average of the weights, if there is one. Muon's is smaller."""
+    """Count the bytes of AdamW's state (Muon's is smaller): two moments, a master copy where weights have less than 4
+    bytes, and the moving average of the weights, if there is one."""
     element = model.bytes_per_element
     return (4 if element < 4 else 0) + (3 if model.averaged_weights else 2) * max(element, 4)
 
@@ -187,14 +170,14 @@ def pipeline_bytes(
 
 @dataclass(frozen=True, eq=False)
 class TokenCounts:
-    """Tokens of packs as one rank counts them, by what is kept of them.
+    """Count tokens of packs as one rank sees them, by what is kept of them.
 
     Args:
-        kept_chunks: int64[m_f, policies], recorded in a forward; freed_chunks: int64[m_b, policies], given back.
-        kept_kv, freed_kv: int64[m_f], int64[m_b], of documents whose keys and values come and go.
-        opened, closed: int64[m_b], of documents whose gradients of keys and values come and go.
+        kept_chunks, freed_chunks: int64[m_f or m_b, policies], recorded in a forward, given back in a backward.
+        kept_kv, freed_kv: int64[m_f], int64[m_b], of documents whose K and V come and go.
+        opened, closed: int64[m_b], of documents whose dK and dV come and go.
         computed: int64[m_b, policies], of backward packs.
-        gathered_forward, gathered_backward: int64[m_f], int64[m_b], whose keys and values other ranks send.
+        gathered_forward, gathered_backward: int64[m_f], int64[m_b], whose K and V other ranks send.
         pieces, prefix_keys, keys: int64[m_b], slices of backward packs, keys before them, and keys that they see.
     """
 
@@ -358,8 +341,8 @@ def backward_temp_estimate(
 def _kv_tokens(
     forward: SliceColumns, document_tokens: NDArray[np.int64], is_cut: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Tokens of every document whose K and V a rank keeps: its share of a document that is never cut; all of a
-    cut one, because later slices read the gathered prefix."""
+    """Count the tokens of every document whose K and V a rank keeps: all of a cut document, whose later slices read the
+    gathered prefix, else its share."""
     ranks_of_document = np.ones(len(document_tokens), np.int64)
     ranks_of_document[forward.doc] = forward.cp
     whole = is_cut.copy()
@@ -384,14 +367,12 @@ def _policy_sums(
 
 
 def _pack_sums(pack: NDArray[np.int64], values: NDArray[np.int64], num_packs: int) -> NDArray[np.int64]:
-    """Exact below 2**53, far above any token count."""
     return np.bincount(pack, weights=values, minlength=num_packs).astype(np.int64)
 
 
 def _document_tokens(
     forward: SliceColumns, forward_pack: NDArray[np.int64], num_tokens: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Tokens of every document as stored: padded documents are stored with their padding."""
     tokens = num_tokens.copy()
     pad_to = forward.pad_to[forward_pack]
     padded = pad_to > 0
@@ -402,11 +383,7 @@ def _document_tokens(
 def _backward_pack_of_first_token(
     forward: SliceColumns, backward: SliceColumns, backward_pack: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """int64[num_forward_slices]: the backward pack whose slice of that document contains the chunk's first token.
-
-    One sorted search: backward slices sorted by (document, start); the containing one is the last whose key is
-    not above (document, chunk start).
-    """
+    """Find the backward pack whose slice contains each forward slice's first token; int64[num_forward_slices]."""
     span = 1 + max(int(forward.stop.max(initial=0)), int(backward.stop.max(initial=0)))
     keys = backward.doc.astype(np.int64) * span + backward.start
     order = np.argsort(keys, kind="stable")
@@ -479,22 +456,23 @@ def bytes_by_kind(
         policy: int8[num_documents]; None = all replay.
         owners: int64[num_slices] forward and backward, the rank that holds a slice, -1 = all ranks; None = all shared.
     """
-    if owners is None:
-        views = [(forward, backward)]
-    else:
-        views = [
-            (rank_view(forward, owners[0], rank), rank_view(backward, owners[1], rank)) for rank in range(layout.cp)
-        ]
-    rates = rates_by_kind(byte_rates(model, layout))
-    columns = {}
-    for name in PackBytes.pack_columns():
-        columns[name] = np.zeros((len(views), *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)
-    for rank, view in enumerate(views):
-        counts = count_tokens(*view, num_tokens, policy)
-        for kind, of_kind in rates.items():
-            held = bytes_at_rates(of_kind, counts)
-            for field, column in columns.items():
-                column[rank, :, :, MEMORY_KINDS.index(kind)] = getattr(held, field)
+    num_views = 1
+    if owners is not None:
+        num_views, count = layout.cp, len(num_tokens)
+        forward, backward = (
+            _all_ranks(columns, owner, num_views, count)
+            for columns, owner in zip((forward, backward), owners, strict=True)
+        )
+        num_tokens, policy = np.tile(num_tokens, num_views), None if policy is None else np.tile(policy, num_views)
+    columns = {
+        name: np.zeros((num_views, *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)
+        for name in PackBytes.pack_columns()
+    }
+    counts = count_tokens(forward, backward, num_tokens, policy)
+    for kind, of_kind in rates_by_kind(byte_rates(model, layout)).items():
+        held = bytes_at_rates(of_kind, counts)
+        for field, column in columns.items():
+            column[..., MEMORY_KINDS.index(kind)] = getattr(held, field).reshape(column.shape[:-1])
     static = np.zeros((layout.pipeline_ranks, len(MEMORY_KINDS)), np.int64)
     at = [MEMORY_KINDS.index(kind) for kind in ("weights", "gradients", "optimizer_state")]
     static[:, at] = static_kinds(model, layout)

@@ -1,27 +1,20 @@
 """Price packs, documents and transfers of one model, one device and one layout: `PackCosts`.
 
-Every pack is reduced to a few features (`SliceFeatures`: tokens, slices, 1, then pairs and prefix of each distinct
-window of the model); a stage is a row of rates (`StageRates`: seconds a feature); seconds are one small matrix product.
-O(slices) numpy per direction, no Python loop. `native_table` evaluates the same formulas per stage for the core
-(`native/price.h`).
+A pack is reduced to a few features (tokens, slices, 1, then pairs and prefix of each distinct window of the model),
+a stage is a column of seconds a feature; seconds are one small matrix product. O(slices) numpy per direction.
+`native` hands the same numbers to the core (`native/price.h`).
 
-- Sliding windows: layers with equal windows share one pair count.
-- Tiles: flash attention computes whole blocks of `tile` query rows. The rows a slice lacks to full blocks cost like its
-  last row, which sees `min(stop, window)` keys (WLB §5.2).
-- Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes one
-  near the start and one near the end; a shorter one stays whole on some rank where the sharding leaves it whole
-  (`mixed`). Features are those of one rank, on average over the ranks.
+- Tiles: attention computes whole blocks of `tile` query rows. Rows that a slice lacks to full blocks cost like its
+last
+  row, which sees `min(stop, window)` keys (WLB §5.2). A padded slice costs `pad_to` tokens and their attention.
+- Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes
+one
+  near the start and one near the end; a shorter one stays whole on some rank where the sharding allows it. Features are
+  the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_split`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
-  divides tokens' and pairs' seconds by tp and adds its exposed transfers (`cost.groups`).
-- Padding: a slice of a padded pack costs `pad_to` tokens and their attention: that work is really done.
-- A stage's host may take longer to queue a pack than its device to compute it: a pack takes the longer of the two.
-- Context parallelism (of the layout, or of a pack under DP-Merge) divides a pack over the ranks that share it. Here a
-  pack costs what its ranks take on average. K and V travel for slices that are cut. That is what searches compare; what
-  a plan promises is the slowest rank by its own rows (`cost.pack_split`).
-- Recomputed layers of the layout (`ParallelLayout.stage_recomputed`): part of what a token and a pack cost in backward.
-- Policies (`cost.layer_counts`): a recomputed document pays the matrix products that are made again in backward, which
-  is all but the down projection where nobody keeps its output; an offloaded one makes a pack last at least as long as
-  its copies to or from the host.
+  divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.groups`).
+- Recomputed layers add to what a token and a pack cost in backward; a recomputed document pays the products that are
+  made again; an offloaded one makes a pack last at least as long as its copies to or from the host.
 """
 
 import functools
@@ -33,7 +26,6 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.groups import (
-    ContextTraffic,
     context_seconds,
     context_traffic,
     recompute_seconds,
@@ -63,7 +55,7 @@ from evenload.types.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class SliceFeatures:
-    """Of slices of one model.
+    """Compute features of slices of one model.
 
     Args:
         windows: the distinct ones of its layers, 0 = full.
@@ -124,7 +116,7 @@ class SliceFeatures:
         return (ranks > 1) & (rows >= shortest)
 
     def _of_shared_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """As `of_slices` of one of the ranks that share each slice, on average over them."""
+        """Compute as `of_slices` the mean over the ranks that share each slice."""
         rows = stop - start
         sharded = self.is_sharded(rows, ranks)
         share = 1.0 / ranks
@@ -181,156 +173,6 @@ def prefix_column(window_index: int) -> int:
     return 4 + 2 * window_index
 
 
-@dataclass(frozen=True)
-class StageRates:
-    """Of one model, device and layout.
-
-    Args:
-        windows: the distinct ones of the model's layers, 0 = full; in the order of a pack's features.
-    """
-
-    model: ModelSpec
-    coefficients: CostCoefficients
-    layout: ParallelLayout
-    windows: tuple[int, ...]
-
-    def features(self, direction: Direction, tp: int | None = None) -> NDArray[np.float64]:
-        """Return the seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
-        tp = self.layout.tp if tp is None else tp
-        layer = self.coefficients.of_pass(direction)
-        stages = self.layout.stage_layers
-        matrix = np.zeros((num_columns(len(self.windows)), len(stages)))
-        matrix[0], matrix[2] = self._linear(direction, tp)
-        for stage, (first, last) in enumerate(stages):
-            matrix[1, stage] = (last - first) * layer.slice_s
-            for index, window in enumerate(self.windows):
-                count = self.model.windows[first:last].count(window)
-                matrix[pairs_column(index), stage] = count * layer.attention_s_per_pair / tp
-                matrix[prefix_column(index), stage] = count * layer.prefix_s_per_token / tp
-        # The embedding's rows are split over the vocabulary, its sums scattered over tokens.
-        matrix[0, 0] += self.coefficients.embedding_s_per_token / tp
-        if direction == "backward":
-            matrix[0, -1] += self.coefficients.head_s_per_token / tp
-            matrix[2, -1] += self.coefficients.head_pack_s
-        return matrix
-
-    def host(self, direction: Direction) -> NDArray[np.float64]:
-        """Return the seconds of the host a slice and a pack; float64[2, P]. No axis divides them: every rank queues its
-        own."""
-        layer = self.coefficients.of_pass(direction)
-        return np.outer((layer.host_slice_s, layer.host_pack_s), self.layers())
-
-    def linear_again(self, layers: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
-        """Return (seconds a token, seconds a pack) of what recomputing makes again in so many layers of every stage;
-        float64[P] each."""
-        model, tp = self.model, self.layout.tp
-        layer, share = self.coefficients.forward, recomputed_share(model)
-        token_s, pack_s = recompute_seconds(model, self.coefficients, tp)
-        return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
-
-    def layers(self) -> NDArray[np.int64]:
-        """Count the layers of every virtual stage."""
-        return np.array(self.layout.stage_counts, np.int64)
-
-    def _linear(self, direction: Direction, tp: int) -> tuple[NDArray, NDArray]:
-        """Of every stage's layers without attention: (seconds a token, seconds a pack); float64[P] each."""
-        layer, layers = self.coefficients.of_pass(direction), self.layers()
-        token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
-        return layers * (layer.linear_s_per_token / tp + token_s), layers * (layer.pack_s + pack_s)
-
-
-def native_table(
-    model: ModelSpec,
-    coefficients: CostCoefficients,
-    layout: ParallelLayout,
-    stage_seconds: dict[Direction, NDArray[np.float64]],
-    host_seconds: dict[Direction, NDArray[np.float64]],
-    linear_again_s: tuple[NDArray[np.float64], NDArray[np.float64]],
-    *,
-    keeps_short_whole: bool,
-) -> _native.CostTable:
-    """Return the numbers of one `PackCosts` for the core. Made once for a planner; pricing a pack then multiplies and
-    adds there.
-
-    Args:
-        stage_seconds: float64[features, P] of each direction, seconds per feature of a pack.
-        host_seconds: float64[2, P] of each direction, of the host a slice and a pack.
-        linear_again_s: float64[P] each, seconds a token and a pack of what recomputing pays again.
-        keeps_short_whole: see `PackCosts`.
-    """
-    table = _native.CostTable()
-    table.num_stages, table.num_ranks = layout.num_stages, layout.pipeline_ranks
-    table.layout_cp, table.layout_tp = layout.cp, layout.tp
-    table.tile, table.causal = coefficients.attention_tile, model.causal
-    table.shared_tile = coefficients.attention_tile if keeps_short_whole else 0
-    table.devices_per_node = coefficients.devices_per_node
-    table.windows = sorted(set(model.windows))
-    table.forward, table.backward = (
-        _pass_table(model, coefficients, layout.tp, direction, stage_seconds[direction], host_seconds[direction])
-        for direction in ("forward", "backward")
-    )
-    table.context_hidden_share = coefficients.context_hidden_share
-    table.copy_s_per_byte = coefficients.copy_s_per_byte
-    table.context_ring = coefficients.context_exchange == "ring"
-    # In the core only groups at stride tp choose between the two, and what they get between nodes does not depend on
-    # how many they are: the link of one that leaves its node is that of all.
-    between = coefficients.group_link_or_none(coefficients.devices_per_node + 1, layout.tp)
-    table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(between)
-    table.host = _link(coefficients.host_link)
-    layers = np.array(layout.stage_counts, np.int64)
-    table.layers = layers.astype(float).tolist()
-    table.linear_again_token_s, table.linear_again_pack_s = (column.tolist() for column in linear_again_s)
-    offloaded = activation_bytes_per_token(model, "replay", layout.tp)
-    table.offload_bytes_per_token = (layers * offloaded).astype(float).tolist()
-    table.p2p_bytes_per_token = model.hidden_size * model.bytes_per_element / layout.tp
-    # One stage sends nothing, so nothing has to be known.
-    table.p2p = _link(coefficients.stage_link() if layout.num_stages > 1 else None)
-    table.stage_to_rank = list(layout.stage_to_rank)
-    rates = byte_rates(model, layout)
-    table.static_bytes = rates.static_bytes.tolist()
-    table.chunk_bytes = rates.chunk.ravel().tolist()
-    table.forward_temp_bytes = rates.forward_temp.ravel().tolist()
-    table.backward_temp_bytes = rates.backward_temp.ravel().tolist()
-    table.kv_bytes, table.kv_gradient_bytes = rates.kv.tolist(), rates.kv_gradient.tolist()
-    table.logits_bytes_per_row = rates.logits_per_row.tolist()
-    table.head_rows = HEAD_ROWS
-    table.slice_temp_bytes, table.prefix_key_bytes = rates.attention.piece, rates.attention.prefix_key
-    table.grouped_key_bytes, table.grouped_key_head_bytes = (
-        rates.attention.grouped_key,
-        rates.attention.grouped_key_head,
-    )
-    table.grouped_key_most_bytes = KEY_GRADIENT_BYTES
-    table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
-    table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
-    table.weight_pack_s = coefficients.backward.pack_s
-    table.weight_share = coefficients.split_share(model)
-    table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
-    held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
-    table.weight_held_bytes = table.weight_new_bytes = held
-    return table
-
-
-def _pass_table(
-    model: ModelSpec,
-    coefficients: CostCoefficients,
-    tp: int,
-    direction: Direction,
-    stage_seconds: NDArray[np.float64],
-    host_seconds: NDArray[np.float64],
-) -> _native.PassTable:
-    return _native.PassTable(
-        stage_seconds.ravel().tolist(),
-        host_seconds.ravel().tolist(),
-        _traffic(context_traffic(model, coefficients, tp, direction, is_cut=False)),
-        _traffic(context_traffic(model, coefficients, tp, direction, is_cut=True)),
-        *map(float, ring_home(model, coefficients, tp, direction)),
-    )
-
-
-def _traffic(found: ContextTraffic) -> _native.ContextTraffic:
-    return _native.ContextTraffic(float(found.token_bytes), float(found.rings), float(found.placed_bytes))
-
-
 def _link(link: LinkSpec | None) -> _native.Link:
     return _native.Link(0.0, 0.0) if link is None else _native.Link(link.bandwidth_bytes_per_s, link.latency_s)
 
@@ -365,35 +207,115 @@ class PackCosts:
             causal=model.causal,
             keeps_short_whole=keeps_short_whole,
         )
-        self._rates = StageRates(model, coefficients, layout, self.windows)
         self.stage_seconds: dict[Direction, NDArray[np.float64]] = {
-            "forward": self._rates.features("forward"),
-            "backward": self._rates.features("backward"),
+            "forward": self._stage_rates("forward", layout.tp),
+            "backward": self._stage_rates("backward", layout.tp),
         }
         # Per stage: seconds a token and a pack of the forward's linear work that recomputing a document pays again, and
         # what recomputed layers pay for every document.
         stored = self.layers() - np.array(layout.recomputed_counts, np.int64)
-        self.linear_again_s = self._rates.linear_again(stored)
+        self.linear_again_s = self._linear_again(stored)
         if any(layout.recomputed_counts):
-            token_s, pack_s = self._rates.linear_again(self.layers() - stored)
+            token_s, pack_s = self._linear_again(self.layers() - stored)
             self.stage_seconds["backward"][0] += token_s
             self.stage_seconds["backward"][2] += pack_s
+        # The host's seconds a slice and a pack; float64[2, P]. Every rank queues its own, so no axis divides them.
         self.host_seconds: dict[Direction, NDArray[np.float64]] = {
-            "forward": self._rates.host("forward"),
-            "backward": self._rates.host("backward"),
+            direction: np.outer((layer.host_slice_s, layer.host_pack_s), self.layers())
+            for direction, layer in (("forward", coefficients.forward), ("backward", coefficients.backward))
         }
+
+    def _stage_rates(self, direction: Direction, tp: int) -> NDArray[np.float64]:
+        """Return the seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
+        layer, stages, layers = self.coefficients.of_pass(direction), self.layout.stage_layers, self.layers()
+        matrix = np.zeros((num_columns(len(self.windows)), len(stages)))
+        token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
+        matrix[0] = layers * (layer.linear_s_per_token / tp + token_s)
+        matrix[1] = layers * layer.slice_s
+        matrix[2] = layers * (layer.pack_s + pack_s)
+        for index, window in enumerate(self.windows):
+            count = np.array([self.model.windows[first:last].count(window) for first, last in stages])
+            matrix[pairs_column(index)] = count * layer.attention_s_per_pair / tp
+            matrix[prefix_column(index)] = count * layer.prefix_s_per_token / tp
+        # The embedding's rows are split over the vocabulary, its sums scattered over tokens.
+        matrix[0, 0] += self.coefficients.embedding_s_per_token / tp
+        if direction == "backward":
+            matrix[0, -1] += self.coefficients.head_s_per_token / tp
+            matrix[2, -1] += self.coefficients.head_pack_s
+        return matrix
+
+    def _linear_again(self, layers: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
+        """Return (seconds a token, seconds a pack) of what recomputing makes again in so many layers of every stage;
+        float64[P] each."""
+        tp, layer, share = self.layout.tp, self.coefficients.forward, recomputed_share(self.model)
+        token_s, pack_s = recompute_seconds(self.model, self.coefficients, tp)
+        return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
 
     @functools.cached_property
     def native(self) -> _native.CostTable:
         """Return the same numbers for the core (`cost.pipeline_tasks`)."""
-        return native_table(
-            self.model,
-            self.coefficients,
-            self.layout,
-            self.stage_seconds,
-            self.host_seconds,
-            self.linear_again_s,
-            keeps_short_whole=self.keeps_short_whole,
+        model, coefficients, layout = self.model, self.coefficients, self.layout
+        table = _native.CostTable()
+        table.num_stages, table.num_ranks = layout.num_stages, layout.pipeline_ranks
+        table.layout_cp, table.layout_tp = layout.cp, layout.tp
+        table.tile, table.causal = coefficients.attention_tile, model.causal
+        table.shared_tile = coefficients.attention_tile if self.keeps_short_whole else 0
+        table.devices_per_node = coefficients.devices_per_node
+        table.windows = list(self.windows)
+        table.forward, table.backward = (self._pass_table(direction) for direction in ("forward", "backward"))
+        table.context_hidden_share = coefficients.context_hidden_share
+        table.copy_s_per_byte = coefficients.copy_s_per_byte
+        table.context_ring = coefficients.context_exchange == "ring"
+        # In the core only groups at stride tp choose between the two, and what they get between nodes does not depend
+        # on how many they are: the link of one that leaves its node is that of all.
+        between = coefficients.group_link_or_none(coefficients.devices_per_node + 1, layout.tp)
+        table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(between)
+        table.host = _link(coefficients.host_link)
+        layers = self.layers()
+        table.layers = layers.astype(float).tolist()
+        table.linear_again_token_s, table.linear_again_pack_s = (column.tolist() for column in self.linear_again_s)
+        offloaded = activation_bytes_per_token(model, "replay", layout.tp)
+        table.offload_bytes_per_token = (layers * offloaded).astype(float).tolist()
+        table.p2p_bytes_per_token = model.hidden_size * model.bytes_per_element / layout.tp
+        # One stage sends nothing, so nothing has to be known.
+        table.p2p = _link(coefficients.stage_link() if layout.num_stages > 1 else None)
+        table.stage_to_rank = list(layout.stage_to_rank)
+        rates = byte_rates(model, layout)
+        table.static_bytes = rates.static_bytes.tolist()
+        table.chunk_bytes = rates.chunk.ravel().tolist()
+        table.forward_temp_bytes = rates.forward_temp.ravel().tolist()
+        table.backward_temp_bytes = rates.backward_temp.ravel().tolist()
+        table.kv_bytes, table.kv_gradient_bytes = rates.kv.tolist(), rates.kv_gradient.tolist()
+        table.logits_bytes_per_row = rates.logits_per_row.tolist()
+        table.head_rows = HEAD_ROWS
+        table.slice_temp_bytes, table.prefix_key_bytes = rates.attention.piece, rates.attention.prefix_key
+        table.grouped_key_bytes, table.grouped_key_head_bytes = (
+            rates.attention.grouped_key,
+            rates.attention.grouped_key_head,
+        )
+        table.grouped_key_most_bytes = KEY_GRADIENT_BYTES
+        table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
+        table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
+        table.weight_pack_s = coefficients.backward.pack_s
+        table.weight_share = coefficients.split_share(model)
+        table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
+        held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
+        table.weight_held_bytes = table.weight_new_bytes = held
+        return table
+
+    def _pass_table(self, direction: Direction) -> _native.PassTable:
+        model, coefficients, tp = self.model, self.coefficients, self.layout.tp
+        whole, cut = (
+            _native.ContextTraffic(float(moved.token_bytes), float(moved.rings), float(moved.placed_bytes))
+            for is_cut in (False, True)
+            for moved in (context_traffic(model, coefficients, tp, direction, is_cut=is_cut),)
+        )
+        return _native.PassTable(
+            self.stage_seconds[direction].ravel().tolist(),
+            self.host_seconds[direction].ravel().tolist(),
+            whole,
+            cut,
+            *map(float, ring_home(model, coefficients, tp, direction)),
         )
 
     @functools.cached_property
@@ -459,11 +381,11 @@ class PackCosts:
         cut_tokens: NDArray[np.float64],
         is_local: NDArray[np.bool_],
     ) -> NDArray[np.float64]:
-        """Return what keys and values of shared documents cost beyond attention: transfers that attention of local
-        documents does not hide, and copies; float64[num_packs, P].
+        """Return what K and V of shared documents cost beyond attention: transfers that attention of local documents
+        does not hide, and copies; float64[num_packs, P].
 
         Args:
-            ranks, whole_tokens, cut_tokens: of every pack, as `group_comm.context_seconds` takes them.
+            ranks, whole_tokens, cut_tokens: of every pack, as `cost.groups.context_seconds` takes them.
             is_local: bool[num_slices], of documents that lie whole on the rank.
         """
         tokens = ranks, whole_tokens, cut_tokens
@@ -530,9 +452,8 @@ class PackCosts:
         return self._work("backward", stage, recomputed_share)
 
     def reduction_seconds(self) -> float:
-        """Price the reduce-scatter of fp32 gradients and all-gather of weights over data-parallel ranks, fullest rank,
-        in full: for searches, which count latency once and hide nothing. What a plan pays follows from its order and
-        its units (`schedule.step_ends`)."""
+        """Price the reduce-scatter of fp32 gradients and all-gather of weights on the fullest rank, for searches:
+        latency counts once and nothing hides. What a plan pays follows from its order (`schedule.step_ends`)."""
         element = self.model.bytes_per_element
         return max(
             sum(
@@ -548,7 +469,6 @@ class PackCosts:
         return max(seconds * parameters / copies for copies, parameters in self._fullest_by_copies().items())
 
     def _fullest_by_copies(self) -> dict[int, float]:
-        """Trained parameters of the fullest rank among those whose weights so many ranks hold."""
         found: dict[int, float] = {}
         trained = trained_parameters_per_rank(self.model, self.layout).tolist()
         for copies, parameters in zip(self.layout.data_sizes, trained, strict=True):
@@ -556,19 +476,20 @@ class PackCosts:
         return found
 
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
-        """All useful work of a step on all devices, spread evenly: no recompute, no padding, no tiles, no
-        per-slice or per-pack constants, no communication, no optimizer. No schedule can beat it under this
-        cost model, but for one: where tensor-parallel transfers were measured with their layers they are in it."""
-        whole = self._rates.features("forward", tp=1) + self._rates.features("backward", tp=1)
+        """Price all useful work of a step on all devices evenly, without recompute, padding, tiles, constants of packs
+        and slices, communication (but for tensor-parallel transfers that were measured with their layers) and
+        optimizer."""
+        whole = self._stage_rates("forward", 1) + self._stage_rates("backward", 1)
         return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
 
     def useful_stage_seconds(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
         """Return as `lower_bound_seconds` that of every virtual stage on one tensor-parallel group, with its transfers;
         float64[P]."""
-        return self._useful_features(num_tokens) @ (self._rates.features("forward") + self._rates.features("backward"))
+        tp = self.layout.tp
+        rates = self._stage_rates("forward", tp) + self._stage_rates("backward", tp)
+        return self._useful_features(num_tokens) @ rates
 
     def _useful_features(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Of all documents together, whole, without tiles and constants."""
         tokens = np.asarray(num_tokens, np.int64)
         features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
         features[:, 1:3] = 0.0
@@ -594,7 +515,7 @@ class PackCosts:
 
     def layers(self) -> NDArray[np.int64]:
         """Count the layers of every virtual stage."""
-        return self._rates.layers()
+        return np.array(self.layout.stage_counts, np.int64)
 
     def _travelling_tokens(
         self, columns: SliceColumns, is_cut: NDArray[np.bool_] | None
@@ -610,12 +531,10 @@ class PackCosts:
         return tuple(columns.pack_sums(np.where(is_cut[columns.doc] == cut, sent, 0)) for cut in (False, True))  # type: ignore[return-value]
 
     def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:
-        """Of packs with these features, without prefixes; float64[num_packs, P]."""
         of_pairs = [pairs_column(index) for index in range(len(self.windows))]
         return weighted(features[:, of_pairs], self.stage_seconds[direction][of_pairs])
 
     def _copy_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Copies of offloaded tokens of every pack to or from the host; float64[num_packs, P]."""
         link = self.host_link()
         token_bytes = activation_bytes_per_token(self.model, "replay", self.layout.tp)
         copied_bytes = np.outer(tokens, self.layers() * token_bytes)

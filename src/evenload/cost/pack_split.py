@@ -1,28 +1,18 @@
 """Price shared packs rank by rank (`RankedPacks`), and split the seconds of packs by cause (`PackSplit`).
 
-    seconds of a rank    those of its own rows as a pack of its own (`PackCosts.pack_seconds`), and what keys and values
-                         of shared documents cost beyond the attention of its local ones
-    seconds of a pack    of its slowest rank: the ranks wait for each other in every layer's transfers
+A rank takes the seconds of its own rows as a pack of its own, and what K and V of shared documents cost beyond the
+attention of its local ones; a pack takes those of its slowest rank, for ranks wait for each other in every layer's
+transfers. So uneven sharding (WLB §5) and short pieces that waste tiles are in the seconds of a pack. Layers are not
+told apart: where windows make other ranks the slowest, a pack takes longer than this says. `stepplan.rank_rows` says
+who computes which rows. O(ranges + packs · ranks · stages) numpy.
 
-So uneven rules of sharding (WLB §5: per-sequence) and short pieces that waste kernel tiles are in the seconds of a
-pack, as they are in the run. Layers are not told apart: where layers with and without a window had different slowest
-ranks, a pack would take longer than this says.
+Causes add up to `PackCosts.pack_seconds`. One thing after the other is taken away, and each difference is its share:
 
-Who computes which rows says `stepplan.rank_rows`. O(ranges + packs · ranks · stages) numpy.
-
-Causes add up to `PackCosts.pack_seconds`. One thing after the other is taken away, and each difference is that cause's
-share:
-
-    as planned ─ copies to the host ─ recompute ─ waiting for keys and values ─ tensor-parallel transfers
+    as planned ─ copies to the host ─ recompute ─ waiting for K and V ─ tensor-parallel transfers
                ─ tiles, constants and waiting for the host ─ padding = useful work
 
-So a cause is what would be saved if it went away after those before it in the chain; only copies and transfers
-of keys and values depend on the order (they hide behind the rest), and they come first.
-
-Causes of a pack that several ranks share are means over its ranks, each by its own rows; what the
-slowest takes beyond the mean is `cp_imbalance_s`.
-
-O(slices + packs · stages) numpy, seven times the price of `pack_seconds`; for chosen plans, not for candidates.
+Causes of a shared pack are means over its ranks; what the slowest takes beyond the mean is `cp_imbalance_s`.
+O(slices + packs · stages) numpy, seven times the price of `pack_seconds`.
 """
 
 import dataclasses
@@ -40,16 +30,17 @@ from evenload.types.document import Direction
 
 @dataclass(frozen=True, eq=False)
 class RankedPacks:
-    """All packs of one replica and direction, rank by rank.
+    """Hold all packs of one replica and direction, rank by rank.
 
     Args:
         rows: the token ranges of every pack and rank, as slices of packs of their own: pack p of rank r is
             `first_rank[p] + r`.
-        first_rank: int64[num_packs + 1]; a pack has `first_rank[p + 1] - first_rank[p]` ranks, 1 where it is its own.
-        is_local, is_cut: bool[ranges of `rows`], of documents that lie whole on one rank, and of those that are cut in
-            this direction or in the other.
-        whole_tokens, cut_tokens: float64[num_packs], tokens whose keys and values travel, of documents that are never
-            cut and of others (`group_comm.context_seconds`).
+        first_rank: int64[num_packs + 1]; a pack has `first_rank[p + 1] - first_rank[p]` ranks, 1 where it is its
+            own.
+        is_local, is_cut: bool[ranges of `rows`], of documents that lie whole on one rank, and of those that are cut
+            in this direction or in the other.
+        whole_tokens, cut_tokens: float64[num_packs], tokens whose K and V travel, of documents that are never cut
+            and of others.
     """
 
     rows: SliceColumns

@@ -1,26 +1,21 @@
 """Price one replica's packs in one call of the core: seconds, bytes and dependencies, and backwards as I and W.
 
 `forwards_needed[j]` is one more than the last forward pack that holds a slice of a document of backward pack j.
-Formulas stand in `cost.pack_cost` (seconds), `cost.memory` (bytes) and here (I and W); `tests/reference/prices.py` puts
-them together in numpy and agrees to the last bit. O(slices + packs · stages · features), about 50 ns a slice and 10 ns
-a pack and stage.
+Formulas stand in `cost.pack_cost`, `cost.memory` and here (I and W); `tests/reference/prices.py` agrees to the last
+bit. About 50 ns a slice and 10 ns a pack and stage.
 
-I and W (zero bubble; Qi et al. 2023): W is one of the two equal products of every linear layer's backward (dW; the
-other is dX) and its part of the constants that come with them: the share of these seconds that was measured, else half.
-Attention has no weights: all of it, of the norms and of the embedding stays in I. So does the head: its logits live for
-a block of rows only (`cost.memory.HEAD_ROWS`), and keeping them for W would cost vocab·(e + 4) bytes a token. Under
-tensor parallelism W gathers again the rows that I has let go (`cost.groups.WEIGHT_RINGS`): I and W together then take
-longer than the whole backward.
+W (zero bubble; Qi et al. 2023) is one of the two equal products of every linear layer's backward, dW, and its part
+of their constants: the measured share of these seconds, else half. Attention, norms, embedding and head stay in I:
+keeping logits for W would cost vocab·(e + 4) bytes a token. Under tensor parallelism W gathers rows again
+(`cost.groups.WEIGHT_RINGS`), so I and W together take longer than the whole backward.
 
-From I to W stay, per token and layer, the inputs of the matrix products and the gradients of their outputs, which
-`runtime/replay/weight_products.py` keeps as they are, so that W computes nothing but products:
+From I to W stay, per token and layer (`runtime/replay/weight_products.py`):
 
     inputs      e·(2·hidden + q + ffn)             of q k v (one for the three), o_proj, gate and up, down
     gradients   e·(2·hidden + q + 2·kv + 2·ffn)    of q k v, o_proj, gate and up, down
 
-That is more than the backward gives back, so delaying W costs memory. Counted for the tokens of the backward pack, and
-beside the forward's chunk until I ends: the attention output, which is in both, counts twice until then, and for as
-long as the chunk stays where it outlives I. Never too little.
+They come on top of the forward's chunk until I ends; the attention output, which is in both, counts twice until
+then.
 """
 
 from dataclasses import fields
@@ -147,7 +142,7 @@ def pipeline_tasks(
 def _require_known_links(
     costs: PackCosts, forward: SliceColumns, backward: SliceColumns, policy: NDArray[np.int8] | None
 ) -> None:
-    """What the core takes for granted, refused as `PackCosts` refuses it."""
+    """Refuse, as `PackCosts` does, what the core takes for granted."""
     costs.require_sliceable(forward)
     costs.require_sliceable(backward)
     if policy is not None and (policy == OFFLOAD).any():

@@ -1,28 +1,22 @@
-"""Bytes and seconds of changing the layout between two steps (FlexPipe §4; its T(S'Pi_G' -> S Pi_G) of §5).
+"""Count bytes and seconds of changing the layout between two steps (FlexPipe §4; T(S'Pi_G' -> S Pi_G) of its §5).
 
-Between steps a device holds the weights of its stage and its shard of the optimizer state: of every unit (embedding,
-one layer, head) an equal share over the ranks that hold it. Devices keep their numbers, so what a device must receive
-follows from both layouts:
+Of every unit (embedding, one layer, head) a device holds the weights where it is in its stage, and an equal share of
+the optimizer state over the ranks that hold it. Devices keep their numbers, so both layouts say what each must
+receive:
 
     weights     units of its new stage that were not of its old one, from any device that holds them, one of its own
                 node if there is one
     optimizer   its new share of every unit of its new stage, less what it holds already, from the one owner; of
                 adapters alone where the model's own weights are frozen (LoRA)
 
-A tied embedding is the embedding's unit alone, which both the first and the last stage hold, each with a whole
-optimizer state; a device that was at one end and comes to the other lacks nothing of it.
+A tied embedding is the embedding's unit alone, which the first and the last stage both hold with a whole optimizer
+state. Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once,
+both ways at once, as long as on the busiest device. Weights move before the step; optimizer state moves behind it
+(`runtime.stages.arrivals`): T(switch) is the sum of both waits. Switches by copies (`CopySpec`) are priced from
+their moves (`plan.layouts.switch_prices`). O(devices · units) numpy.
 
-Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once, both
-ways at once, and what moves takes as long as on the busiest device. Weights move before the step, which waits for them;
-optimizer state moves behind it (`runtime.stages.arrivals`), and the optimizer waits for what is still on its way:
-T(switch) is the sum of both waits. Price: O(devices · units) numpy.
-
-Where processes of a node read each other's memory (`CopySpec`), a switch is priced from its moves
-(`plan.layouts.switch_prices`); of what is here a search still uses `ReceiveSeconds`.
-
-Where we differ from the paper: no copies of what other nodes hold, no fixed cost of making groups (they are made at the
-start of a run); `overhead_s` of the planner stands for what remains. What transfers take from the step behind which
-they hide, of cores and links, is not counted.
+Unlike the paper: no copies of what other nodes hold and no cost of making groups, which are made at the start of a
+run.
 """
 
 from typing import NamedTuple
@@ -80,15 +74,17 @@ def _state_of(model: ModelSpec, layout: ParallelLayout) -> _UnitBytes:
 def _moving_seconds(
     units: _UnitBytes, model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
 ) -> float:
-    """Until all of it is there."""
     needed = _holds(new, model)
     arriving = [part * needed for part in _missing_bytes(units, model, coefficients.devices_per_node, old, new)]
     leaving = _sent_bytes(units, model, coefficients.devices_per_node, old, new, arriving)
     seconds = [0.0]
-    for link, received, sent in zip(_links(coefficients), arriving, leaving, strict=True):
-        latency_s = link.latency_seconds(int((received > 0).sum(axis=1).max(initial=0)))
+    for leaves_node, received, sent in zip((False, True), arriving, leaving, strict=True):
+        if not received.any() and not sent.any():
+            continue
+        link = _link(coefficients, leaves_node=leaves_node)
+        latency_s = int((received > 0).sum(axis=1).max(initial=0)) * link.latency_s
         for moved in (received.sum(axis=1), sent):
-            seconds.append(float(link.seconds(moved).max(initial=0.0)) + latency_s)
+            seconds.append(float(moved.max(initial=0.0)) / link.bandwidth_bytes_per_s + latency_s)
     return max(seconds)
 
 
@@ -105,7 +101,10 @@ class ReceiveSeconds:
         self, model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
     ) -> None:
         parts = _missing_bytes(_weights_of(model, new), model, coefficients.devices_per_node, old, new)
-        seconds = [links.seconds(part) for links, part in zip(_links(coefficients), parts, strict=True)]
+        seconds = [
+            part / _link(coefficients, leaves_node=leaves_node).bandwidth_bytes_per_s if part.any() else part
+            for leaves_node, part in zip((False, True), parts, strict=True)
+        ]
         # Up to every unit; by link, device, unit.
         self._sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))
         self._devices = [_devices_of(new, stage) for stage in range(new.num_stages)]
@@ -128,30 +127,11 @@ class ReceiveSeconds:
         return self._known[key]
 
 
-class _Link:
-    """What joins devices of one node, or of different nodes; must be known only where it carries something."""
-
-    def __init__(self, coefficients: CostCoefficients, *, leaves_node: bool) -> None:
-        self._coefficients, self._leaves_node = coefficients, leaves_node
-
-    def seconds(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of every device, without latency."""
-        if not moved_bytes.any():
-            return moved_bytes
-        return moved_bytes / self._spec().bandwidth_bytes_per_s
-
-    def latency_seconds(self, messages: int) -> float:
-        return messages * self._spec().latency_s if messages else 0.0
-
-    def _spec(self) -> LinkSpec:
-        if not self._leaves_node and (copies := self._coefficients.copies) is not None:
-            return LinkSpec(bandwidth_bytes_per_s=copies.rank_bytes_per_s, latency_s=0.0)
-        return self._coefficients.device_link(leaves_node=self._leaves_node)
-
-
-def _links(coefficients: CostCoefficients) -> tuple[_Link, _Link]:
-    """Inside a node, and between nodes."""
-    return _Link(coefficients, leaves_node=False), _Link(coefficients, leaves_node=True)
+def _link(coefficients: CostCoefficients, *, leaves_node: bool) -> LinkSpec:
+    """Return what joins devices of one node, or of different nodes; must be known only where it carries something."""
+    if not leaves_node and (copies := coefficients.copies) is not None:
+        return LinkSpec(bandwidth_bytes_per_s=copies.rank_bytes_per_s, latency_s=0.0)
+    return coefficients.device_link(leaves_node=leaves_node)
 
 
 def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
@@ -165,7 +145,6 @@ def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.flo
 
 
 def _state_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
-    """Optimizer state of every unit; float64[U]."""
     parameters = _unit_parameters(model, layout)
     if model.adapter_parameters_per_layer:
         parameters = np.array([0, *[trained_layer_parameters(model, layout.tp)] * model.num_layers, 0], np.float64)
@@ -173,7 +152,6 @@ def _state_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64
 
 
 def _owners(layout: ParallelLayout) -> NDArray[np.int64]:
-    """The pipeline rank of every unit; int64[U]."""
     rank = np.zeros(layout.num_layers + 2, np.int64)
     for (first, last), owner in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
         rank[first + 1 : last + 1] = owner
@@ -182,7 +160,6 @@ def _owners(layout: ParallelLayout) -> NDArray[np.int64]:
 
 
 def _devices_of(layout: ParallelLayout, stage: int) -> slice:
-    """Neighbours in the order of ranks."""
     span, ranks = layout.dp * layout.cp * layout.tp, layout.ranks_of_stage(stage)
     return slice(ranks.start * span, ranks.stop * span)
 

@@ -1,30 +1,19 @@
 """Time the units of a step (embedding, layers, head), and bound a step's time from below.
 
-A unit's gradients are reduce-scattered over the ranks that hold it, and its updated weights all-gathered. Its
-parameters lie in a few buffers, each a transfer of its own (`runtime.optim.parameter_units`): what takes weight decay
-apart from what does not, what a tensor-parallel rank holds a part of apart from what it holds whole, and a tied
-embedding apart from everything. So a unit pays its bytes once and the latency of a ring once a buffer.
+A unit's gradients are reduce-scattered over the ranks that hold it, and its updated weights all-gathered, in a few
+buffers of a transfer each (`runtime.optim.parameter_units`): bytes are paid once, the latency of a ring once a
+buffer. A backward completes the units of its stage in the order head, layers downwards, embedding; a first forward
+reads them in the order embedding, layers upwards. Each takes what its coefficients say of the pack.
 
-The gradients of a unit are complete, inside the last backward of a stage, when it has run: a backward runs the head,
-then the layers downwards, then the embedding, and each takes what its coefficients say of the pack. A first forward
-reads their weights in the order embedding, layers upwards. Waiting for other ranks and what is computed again are
-spread like the rest.
+Lower bounds of a step's time:
 
-The least time of a step: of any machine with these devices, and of any plan in one layout.
+    physical      model FLOPs of all tokens / (devices · peak FLOP/s); MFU is the share of it that a step reaches
+    of the layout the busiest pipeline rank computes its share of all documents at the cost model's rates, or reduces
+                  its gradients if that takes longer; then the update
+    of the sizes  the same for every split of the model's layers over the pipeline's ranks: some rank has the dearest
+                  layer; at least the mean of all ranks; and as many layers as an even split's fullest
 
-    physical      model FLOPs of all tokens / (devices · peak FLOP/s): every product at the peak, nothing else, no
-                  waiting. MFU is the share of it that a step reaches.
-    of the layout the busiest pipeline rank computes its stages of all documents, its share of them, at the cost model's
-                  rates, with the tensor-parallel transfers that nothing hides; or reduces its gradients, if that takes
-                  longer; then the update. No plan in the layout is faster under the cost model: it may cut, share and
-                  order documents as it likes, but not move layers.
-    of the sizes  the same for every split of the model's layers over the pipeline's ranks, with any number of stages a
-                  rank: some rank has the dearest layer, as the last one is with the head; at least the mean of all
-                  ranks; and as many layers as an even split's fullest. What a search over layouts may leave out by,
-                  which splits layers later.
-
-Between both lies `PackCosts.lower_bound_seconds`: all useful work at the cost model's rates on all devices evenly, in
-any layout. O(documents + units).
+O(documents + units).
 """
 
 from collections.abc import Sequence
@@ -102,8 +91,8 @@ def stage_units(costs: PackCosts, stage: int) -> list[int]:
 
 
 def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-    """Return, of every pack and unit (`stage_units`), the share of the backward's seconds that is left when the unit's
-    gradients are complete; float64[n, units].
+    """Return the share of each pack's backward that is left when a unit's gradients are complete; float64[n,
+    `stage_units`].
 
     Args:
         features: of the packs.
@@ -142,11 +131,10 @@ def forward_units(costs: PackCosts, stage: int) -> list[int]:
 
 
 def shares_before(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-    """Return, of every pack and unit (`forward_units`), the share of the forward's seconds that is over when the unit's
-    weights are read; float64[n, units].
+    """Return the share of each pack's forward that is over when a unit's weights are read; float64[n, `forward_units`].
 
     Args:
-        features: of the packs (`cost.units.pack_features`).
+        features: of the packs (`pack_features`).
     """
     seconds = unit_seconds(costs, features, forward_units(costs, stage), "forward")
     total_s = seconds.sum(axis=1, keepdims=True)

@@ -1,16 +1,14 @@
 """Check whether measured costs hold for a model and a layout, name what is missing, and complete it from a cluster.
 
-Seconds a layer belong to one shape of layer in one precision; costs of another shape are refused. How many layers a
-model has, its name, whether its embedding is tied, which layers have windows and what memory is counted is not part of
-the shape: seconds are of one layer, and pairs of tokens are counted by window.
+Seconds a layer belong to one shape of layer in one precision; costs of another shape are refused. The number of
+layers, names, tied embeddings, windows and what memory is counted are not part of the shape.
 
-    layers      measured with matrices split over tp devices, the seconds include that group's transfers: they say
-                nothing about another tp. Measured on whole matrices (tp 1), any tp can be costed
-    links       a link is known between as many devices as took part in the measurement, and not known where nothing
-                was sent over it
+    layers      measured with matrices split over tp devices, the seconds include that group's transfers and say nothing
+                about another tp. Measured on whole matrices (tp 1), any tp can be costed
+    links       a link is known between as many devices as took part in the measurement
 
 A run measures what is missing; a plan without devices takes links from its cluster and says so. Where a run may
-change its layout, what one of its links measured stands for those that another layout of the same processes needs.
+change its layout, one measured link stands for those that another layout of the same processes needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -143,11 +141,7 @@ def completed_from_cluster(
                 if part == "pipeline link"
                 else cluster.group_link(max(layout.data_sizes), layout.tp)
             )
-            link = take(part, span, of_cluster)
-            changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
-            changes[f"{prefix}_latency_s"] = link.latency_s
-            if prefix == "reduce":
-                changes["gather_link"] = None  # over the same link
+            changes |= _link_fields(prefix, take(part, span, of_cluster))
     # Replicas may share documents, and a switch of layout may move layers between any two devices.
     if layout.world_size > 1 and coefficients.intra_node is None:
         changes["intra_node"] = take("group link", min(layout.world_size, cluster.devices_per_node), cluster.intra_node)
@@ -203,10 +197,7 @@ def completed_between_layouts(
     lacking = []
     for name, prefix in (("transfers between stages", "p2p"), ("the reduction of gradients", "reduce")):
         if name not in known:
-            changes[f"{prefix}_bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
-            changes[f"{prefix}_latency_s"] = link.latency_s
-            if prefix == "reduce":
-                changes["gather_link"] = None  # over the same link
+            changes |= _link_fields(prefix, link)
             lacking.append(name)
     if coefficients.intra_node is None:
         # A switch of layout moves layers between any two processes.
@@ -223,6 +214,15 @@ def _used_links(layout: ParallelLayout) -> Iterator[tuple[Missing, str, int]]:
         yield "pipeline link", "p2p", layout.world_size
     if (copies := max(layout.data_sizes)) > 1:
         yield "reduction link", "reduce", copies * layout.tp
+
+
+def _link_fields(prefix: str, link: LinkSpec) -> dict[str, object]:
+    """Return the fields of `CostCoefficients` that say a link; gathers go over that of reductions."""
+    fields: dict[str, object] = {
+        f"{prefix}_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+        f"{prefix}_latency_s": link.latency_s,
+    }
+    return fields | ({"gather_link": None} if prefix == "reduce" else {})
 
 
 def _sizes(measured: MeasuredOn) -> str:

@@ -1,25 +1,21 @@
 """Arrow tables as records: files and streams of Arrow IPC (`datasets` caches, Feather) and parquet files.
 
-A batch of a column is converted at once and then cut: token ids stay one array per batch, and a record's ids are a
-slice of it (0.2 µs) without a copy where the column holds int32. Values of a wrong type are found per record; a column
-of a wrong type is found in the schema. Price: O(values); one Python object a record, more for texts and messages.
+A batch of a column is converted at once and then cut: a record's ids are a slice of the batch's (0.2 µs), without a
+copy where the column holds int32. Price: O(values); one Python object a record, more for texts and messages.
 
 Arrow gives every struct all keys of all structs, so a key that is null, at any depth, is left out: a template must not
-read what only other rows have. Values of the extension type `arrow.json`, at any depth, are the values that the JSON
-spells, with their nulls. Any other extension type is refused, since what it means is not known.
+read what only other rows have. Values of the extension type `arrow.json` are the values that the JSON spells, with
+their nulls. Any other extension type is refused, since what it means is not known.
 
 Arrow IPC: an offset is a record batch and a row in it. A file has an index of its batches, so a part is a share of
-them, and none before it is touched. A stream has none: its batches are passed from the beginning, bodies untouched, and
-one belongs to the part in whose range of bytes it begins. Local files are mapped into memory, and only the wanted
-columns are loaded. Buffers are checked before they are used, so damaged offsets cannot lead outside them. Price: some
-10 µs per batch of a stream before the place where reading begins, decompressed where it is compressed; a remote file is
-one part. One batch in memory where it is compressed or remote, its pages otherwise.
+them. A stream has none: its batches are passed from the beginning, bodies untouched (some 10 µs each), and one belongs
+to the part in whose range of bytes it begins. A remote file is one part. Local files are mapped into memory. Buffers
+are checked before they are used, so damaged offsets cannot lead outside them. Price: one batch in memory where it is
+compressed or remote, its pages otherwise.
 
-Parquet: offsets are rows of the file. Part i of n holds consecutive row groups, their number shared fairly; parts
-beyond the number of row groups are empty. Only the wanted columns are read, pages one after the other (never a whole
-column chunk). A file whose footer is damaged is one problem of its first part, a damaged row group one of the part it
-lies in; in both cases the part ends there. Price: one batch, and a page of every wanted column, in memory. To begin
-inside a row group costs decoding it up to there, to begin at all costs reading the footer.
+Parquet: offsets are rows of the file. Part i of n holds consecutive row groups. A file whose footer is damaged is one
+problem of its first part, a damaged row group one of the part it lies in; in both cases the part ends there. Price: one
+batch, and a page of every wanted column, in memory; to begin inside a row group costs decoding it up to there.
 """
 
 import mmap
@@ -47,12 +43,12 @@ from evenload.data.records import (
     RecordReader,
     ValueProblem,
     beyond_int32,
-    convert_named,
+    convert_value,
     make_records,
     narrow_ids,
     other_values,
 )
-from evenload.data.sources import SourceFile, is_storage_failure, unreadable
+from evenload.data.sources import SourceFile, refuse_storage_failure
 from evenload.errors import DataError
 
 BATCH_BYTES = 1 << 22
@@ -62,6 +58,10 @@ _MOST_ROWS = 4096
 _JSON = "arrow.json"
 # Their values are plain ones; what a template would make of them is as with any other value.
 _KNOWN_EXTENSIONS = (_JSON, "arrow.bool8", "arrow.uuid")
+
+
+_ALSO_HOLD: dict[ColumnKind, tuple[ColumnKind, ...]] = {"text_or_messages": ("text", "messages"), "mask": ("tokens",)}
+"""What columns may hold instead of their kind."""
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
@@ -87,9 +87,7 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> tup
         if len(schema.get_all_field_indices(column.name)) > 1:
             raise DataError(f"{name} has several columns '{column.name}'; rename all but one")
         field = schema.field(column.name)
-        held = _held_by(field.type)
-        fits = held in (column.kind, "any") or (column.kind == "text_or_messages" and held in ("text", "messages"))
-        if column.is_required and not (fits or (column.kind == "mask" and held == "tokens")):
+        if column.is_required and _held_by(field.type) not in (column.kind, "any", *_ALSO_HOLD.get(column.kind, ())):
             raise DataError(
                 f"{name}: column '{column.name}' is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}"
             )
@@ -113,11 +111,6 @@ def _unknown_extensions(field: pa.Field) -> Iterator[str]:
         yield name
     for index in range(kind.num_fields):
         yield from _unknown_extensions(kind.field(index))
-
-
-def is_nested(kind: pa.DataType) -> bool:
-    """Whether it is a type of values inside values, other than lists of numbers."""
-    return pa.types.is_nested(kind) and _held_by(kind) != "tokens"
 
 
 def check_values(array: pa.Array) -> None:
@@ -177,16 +170,14 @@ def _held_by(kind: pa.DataType) -> ColumnKind | None:
         return "any" if kind.extension_name == _JSON else None
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return "text"
-    if is_list(kind):
-        if pa.types.is_integer(kind.value_type):
-            return "tokens"
-        if pa.types.is_boolean(kind.value_type):
-            return "mask"
-        if pa.types.is_struct(kind.value_type):
-            return "messages"
-        if _held_by(kind.value_type) == "any":
-            return "any"
-    return None
+    if not is_list(kind):
+        return None
+    item = kind.value_type
+    if pa.types.is_integer(item):
+        return "tokens"
+    if pa.types.is_boolean(item):
+        return "mask"
+    return "messages" if pa.types.is_struct(item) else "any" if _held_by(item) == "any" else None
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -207,7 +198,7 @@ def _values(array: pa.Array, column: Column) -> tuple[Sequence[Any], dict[int, s
                 problems[index] = f"an item of '{column.name}' is null"
                 continue
             try:
-                values[index] = convert_named(column, value)
+                values[index] = convert_value(column, value)
             except ValueProblem as problem:
                 problems[index] = str(problem)
     return values, {index: _null(column) for index, value in enumerate(values) if value is None} | problems
@@ -345,7 +336,6 @@ class ArrowReader(RecordReader):
                 return FileSummary(names)  # its reader reports the damage
 
     def origin(self, file: SourceFile, offset: int) -> str:
-        """File and 1-based row. Reads the file up to there."""
         number, row = offset >> _ROW_BITS, offset & ((1 << _ROW_BITS) - 1)
         try:
             with _open_source(file) as (source, _):
@@ -376,8 +366,7 @@ class ArrowReader(RecordReader):
                             used_bytes = 0
                     at = (number + 1) << _ROW_BITS
             except _DAMAGE as err:
-                if isinstance(err, OSError) and is_storage_failure(err):
-                    raise unreadable(file, err) from err
+                refuse_storage_failure(file, err)
                 if part.index == 0 if batches is None else batches.is_in_part:
                     damaged = f"the Arrow file is damaged from batch {1 + (at >> _ROW_BITS)} on: {err}"
                     yield Record(at, FILE_END, None, damaged)
@@ -386,19 +375,21 @@ class ArrowReader(RecordReader):
 def _slices(batch: pa.RecordBatch, first: int) -> Iterator[dict[str, pa.Array]]:
     """The columns of a batch from a row on, checked, in slices of about `BATCH_BYTES`."""
     arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
-    for array in arrays.values():
-        # A slice of a nested array cannot be checked without checking all of its items. Of others the ends of
-        # the offsets are enough here; unchecked, even the size of an array is read outside of its buffers.
-        if is_nested(array.type):
+    # A slice of a nested array cannot be checked without checking all of its items. Of others the ends of the offsets
+    # are enough here; unchecked, even the size of an array is read outside of its buffers.
+    nested = {
+        each for each in arrays if pa.types.is_nested(arrays[each].type) and _held_by(arrays[each].type) != "tokens"
+    }
+    for name, array in arrays.items():
+        if name in nested:
             check_values(array)
         else:
             array.validate()
     size = batch_rows(len(batch), sum(array.nbytes for array in arrays.values()))
     for begin in range(first, len(batch), size):
         sliced = {name: array.slice(begin, size) for name, array in arrays.items()}
-        for array in sliced.values():
-            if not is_nested(array.type):
-                check_values(array)
+        for name in sliced.keys() - nested:
+            check_values(sliced[name])
         yield sliced
 
 
@@ -501,17 +492,13 @@ class ParquetReader(RecordReader):
                     if row != edges[group + 1]:
                         raise pa.ArrowInvalid(f"row group {group} ends at row {row} instead of {edges[group + 1]}")
         except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-            if isinstance(err, OSError) and is_storage_failure(err):
-                raise unreadable(file, err) from err
+            refuse_storage_failure(file, err)
             if opened or part.index == 0:
                 yield Record(row, FILE_END, None, f"the parquet file is damaged from here on: {err}")
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
-    num_bytes = 0
-    for index in range(group.num_columns):
-        chunk = group.column(index)
-        path = chunk.path_in_schema
-        if any(path == name or path.startswith(f"{name}.") for name in columns):
-            num_bytes += chunk.total_uncompressed_size
-    return batch_rows(group.num_rows, num_bytes)
+    chunks = (group.column(index) for index in range(group.num_columns))
+    prefixes = tuple(f"{name}." for name in columns)
+    sizes = (each.total_uncompressed_size for each in chunks if f"{each.path_in_schema}.".startswith(prefixes))
+    return batch_rows(group.num_rows, sum(sizes))

@@ -1,11 +1,8 @@
 """`GlobalBatch`: the documents of one optimizer step, of which this rank has read some; `LoaderState`; `Peers`.
 
-Documents are sampled as columns that point into open blocks (`SampledDocuments`), in the order in which they come.
-
 A loader's state is small, global, independent of the layout, and holds no text or tokens. Restoring reads again only
-the open block of each stream and the blocks of deferred documents, so it takes the same time at step 10 and at step 10
-million. It is exact to the bit if the sources and the data settings are the same, which the fingerprint checks
-(`epochs` may be changed to train on, and how many processes read).
+the open block of each stream and the blocks of deferred documents. It is exact to the bit if the sources and the data
+settings are the same, which the fingerprint checks (`epochs` may be changed to train on, and how many processes read).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +17,13 @@ from evenload.data.blocks import (
     BlockCursor,
     BlockHeader,
     DocumentBlock,
-    Span,
     StreamKey,
     TokenTable,
-    flat_spans,
     join_tables,
+    make_table,
 )
 from evenload.data.config import DataConfig
+from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import LedgerState, Tally
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
@@ -94,8 +91,7 @@ class StreamState(Frozen, array_like=True):
 
     Args:
         cursor: of the open block, or of the next one; None = the stream has ended for this epoch.
-        taken: documents of that block that came already.
-        left: what is left of the open block; it was counted as read.
+        taken, left: documents of the open block that came already, and the rest, which was counted as read.
         checksum: of the open block, where documents of it came already.
     """
 
@@ -123,11 +119,7 @@ class PartState(Frozen, array_like=True):
 
 
 class DeferredDocument(Frozen):
-    """A document that a plan deferred, and where its tokens are.
-
-    Args:
-        has_labels: it may have labels that differ from its tokens.
-    """
+    """A document that a plan deferred, its place, and whether its labels may differ from its tokens."""
 
     document: Document
     place: DocumentPlace
@@ -138,10 +130,8 @@ class LoaderState(Frozen):
     """Everything that decides the coming batches.
 
     Args:
-        step: number of the next global batch.
-        next_doc_id: of the next new document.
+        step, next_doc_id: of the next global batch, and of the next new document.
         parts: where the streams of every part of the mixture stand.
-        deferred: documents that plans deferred.
         fingerprint: data settings and sources by name, see `config_fingerprint`.
     """
 
@@ -218,12 +208,10 @@ def decode_state(data: bytes) -> LoaderState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenBlock:
-    """A block that documents are sampled from.
+    """A block that documents are sampled from; lengths and num_labels are int32[num_documents].
 
     Args:
-        owner: rank that reads the stream.
-        lengths, num_labels: int32[num_documents].
-        block: with tokens, on the owner; None elsewhere.
+        owner: rank that reads the stream; it has the `block` with tokens, the others None.
     """
 
     key: StreamKey
@@ -280,11 +268,11 @@ def join_sampled(runs: Sequence[SampledDocuments]) -> SampledDocuments:
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """A document that a plan deferred; its tokens on the rank that owns its stream."""
+    """A document that a plan deferred; its content on the rank that owns its stream."""
 
     saved: DeferredDocument
     owner: int
-    span: Span | None
+    content: EncodedDocument | None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -350,8 +338,7 @@ def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Defe
         low, high = block.edges[start], block.edges[stop]
         labels = None if block.labels is None else block.labels[low:high]
         tables.append(TokenTable(first + members, block.edges[start : stop + 1] - low, block.tokens[low:high], labels))
-    waiting = [(doc_id, entry.span) for doc_id, entry in carried.items() if entry.span is not None]
+    waiting = {doc_id: entry.content for doc_id, entry in carried.items() if entry.content is not None}
     if waiting:
-        ids = np.array([doc_id for doc_id, _ in waiting], np.int64)
-        tables.append(TokenTable(ids, *flat_spans([span for _, span in waiting])))
+        tables.append(make_table(list(waiting), list(waiting.values())))
     return join_tables(tables)

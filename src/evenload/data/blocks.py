@@ -2,22 +2,21 @@
 
     segment's records ─► encode ─► over-long rule ─► block of documents ─► permuted
 
-A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: whoever needs it, on
-whichever rank, in whichever process, before or after a resume, reads the same documents in the same order. So the whole
-state of a stream is its open block's cursor and how many documents of it were taken.
+A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: whoever needs it, in
+whichever process, before or after a resume, reads the same documents in the same order. So the whole state of a stream
+is its open block's cursor and how many documents of it were taken.
 
 A block ends after its number of documents or tokens. The first blocks of a stream are small and double in size, so that
-the first batch needs few documents however large the window is. What is dropped on the way is counted in the block. A
-reader that gets a request for the block after the last one it read goes on where it stands; for any other, it opens the
-source anew at the cursor. Price: every record is read and encoded once; a resume reads the open block of each stream
-again. Memory: one block and one chunk of records a stream.
+the first batch needs few documents however large the window is. A reader that gets a request for the block after the
+last one it read goes on where it stands; for any other, it opens the source anew at the cursor. Price: every record is
+read and encoded once; a resume reads the open block of each stream again. Memory: one block and one chunk of records a
+stream.
 
 A record is held out for validation where a hash of its file's key (source and path below it) and its offset falls below
-the share. So the choice is of the data alone: order, seed, epochs, ranks, workers and resumes play no part, a data set
-that moves keeps it, and a larger share holds out all that a smaller one does. Documents that one record is split into
-stay together. Texts that stand twice in the data are two records: one may be trained while the other validates. A
-reader that trains encodes what is held out, too, and counts it in the ledger. One that validates passes over the rest
-unencoded, and does not open files of one document that is none of its own. Price: a hash a record, about 1 µs.
+the share. So the choice is of the data alone: a data set that moves keeps it, and a larger share holds out all that a
+smaller one does. Documents that one record is split into stay together. A reader that trains encodes what is held out,
+too, and counts it in the ledger. One that validates passes over the rest unencoded, and does not open files of one
+document that is none of its own. Price: a hash a record, about 1 µs.
 """
 
 import zlib
@@ -33,7 +32,7 @@ from numpy.typing import NDArray
 from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.ledger import Tally
-from evenload.data.part_files import BLOCKS, PartFiles, Segment, assign_segments, permutation
+from evenload.data.part_files import BLOCKS, SEGMENTS, PartFiles, Segment, permutation
 from evenload.data.records import Record, naming
 from evenload.errors import DataError
 from evenload.types.base import Frozen
@@ -71,42 +70,36 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         return doc_id in self._rows
 
     def __getitem__(self, doc_id: int) -> NDArray[np.int32]:
-        row = self._rows[doc_id]
-        return self.tokens[self.edges[row] : self.edges[row + 1]]
+        return self.document(doc_id).tokens
+
+    def document(self, doc_id: int) -> EncodedDocument:
+        """A document's tokens and labels, as views."""
+        return _cut(self.tokens, self.labels, self.edges, self._rows[doc_id])
 
     def labels_of(self, doc_id: int) -> NDArray[np.int32]:
         """int32[num_tokens]: a document's labels, -100 at its first token."""
-        row = self._rows[doc_id]
-        start, stop = self.edges[row], self.edges[row + 1]
-        return span_labels(self.tokens, self.labels, int(start), int(stop))
+        return given_labels(self.document(doc_id))
 
     def rows(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
-        """int64[n]: where the documents stand; -1 for one that is not here."""
+        """int64[n]: the rows of documents; -1 for one that is not in the table."""
         find = self._rows.get
         return np.fromiter((find(doc_id, -1) for doc_id in doc_ids), np.int64, len(doc_ids))
 
     def select(self, doc_ids: Sequence[int]) -> "TokenTable":
-        """These documents in this order; a `KeyError` where one is not here."""
-        rows = self.rows(doc_ids)
-        if len(rows) and rows.min() < 0:
-            raise KeyError(int(np.asarray(doc_ids)[rows < 0][0]))
-        spans = list(zip(self.edges[rows].tolist(), self.edges[rows + 1].tolist(), strict=True))
-        own = [(self.tokens, self.labels, *span) for span in spans]
-        return TokenTable(np.asarray(doc_ids, dtype=np.int64), *flat_spans(own))
+        """Copy these documents, in this order; a `KeyError` where one is not in the table."""
+        return make_table(doc_ids, [self.document(doc_id) for doc_id in doc_ids])
 
 
-Span = tuple[NDArray[np.int32], NDArray[np.int32] | None, int, int]
-"""Tokens `[start, stop)` of a flat array, and its labels."""
+def make_table(doc_ids: Sequence[int] | NDArray[np.int64], documents: Sequence[EncodedDocument]) -> TokenTable:
+    """A table of documents given one by one, copied once."""
+    return TokenTable(np.asarray(doc_ids, dtype=np.int64), *_flat(documents))
 
 
-def flat_spans(spans: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
-    """Edges, tokens and labels, as of `TokenTable`, of documents that each stand in one span, copied once."""
-    lengths = np.fromiter((stop - start for _, _, start, stop in spans), np.int64, len(spans))
-    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    labels = None
-    if any(span[1] is not None for span in spans):
-        labels = _join([span_labels(*span) for span in spans])
-    return edges, _join([tokens[start:stop] for tokens, _, start, stop in spans]), labels
+def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
+    """A table of documents given by their tokens, every token but the first a label; a table as it is."""
+    if isinstance(documents, TokenTable):
+        return documents
+    return make_table(list(documents), [EncodedDocument(tokens) for tokens in documents.values()])
 
 
 def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
@@ -115,35 +108,13 @@ def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
         return tables[0]
     starts = np.cumsum([0, *(len(table.tokens) for table in tables)])
     edges = [table.edges[1:] + start for table, start in zip(tables, starts[:-1], strict=True)]
-    labels = None
-    if any(table.labels is not None for table in tables):
-        labels = _join([all_labels(table) for table in tables])
+    has_labels = any(table.labels is not None for table in tables)
     return TokenTable(
         np.concatenate([np.zeros(0, np.int64), *(table.doc_ids for table in tables)]),
         np.concatenate([np.zeros(1, np.int64), *edges]),
         _join([table.tokens for table in tables]),
-        labels,
+        _join([all_labels(table) for table in tables]) if has_labels else None,
     )
-
-
-def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
-    """A table of documents given one by one, every token but the first a label."""
-    if isinstance(documents, TokenTable):
-        return documents
-    doc_ids = np.fromiter(documents, np.int64, len(documents))
-    spans = [(content, None, 0, len(content)) for content in documents.values()]
-    return TokenTable(doc_ids, *flat_spans(spans))
-
-
-def span_labels(
-    tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, start: int, stop: int
-) -> NDArray[np.int32]:
-    """int32[stop - start]: labels of one document in a span, also where they are its tokens."""
-    if labels is not None:
-        return labels[start:stop]
-    written = tokens[start:stop].copy()
-    written[:1] = IGNORE_INDEX
-    return written
 
 
 def all_labels(table: TokenTable) -> NDArray[np.int32]:
@@ -153,6 +124,32 @@ def all_labels(table: TokenTable) -> NDArray[np.int32]:
     labels = table.tokens.copy()
     labels[table.edges[:-1][np.diff(table.edges) > 0]] = IGNORE_INDEX
     return labels
+
+
+def given_labels(document: EncodedDocument) -> NDArray[np.int32]:
+    """int32[num_tokens]: labels of a document, also where they are its tokens."""
+    if document.labels is not None:
+        return document.labels
+    labels = document.tokens.copy()
+    labels[:1] = IGNORE_INDEX
+    return labels
+
+
+def _flat(
+    documents: Sequence[EncodedDocument],
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
+    """Edges, tokens and labels, as of `TokenTable`."""
+    edges = np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64)
+    has_labels = any(document.labels is not None for document in documents)
+    labels = _join([given_labels(document) for document in documents]) if has_labels else None
+    return edges, _join([document.tokens for document in documents]), labels
+
+
+def _cut(
+    tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, edges: NDArray[np.int64], row: int
+) -> EncodedDocument:
+    start, stop = edges[row], edges[row + 1]
+    return EncodedDocument(tokens[start:stop], None if labels is None else labels[start:stop])
 
 
 def _join(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -198,8 +195,7 @@ class BlockHeader(Frozen, array_like=True):
         lengths, num_labels: int32[num_documents] as bytes, in sampling order.
         has_labels: some document's labels differ from its tokens.
         checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.
-        read: documents and tokens read from the source for this block, dropped ones included.
-        dropped: by reason.
+        dropped: by reason, what was read for this block and is in no document.
     """
 
     cursor: BlockCursor
@@ -208,27 +204,20 @@ class BlockHeader(Frozen, array_like=True):
     num_labels: bytes
     has_labels: bool
     checksum: int
-    read: Tally
     dropped: dict[str, Tally]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DocumentBlock:
-    """A block with its tokens.
-
-    Args:
-        edges: int64[num_documents + 1]; document i has tokens `[edges[i], edges[i + 1])`.
-        tokens: int32[num_tokens]; labels: int32[num_tokens] (-100 = no loss), or None where every token but a
-            document's first is a label.
-    """
+    """A block with its tokens: edges, tokens and labels as of `TokenTable`."""
 
     header: BlockHeader
     edges: NDArray[np.int64]
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None
 
-    def span(self, index: int) -> Span:
-        return self.tokens, self.labels, int(self.edges[index]), int(self.edges[index + 1])
+    def document(self, index: int) -> EncodedDocument:
+        return _cut(self.tokens, self.labels, self.edges, index)
 
 
 HELD_OUT = "held out for validation"
@@ -238,12 +227,7 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Of one reader.
-
-    Args:
-        share: of all records that is held out.
-        takes: what is held out, else the rest.
-    """
+    """What one reader takes where a `share` of all records is held out: that (`takes`), or the rest."""
 
     share: float
     takes: bool
@@ -277,30 +261,25 @@ class _Step(NamedTuple):
     Args:
         document: None where nothing of the record is trained.
         segment, offset, part: where to go on after it, as in `BlockCursor`.
-        read, dropped: tallies beyond the document itself, as (documents, tokens) and (reason, documents, tokens).
+        dropped: beyond the document itself: reason, documents, tokens.
     """
 
     document: EncodedDocument | None
     segment: int
     offset: int
     part: int = 0
-    read: tuple[int, int] = (0, 0)
     dropped: tuple[str, int, int] | None = None
 
 
-class _LeftOut(NamedTuple):
-    """A record of the other reader: held out, with its documents and tokens; or trained, and not even encoded."""
+@dataclass(frozen=True)
+class _LeftOut:
+    """A record of the other reader; `dropped` as of `_Step`, None where it is not even encoded."""
 
-    read: tuple[int, int] = (0, 0)
+    dropped: tuple[str, int, int] | None = None
 
 
 class BlockReader:
-    """Reads blocks of one part of the mixture.
-
-    Args:
-        part: number of the part.
-        on_open: called with the name of every file that is opened.
-    """
+    """Reads blocks of one part of the mixture, number `part`; calls `on_open` with the name of every file it opens."""
 
     def __init__(
         self,
@@ -314,30 +293,28 @@ class BlockReader:
         self._on_open = on_open
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
-        self._open: dict[int, tuple[int, BlockCursor | None, Iterator[_Step]]] = {}
+        self._open: dict[int, tuple[int, BlockCursor, Iterator[_Step]]] = {}
         self._hold_out = HoldOut.of(config)
-        self._assigned: tuple[int, tuple[tuple[Segment, ...], ...]] | None = None
+        self._ordered: tuple[int, Sequence[Segment]] = (-1, ())
 
     def read(self, stream: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
         """The block that begins at the cursor.
 
         Raises:
-            DataError: a file that cannot be read; a corrupt or over-long record where that is an error. Asked again,
-                it raises the same again.
+            DataError: a file that cannot be read; a corrupt or over-long record where that is an error; again for the
+                same request.
         """
         at = self._open.pop(stream, None)
         steps = at[2] if at is not None and at[:2] == (epoch, cursor) else self._steps(stream, epoch, cursor)
         documents: list[EncodedDocument] = []
         dropped: dict[str, Tally] = {}
-        num_read = tokens_read = num_tokens = 0
+        num_tokens = 0
         limit = min(self._most, _FIRST_BLOCK_DOCUMENTS << min(cursor.block, 40)) if self._shuffled else self._most
         next_cursor: BlockCursor | None = None
         for num_steps, step in enumerate(steps, start=1):
             if step.document is not None:
                 documents.append(step.document)
                 num_tokens += len(step.document.tokens)
-            num_read += step.read[0]
-            tokens_read += step.read[1]
             if step.dropped is not None:
                 reason, count, size = step.dropped
                 dropped[reason] = dropped.get(reason, Tally()) + Tally(documents=count, tokens=size)
@@ -347,57 +324,55 @@ class BlockReader:
                 )
                 self._open[stream] = (epoch, next_cursor, steps)
                 break
-        read = Tally(documents=num_read + len(documents), tokens=tokens_read + num_tokens)
-        order = range(len(documents))
         if self._shuffled:
-            stream_id = (self._part << 32) | stream
-            order = permutation(len(documents), self._config.seed, epoch, BLOCKS, stream_id, cursor.block)
-        return _make_block([documents[index] for index in order], cursor, next_cursor, read, dropped)
+            user = (self._part << 32) | stream
+            order = permutation(len(documents), self._config.seed, epoch, BLOCKS, user, cursor.block)
+            documents = [documents[index] for index in order]
+        return _make_block(documents, cursor, next_cursor, dropped)
 
     def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
-        segment = self._stream_segments(stream, epoch)[cursor.segment]
-        return self._files.files[segment.file].name
+        """Name of the file that a block begins in."""
+        return self._files.files[self._stream_segments(stream, epoch)[cursor.segment].file].name
 
-    def _stream_segments(self, stream: int, epoch: int) -> tuple[Segment, ...]:
-        if self._assigned is None or self._assigned[0] != epoch:
-            streams, seed = self._config.num_streams, self._config.seed
-            assigned = assign_segments(
-                self._files.segments, streams, shuffled=self._shuffled, seed=seed, epoch=epoch, part=self._part
-            )
-            self._assigned = (epoch, assigned)
-        return self._assigned[1][stream]
+    def _stream_segments(self, stream: int, epoch: int) -> Sequence[Segment]:
+        """The segments of a stream, in the order in which it reads them."""
+        if self._ordered[0] != epoch:
+            segments = self._files.segments
+            if self._shuffled:
+                order = permutation(len(segments), self._config.seed, epoch, SEGMENTS, self._part, 0)
+                segments = [segments[index] for index in order]
+            self._ordered = (epoch, segments)
+        return self._ordered[1][stream :: self._config.num_streams]
 
     def _steps(self, stream: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
         """Everything from the cursor to the end of the stream's epoch."""
-        segments = self._stream_segments(stream, epoch)
+        segments, chosen = self._stream_segments(stream, epoch), self._hold_out
         limit = self._config.max_document_tokens
+        start, skip = cursor.offset, cursor.part
         for rank in range(cursor.segment, len(segments)):
             segment = segments[rank]
             file, reader = self._files.files[segment.file], self._files.readers[segment.file]
-            chosen = self._hold_out
-            if chosen is not None and chosen.takes and reader.holds_one and not chosen.is_held_out(file.key, 0):
-                continue
-            self._on_open(file.name)
-            resumed = rank == cursor.segment
-            start = cursor.offset if resumed else None
-            records = reader.records(file, segment.part, start)
-            skip = cursor.part if resumed else 0
-            # The first chunk is small: a request for four documents need not wait for sixty-four.
-            size = _FIRST_BLOCK_DOCUMENTS
-            while chunk := list(islice(records, size)):
-                with naming(file):
-                    outcomes = self._outcomes(chunk, file.key)
-                for record, outcome in zip(chunk, outcomes, strict=True):
-                    # Nearly all records; through a second generator they would cost twice as much.
-                    if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
-                        yield _Step(outcome, rank, record.next_offset)
-                    else:
-                        yield from self._pieces(segment.file, rank, record, outcome, skip)
-                    skip = 0
-                num_tokens = sum(len(outcome.tokens) for outcome in outcomes if isinstance(outcome, EncodedDocument))
-                size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
+            if chosen is None or not (chosen.takes and reader.holds_one) or chosen.is_held_out(file.key, 0):
+                self._on_open(file.name)
+                records = reader.records(file, segment.part, start)
+                # The first chunk is small: a request for four documents need not wait for sixty-four.
+                size = _FIRST_BLOCK_DOCUMENTS
+                while chunk := list(islice(records, size)):
+                    with naming(file):
+                        outcomes = self._outcomes(chunk, file.key)
+                    num_tokens = 0
+                    for record, outcome in zip(chunk, outcomes, strict=True):
+                        num_tokens += len(outcome.tokens) if isinstance(outcome, EncodedDocument) else 0
+                        # Nearly all records; through a second generator they would cost twice as much.
+                        if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
+                            yield _Step(outcome, rank, record.next_offset)
+                        else:
+                            yield from self._pieces(segment.file, rank, record, outcome, skip)
+                        skip = 0
+                    size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
+            start, skip = None, 0
 
-    def _outcomes(self, chunk: list[Record], key: str) -> Sequence["EncodedDocument | str | _LeftOut"]:
+    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[EncodedDocument | str | _LeftOut]:
         """What becomes of records of the file with this key."""
         chosen = self._hold_out
         if chosen is None:
@@ -407,51 +382,51 @@ class BlockReader:
             wanted = [record for record, is_held_out in zip(chunk, held_out, strict=True) if is_held_out]
             encoded = iter(self._encoder.encode_records(wanted))
             return [next(encoded) if is_held_out else _LeftOut() for is_held_out in held_out]
-        outcomes = self._encoder.encode_records(chunk)
         return [
-            _LeftOut((1, len(outcome.tokens))) if is_held_out and isinstance(outcome, EncodedDocument) else outcome
-            for outcome, is_held_out in zip(outcomes, held_out, strict=True)
+            _LeftOut((HELD_OUT, 1, len(found.tokens))) if is_held_out and isinstance(found, EncodedDocument) else found
+            for found, is_held_out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
         ]
 
     def _pieces(
-        self, file: int, rank: int, record: Record, outcome: "EncodedDocument | str | _LeftOut", skip: int
+        self, file: int, rank: int, record: Record, outcome: EncodedDocument | str | _LeftOut, skip: int
     ) -> Iterator[_Step]:
         """What comes of a record that is no document as it stands, from its `skip`-th piece on."""
         config, after = self._config, record.next_offset
         if isinstance(outcome, _LeftOut):
-            read = outcome.read
-            yield _Step(None, rank, after, read=read, dropped=(HELD_OUT, *read) if read[0] else None)
+            yield _Step(None, rank, after, dropped=outcome.dropped)
             return
         if isinstance(outcome, str):
             if config.on_corrupt == "error":
-                origin = self._files.origin(file, record.offset)
-                raise DataError(f'{origin}: {outcome}; repair it, or set data.on_corrupt = "skip"')
-            yield _Step(None, rank, after, read=(1, 0), dropped=("corrupt", 1, 0))
+                raise corrupt_record(self._files.origin(file, record.offset), outcome)
+            yield _Step(None, rank, after, dropped=("corrupt", 1, 0))
             return
         size, limit = len(outcome.tokens), config.max_document_tokens
         if not size:
-            yield _Step(None, rank, after, read=(1, 0), dropped=("empty", 1, 0))
+            yield _Step(None, rank, after, dropped=("empty", 1, 0))
             return
         match config.overlong:
             case "error":
                 raise DataError(
                     f"{self._files.origin(file, record.offset)} has {size} tokens, more than max_document_tokens "
                     f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
-                    f'{limit} tokens), "truncate" (keep the first {limit}), "drop" (leave the document out) '
-                    'instead of "error"'
+                    f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave it out) instead of "error"'
                 )
             case "drop":
-                yield _Step(None, rank, after, read=(1, size), dropped=("overlong", 1, size))
+                yield _Step(None, rank, after, dropped=("overlong", 1, size))
             case "truncate":
                 # The tail is no document of its own: only its tokens are read and dropped.
-                tail = size - limit
-                yield _Step(_piece(outcome, 0, limit), rank, after, read=(0, tail), dropped=("truncated", 0, tail))
+                yield _Step(_piece(outcome, 0, limit), rank, after, dropped=("truncated", 0, size - limit))
             case "split":
                 starts = range(0, size, limit)
                 for part in range(skip, len(starts)):
-                    piece = _piece(outcome, starts[part], min(size, starts[part] + limit))
+                    piece = _piece(outcome, starts[part], starts[part] + limit)
                     is_last = part == len(starts) - 1
                     yield _Step(piece, rank, after) if is_last else _Step(piece, rank, record.offset, part + 1)
+
+
+def corrupt_record(origin: str, problem: str) -> DataError:
+    """The error of a record that cannot be read, where that is one."""
+    return DataError(f'{origin}: {problem}; repair it, or set data.on_corrupt = "skip"')
 
 
 def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
@@ -467,11 +442,9 @@ def _make_block(
     documents: list[EncodedDocument],
     cursor: BlockCursor,
     next_cursor: BlockCursor | None,
-    read: Tally,
     dropped: dict[str, Tally],
 ) -> DocumentBlock:
-    spans = [(document.tokens, document.labels, 0, len(document.tokens)) for document in documents]
-    edges, tokens, labels = flat_spans(spans)
+    edges, tokens, labels = _flat(documents)
     lengths = np.diff(edges)
     num_labels = np.maximum(lengths - 1, 0)
     if labels is not None:
@@ -484,7 +457,6 @@ def _make_block(
         num_labels=num_labels.astype(np.int32).tobytes(),
         has_labels=labels is not None,
         checksum=zlib.crc32(tokens.data) if labels is None else zlib.crc32(labels.data, zlib.crc32(tokens.data)),
-        read=read,
         dropped=dropped,
     )
     return DocumentBlock(header, edges, tokens, labels)

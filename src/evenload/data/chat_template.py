@@ -1,10 +1,8 @@
 """`ChatTemplate`: a Hugging Face chat template, rendered with jinja2 in a sandbox, and where the assistant speaks.
 
-The environment is the one that such templates are written for: no white space from block tags, `tojson`,
-`raise_exception`, `break` and `continue`, `bos_token` and its like. `{% generation %}` ... `{% endgeneration %}` marks
-what the assistant says: a rendering with spans puts a private character on both sides of such a block and takes them
-out again, counting characters. transformers counts the pieces rendered so far instead, which is the same except in
-blocks inside of macros and captured text; there our marks could be trimmed or moved, so such templates are refused.
+`{% generation %}` ... `{% endgeneration %}` marks what the assistant says: a rendering with spans puts a private
+character on both sides of such a block and takes them out again, counting characters. Inside of macros and captured
+text they could be trimmed or moved, so such templates are refused.
 
 `strftime_now` gives `TEMPLATE_DAY`, always: a text that changes with the day of the run could not be resumed exactly.
 It is the day that Llama 3's template falls back to. Price: jinja's, 20 to 100 µs a chat. Trust: the sandbox keeps a
@@ -12,14 +10,12 @@ template from files and processes, not from running for ever.
 
 The template is the file `data.chat_template`; else `chat_template.jinja` in the tokeniser's directory; else
 `chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken: the order of
-transformers; special tokens come from where it takes them. A template that uses a special token that no file defines is
-refused: it would be left out silently.
+transformers. A template that uses a special token that no file defines is refused: it would be left out silently.
 
-Data sets write some things in several forms (`TemplateForms`): content is text or a list of parts of text; arguments of
+Data sets write some things in several forms: content is text or a list of parts of text; arguments of
 a tool call are an object or JSON text (OpenAI's form). A template that expects the other form writes it wrong without
-an error: parts as a Python repr, JSON text encoded once more, text that it walks through as parts as nothing. So a
-short conversation is rendered in both forms, once a template and role. Where one comes out right and the other does
-not, messages are given in that one; else they stay as they are.
+an error. So a short conversation is rendered in both forms, once a template and role. Where one comes out right and the
+other does not, messages are given in that one; else they stay as they are.
 """
 
 import copy
@@ -65,6 +61,16 @@ _GIVEN = {"messages", "tools", "add_generation_prompt", _BLOCKS}
 _IGNORE = "repair the record, or pass over the column by data.ignore_columns"
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
+_TEXT, _USER = "Qz7", {"role": "user", "content": "q"}
+# The two forms: of content, and of arguments ("arguments" is no role that anybody has).
+_FORMS = {"parts": [{"type": "text", "text": _TEXT}], "text": _TEXT}
+_ARGUMENTS = {"object": {_TEXT: 1}, "text": json.dumps({_TEXT: 1})}
+# A repr of an object, a part as a whole, or JSON in JSON.
+_IS_WRONG = re.compile(r"""\{'Qz7'|['"]text\\*['"]: *\\*['"]Qz7|\\"Qz7""")
+
+
 class _GenerationBlocks(Extension):
     """`{% generation %}`: passes its content through, between marks where the rendering counts them."""
 
@@ -100,6 +106,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
         self.source, self.variables, self.origin = source, dict(variables), origin
         self._inputs: dict[str, Any] = {}
+        self._forms: dict[str, str | None] = {}
         content = json.dumps([source, sorted(self.variables.items())])
         self.name = hashlib.sha256(content.encode()).hexdigest()[:16]
         environment = ImmutableSandboxedEnvironment(
@@ -177,6 +184,52 @@ class ChatTemplate:
         bound._inputs = {"tools": tools, **(chat_template_kwargs or {})}
         return bound
 
+    def usual_role(self, role: str) -> str | None:
+        """The usual name of a role that has another one here; None where it may stay, as the template names it."""
+        lower = role.strip().lower()
+        usual = _OTHER_NAMES.get(lower, lower)
+        if role in _ROLES or usual not in _ROLES:
+            return None
+        is_named = f"'{role}'" in self.source or f'"{role}"' in self.source
+        # Without blocks, what the assistant says is found by its name.
+        return None if is_named and (usual != "assistant" or self.marks_generation) else usual
+
+    def adapted(self, message: Message) -> Message:
+        """The message in the forms that the template wants."""
+        content, calls = message.get("content"), message.get("tool_calls")
+        form = None if content is None else self._form(message["role"])
+        if form == "text" and not isinstance(content, str):
+            message = message | {"content": "".join(part["text"] for part in content or ())}
+        elif form == "parts" and isinstance(content, str):
+            message = message | {"content": [{"type": "text", "text": content}]}
+        if isinstance(calls, list | tuple):
+            message = message | {"tool_calls": [_with_arguments(call, self._form("arguments")) for call in calls]}
+        return message
+
+    def _form(self, of: str) -> str | None:
+        """ "text", "parts" or "object"; None = either, or not known."""
+        if of not in self._forms:
+            written = (
+                {form: self._written("assistant", tool_calls=_calls(value)) for form, value in _ARGUMENTS.items()}
+                if of == "arguments"
+                else {form: self._written(of, content=value) for form, value in _FORMS.items()}
+            )
+            right = [form for form, text in written.items() if _TEXT in text and not _IS_WRONG.search(text)]
+            self._forms[of] = right[0] if len(right) == 1 else None
+        return self._forms[of]
+
+    def _written(self, role: str, **keys: Any) -> str:
+        """A conversation with such a message; "" where the template does not take it."""
+        before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
+        if role in ("tool", "function"):
+            before.append({"role": "assistant", "content": "", "tool_calls": _calls({})})
+            keys |= {"tool_call_id": "abcdefghi", "name": "f"}
+        after = [_USER] if role in ("system", "developer") else []
+        try:
+            return self.render([*before, {"role": role, "content": "", **keys}, *after])
+        except RecordProblem:
+            return ""
+
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, blocks: Iterator[int] | None) -> str:
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, _BLOCKS: blocks}
         try:
@@ -240,23 +293,18 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
     elif "eos_token" not in known and isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
         variables["eos_token"] = tokenizer.token_text(tokenizer.eos_id) or ""
     template = ChatTemplate(source, variables, origin)
-    missing = sorted((template.wanted_variables & set(NAMED_TOKENS)) - set(known) - set(variables))
-    if missing and directory is None:
-        raise ConfigError(
-            f"chat template '{origin}' writes {', '.join(missing)}, but bytes have no such tokens; "
-            "write other text there, or use a tokenizer.json"
-        )
-    if missing:
-        raise ConfigError(
-            f"chat template '{origin}' writes {', '.join(missing)}, but no file next to tokenizer '{config.tokenizer}' "
-            "defines that; set it in tokenizer_config.json (null = nothing)"
-        )
+    if missing := sorted((template.wanted_variables & set(NAMED_TOKENS)) - set(known) - set(variables)):
+        why = "bytes have no such tokens; write other text there, or use a tokenizer.json"
+        if directory is not None:
+            where = f"next to tokenizer '{config.tokenizer}'"
+            why = f"no file {where} defines that; set it in tokenizer_config.json (null = nothing)"
+        raise ConfigError(f"chat template '{origin}' writes {', '.join(missing)}, but {why}")
     return template
 
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
     if config.chat_template is not None:
-        return config.chat_template, _read_text(Path(config.chat_template))
+        return _read_text(config.chat_template)
     if directory is None:
         raise ConfigError(
             "the tokeniser is plain bytes, which has no chat template, and the records hold messages; set "
@@ -264,7 +312,7 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
         )
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return str(file), _read_text(file)
+        return _read_text(file)
     origin = str(directory / "tokenizer_config.json")
     found = settings.get("chat_template")
     if isinstance(found, list):
@@ -285,77 +333,13 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
     return origin, found
 
 
-def _read_text(file: Path) -> str:
+def _read_text(path: str | Path) -> tuple[str, str]:
     try:
-        return file.read_text(encoding="utf-8")
+        return str(path), Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(
-            f"chat template '{file}' cannot be read: {err}; set data.chat_template to a text file"
+            f"chat template '{path}' cannot be read: {err}; set data.chat_template to a text file"
         ) from err
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
-_TEXT, _USER = "Qz7", {"role": "user", "content": "q"}
-# The two forms: of content, and of arguments ("arguments" is no role that anybody has).
-_FORMS = {"parts": [{"type": "text", "text": _TEXT}], "text": _TEXT}
-_ARGUMENTS = {"object": {_TEXT: 1}, "text": json.dumps({_TEXT: 1})}
-# A repr of an object, a part as a whole, or JSON in JSON.
-_IS_WRONG = re.compile(r"""\{'Qz7'|['"]text\\*['"]: *\\*['"]Qz7|\\"Qz7""")
-
-
-class TemplateForms:
-    """Of one template. Can be pickled."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
-        self._known: dict[str, str | None] = {}
-
-    def usual_role(self, role: str) -> str | None:
-        """The usual name of a role that has another one here; None where it may stay, as the template names it."""
-        lower = role.strip().lower()
-        usual = _OTHER_NAMES.get(lower, lower)
-        if role in _ROLES or usual not in _ROLES:
-            return None
-        is_named = f"'{role}'" in self._template.source or f'"{role}"' in self._template.source
-        # Without blocks, what the assistant says is found by its name.
-        return None if is_named and (usual != "assistant" or self._template.marks_generation) else usual
-
-    def adapted(self, message: Message) -> Message:
-        """The message in the forms that the template wants."""
-        content, calls = message.get("content"), message.get("tool_calls")
-        form = None if content is None else self._form(message["role"])
-        if form == "text" and not isinstance(content, str):
-            message = message | {"content": "".join(part["text"] for part in content or ())}
-        elif form == "parts" and isinstance(content, str):
-            message = message | {"content": [{"type": "text", "text": content}]}
-        if isinstance(calls, list | tuple):
-            message = message | {"tool_calls": [_with_arguments(call, self._form("arguments")) for call in calls]}
-        return message
-
-    def _form(self, of: str) -> str | None:
-        """ "text", "parts" or "object"; None = either, or not known."""
-        if of not in self._known:
-            written = (
-                {form: self._written("assistant", tool_calls=_calls(value)) for form, value in _ARGUMENTS.items()}
-                if of == "arguments"
-                else {form: self._written(of, content=value) for form, value in _FORMS.items()}
-            )
-            right = [form for form, text in written.items() if _TEXT in text and not _IS_WRONG.search(text)]
-            self._known[of] = right[0] if len(right) == 1 else None
-        return self._known[of]
-
-    def _written(self, role: str, **keys: Any) -> str:
-        """A conversation with such a message; "" where the template does not take it."""
-        before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
-        if role in ("tool", "function"):
-            before.append({"role": "assistant", "content": "", "tool_calls": _calls({})})
-            keys |= {"tool_call_id": "abcdefghi", "name": "f"}
-        after = [_USER] if role in ("system", "developer") else []
-        try:
-            return self._template.render([*before, {"role": role, "content": "", **keys}, *after])
-        except RecordProblem:
-            return ""
 
 
 def _calls(arguments: Any) -> list[dict[str, Any]]:

@@ -4,23 +4,21 @@ An encoder is made once a run by `open_encoder`, goes to worker processes by pic
 give the same document in any process, at any time.
 
 What differs between kinds of text is a `Renderer`: values → text, and which of its characters are to be predicted. Each
-text is tokenised in one go, never in pieces, because pieces give other tokens at their borders than generation and
-other trainers see; the characters are mapped to tokens through the tokeniser's offsets. A token may hold characters
-from both sides of a border; whether it is a label then depends on who drew the border:
+text is tokenised in one go, because pieces give other tokens at their borders; the characters are mapped to tokens
+through the tokeniser's offsets. A token may hold characters from both sides of a border:
 
 - between a prompt and what follows it, a token that begins in the prompt counts as prompt: at inference the prompt ends
   with other tokens there, so predicting this one would teach a sequence that never comes.
-- at `{% generation %}` blocks of a chat template, a token that touches one counts, as transformers does it, so that
-  masks agree. (transformers leaves out all but the first of several tokens that make up the last character.)
+- at `{% generation %}` blocks of a chat template, a token that touches one counts, as transformers does it. (It leaves
+  out all but the first of several tokens that make up the last character.)
 
-Price: the tokeniser. A block of records is given to it at once, because its threads then share the work: 2.1 times as
-fast on 2 cores at any length of text, 1.2 times on one. Offsets make a document of 150 tokens cost 94 µs instead of 52,
-so they are computed only where there is a mask. A mask costs a binary search per token.
+Price: the tokeniser, which shares a block of records among its threads. Offsets make a document of 150 tokens cost 94
+µs instead of 52, so they are computed only where there is a mask.
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -69,26 +67,18 @@ class DocumentEncoder(ABC):
 
     @abstractmethod
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
-        """What `encode` gives for each record, in less time, because the tokeniser shares them out to its threads.
-
-        Raises:
-            RecordProblem: at least one record has one; `encode` shows which.
-        """
+        """What `encode` gives for each record, in less time; a `RecordProblem` where at least one has one."""
 
     def encode_records(self, records: Sequence[Record]) -> list[EncodedDocument | str]:
         """The document, or what is wrong, of every record; a bad one spoils no other."""
         readable = [record.values for record in records if record.values is not None]
         try:
-            encoded: Iterator[EncodedDocument | str] = iter(self.encode_many(readable))
-        except RecordProblem:
-            encoded = iter([self._encode_or_problem(values) for values in readable])
-        return [record.problem if record.values is None else next(encoded) for record in records]
-
-    def _encode_or_problem(self, values: tuple[Any, ...]) -> EncodedDocument | str:
-        try:
-            return self.encode(values)
+            encoded = iter(self.encode_many(readable))
         except RecordProblem as problem:
-            return str(problem)
+            if len(records) == 1:
+                return [str(problem)]
+            return [outcome for record in records for outcome in self.encode_records([record])]
+        return [record.problem if record.values is None else next(encoded) for record in records]
 
 
 CharSpan = tuple[int, int]

@@ -23,7 +23,7 @@ from evenload.data.records import (
     Record,
     RecordReader,
     ValueProblem,
-    convert_named,
+    convert_value,
     other_values,
 )
 from evenload.data.sources import SourceFile
@@ -154,7 +154,7 @@ def _make_record(
         found.append(_without_nulls(example.get(column.name), kinds.get(column.name)))
     needed = sum(column.is_required for column in columns)
     try:
-        values = [convert_named(column, value) for column, value in zip(columns[:needed], found, strict=False)]
+        values = [convert_value(column, value) for column, value in zip(columns[:needed], found, strict=False)]
         num_tokens = len(values[0]) if columns[0].kind == "tokens" else None
         further = other_values(columns[needed:], found[needed:], num_tokens)
     except ValueProblem as problem:

@@ -67,7 +67,14 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
         folder = _cached(hub, request, wanted) or hub.snapshot_download(**request)
         # Without a network what was found is what is in the cache, whole or not.
         if _is_usable(Path(folder), wanted):
-            _say_what_lacks(path, Path(folder), wanted)
+            if _lacks_settings(Path(folder), wanted):
+                _log.warning(
+                    "'%s' (revision %s) has no %s: the Hub has none, or cannot be reached. It names the token that "
+                    "ends a document, which is guessed from the usual names; set data.eos_token to be sure",
+                    path,
+                    Path(folder).name,
+                    _TOKENIZER_SETTINGS,
+                )
             _log.info("%s '%s' is revision %s", setting, path, Path(folder).name)
             return folder
         why = f"what was found has no {_NEEDED[wanted]}: there is no network, or the Hub has none under that name"
@@ -89,25 +96,12 @@ def _cached(hub: Any, request: dict[str, Any], wanted: Wanted) -> str | None:
         folder = hub.snapshot_download(**request, local_files_only=True)
     except import_module("huggingface_hub.errors").LocalEntryNotFoundError:
         return None
-    return folder if _is_usable(Path(folder), wanted) and not _lacking(Path(folder), wanted) else None
+    return folder if _is_usable(Path(folder), wanted) and not _lacks_settings(Path(folder), wanted) else None
 
 
-def _lacking(folder: Path, wanted: Wanted) -> str | None:
-    """A file that most models have and some have not, so that it is requested from the Hub once."""
-    if wanted == "tokenizer" and not (folder / _TOKENIZER_SETTINGS).is_file():
-        return _TOKENIZER_SETTINGS
-    return None
-
-
-def _say_what_lacks(path: str, folder: Path, wanted: Wanted) -> None:
-    if name := _lacking(folder, wanted):
-        _log.warning(
-            "'%s' (revision %s) has no %s: the Hub has none, or cannot be reached from here. It names the token that "
-            "ends a document, which is guessed from the usual names; set data.eos_token to be sure",
-            path,
-            folder.name,
-            name,
-        )
+def _lacks_settings(folder: Path, wanted: Wanted) -> bool:
+    """Whether a file is missing that most tokenisers have and some have not, so that it is requested from the Hub."""
+    return wanted == "tokenizer" and not (folder / _TOKENIZER_SETTINGS).is_file()
 
 
 def _is_usable(folder: Path, wanted: Wanted) -> bool:

@@ -1,12 +1,9 @@
 """JSON lines: one object per line, the wanted keys decoded and checked, the others passed over.
 
-Offsets are bytes. A part is a range of bytes; a line belongs to the part in which its first byte lies, so a part begins
-with the first line after its first byte and may end inside the next one's range. A compressed file, or one of unknown
-size, is one part. Lines of nothing but white space are no records. Strict JSON: `NaN`, lone surrogates and bytes that
-are not UTF-8 make a line corrupt, as does a line without the wanted keys.
-
-Price: one line in memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compressed file, everything before it is
-read).
+Offsets are bytes. A line belongs to the part in which its first byte lies. A compressed file, or one of unknown size,
+is one part. Lines of nothing but white space are no records. Strict JSON: `NaN`, lone surrogates and bytes that are not
+UTF-8 make a line corrupt, as does a line without the wanted keys. Price: one line in memory, at most `MAX_LINE_BYTES`;
+a seek to begin (in a compressed file, everything before it is read).
 
 `JsonReader` takes the same objects as the items of one list, too: `.json` files hold either. Offsets in a list are
 items. A list is one part and is held in memory while it is read.
@@ -29,7 +26,7 @@ from evenload.data.records import (
     Record,
     RecordReader,
     ValueProblem,
-    convert_named,
+    convert_value,
     other_values,
 )
 from evenload.data.sources import SourceFile, damaged_compression
@@ -40,7 +37,6 @@ MAX_LINE_BYTES = 1 << 28
 
 _COUNT_BYTES = 1 << 20
 _ROWS_WITH_KEYS = 100  # whose keys are reported
-_MOST_TRIES = 64
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TYPES: dict[ColumnKind, Any] = {
     "text": str,
@@ -96,21 +92,14 @@ class JsonlReader(RecordReader):
             raise
         except Exception:  # decompressors raise classes of their own; its reader reports the damage
             return FileSummary()
-        rows = self._rows(begin.removeprefix(_BYTE_ORDER_MARK), is_whole)
-        if rows is None:
-            return FileSummary()
+        rows = [line for line in begin.removeprefix(_BYTE_ORDER_MARK).split(b"\n") if line.strip()]
         keys = _keys(rows[:_ROWS_WITH_KEYS])
         if is_whole:
             return FileSummary(keys, len(rows))
         is_estimated = file.compression is None and file.size_bytes is not None and len(rows) > 1
         return FileSummary(keys, len(rows) * (file.size_bytes or 0) // len(begin) if is_estimated else None, False)
 
-    def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
-        """The records in the beginning of a file, or in the whole of it; None where they are damaged."""
-        return [line for line in begin.split(b"\n") if line.strip()]
-
     def origin(self, file: SourceFile, offset: int) -> str:
-        """File and 1-based line. Reads the file up to there."""
         lines, left = 1, offset
         try:
             with file.open() as stream:
@@ -139,18 +128,11 @@ class JsonReader(JsonlReader):
             for index in range(offset or 0, len(items)):
                 yield decode(index, index + 1, bytes(items[index]))
 
-    def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
-        if not begin.lstrip().startswith(b"["):
-            is_object = begin.lstrip().startswith(b"{") and not _is_json(begin.lstrip().split(b"\n", 1)[0])
-            return None if is_object else super()._rows(begin, is_whole)
-        # Of a longer list the items up to the last "}" that ends one: it is parsed whole once only, to train it.
-        stop, tries = len(begin), 1 if is_whole else _MOST_TRIES
-        for _ in range(tries):
-            try:
-                return msgspec.json.decode(begin[:stop] + (b"" if is_whole else b"]"), type=list[msgspec.Raw])
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                stop = begin.rfind(b"}", 0, stop - 1) + 1
-        return None
+    def summary(self, file: SourceFile) -> FileSummary:
+        """Of a list, all of it."""
+        if (items := _list_items(file)) is None:
+            return super().summary(file)
+        return FileSummary() if isinstance(items, str) else FileSummary(_keys(items[:_ROWS_WITH_KEYS]), len(items))
 
     def origin(self, file: SourceFile, offset: int) -> str:
         is_list = isinstance(_list_items(file), list)
@@ -164,7 +146,7 @@ def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
         with file.open() as stream:
             begin = stream.read(_COUNT_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
             if not begin.startswith(b"["):
-                if not begin.startswith(b"{") or _is_json(begin.split(b"\n", 1)[0]):
+                if not begin.startswith(b"{") or _decoded(begin.split(b"\n", 1)[0], Any):
                     return None
                 kind = dict[str, msgspec.Raw]
             stream.seek(0)
@@ -181,23 +163,17 @@ def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
     return f"the file is one JSON object over several lines, with the keys {keys}; write its records as a list"
 
 
-def _is_json(line: bytes) -> bool:
+def _decoded(line: bytes | msgspec.Raw, kind: Any = dict[str, msgspec.Raw]) -> Any:
+    """What a line holds; an empty object where that is not of this kind."""
     try:
-        msgspec.json.decode(line)
+        return msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return True
+        return {}
 
 
 def _keys(rows: Sequence[bytes | msgspec.Raw]) -> tuple[str, ...]:
     """Keys of objects in the order in which they come; of what is no object none."""
-    found: dict[str, None] = {}
-    for row in rows:
-        try:
-            found |= dict.fromkeys(msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-    return tuple(found)
+    return tuple(dict.fromkeys(key for row in rows for key in _decoded(row)))
 
 
 def _pass_line(stream: IO[bytes]) -> int:
@@ -235,7 +211,7 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
             if has_numbers:
                 # Faster than `convert_value`, and they are whole numbers already.
                 values = tuple(
-                    np.array(value, dtype=np.int32) if column.kind == "tokens" else convert_named(column, value)
+                    np.array(value, dtype=np.int32) if column.kind == "tokens" else convert_value(column, value)
                     for value, column in zip(values, needed, strict=True)
                 )
             if (further := row[len(needed) :]) != nothing:
@@ -246,7 +222,7 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
         except OverflowError as err:
             problem = f"a token id under {names} is beyond 32 bits: {err}"
         except msgspec.ValidationError as err:
-            problem = f"no {described} ({err}{_keys_of(line)})"
+            problem = f"no {described} ({err}; its keys are {', '.join(_decoded(line)) or 'none'})"
         except (msgspec.DecodeError, RecursionError) as err:
             problem = f"the line is not JSON ({err})"
         except ValueProblem as err:
@@ -254,11 +230,3 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
         return Record(position, after, None, problem)
 
     return decode
-
-
-def _keys_of(line: bytes) -> str:
-    try:
-        keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
-    return f"; its keys are {', '.join(keys)}" if keys else "; it has no keys"

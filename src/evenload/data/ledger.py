@@ -106,10 +106,7 @@ def untaught_warning(documents: Collection[Document], origin: Callable[[int], st
 
 
 def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int, untaught: int) -> LedgerState:
-    """The account after steps whose update was not applied: their documents were dropped, not trained.
-
-    `masked` of the skipped tokens had no loss of their own, and `untaught` documents none at all.
-    """
+    """The account after steps whose update was not applied: their documents were dropped, not trained."""
     return msgspec.structs.replace(
         state.with_dropped(reason, skipped),
         trained=state.trained - skipped,

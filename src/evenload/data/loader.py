@@ -1,8 +1,8 @@
 """`GlobalBatchLoader`: source → tokenise → shuffle → global batch, read by all ranks together, exactly resumable.
 
 A global batch is fixed here, before anything is planned: by number of documents or by tokens, in the seeded order of
-the streams (`streams.py`). Planning and packing only rearrange inside it. Every rank reads its share of the streams;
-all know every document's length, and the exchange (`exchange.py`) brings the tokens to the ranks that train them.
+the streams (`streams.py`). Every rank reads its share of the streams and knows every document's length;
+`feed.step_maker` brings the tokens to the ranks that train them.
 
     loader = GlobalBatchLoader(config)
     while (batch := loader.next_batch()) is not None:
@@ -11,9 +11,8 @@ all know every document's length, and the exchange (`exchange.py`) brings the to
         loader.note_step(batch, plan)    # ledger, and documents that the plan deferred
         saved = loader.state()           # after this step
 
-`next_batch` and `coming` (lengths of the batches that follow) are collective; everything else is not. Price: a few
-microseconds a document beyond reading it; in memory are the open block of every stream that this rank reads, the next
-one, and those of batches drawn ahead.
+`next_batch` and `coming` are collective; everything else is not. Price: a few microseconds a document beyond reading
+it; in memory are the open block of every stream that this rank reads, the next one, and those of batches drawn ahead.
 """
 
 import weakref
@@ -32,13 +31,14 @@ from evenload.data.batches import (
     config_fingerprint,
     own_tokens,
 )
-from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock, Span, StreamKey
+from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.config import DataConfig, mixture_configs
+from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, Tally, tally_of
 from evenload.data.open_encoder import open_encoder
 from evenload.data.part_files import label_warnings, open_part, source_lines
 from evenload.data.sources import files_digest
-from evenload.data.streams import DrawnBatch, DrawnBatches, DrawPosition
+from evenload.data.streams import DrawnBatch, DrawnBatches, DrawPosition, owner_of
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.workers import BlockService, ReadingJob
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
@@ -51,7 +51,6 @@ class GlobalBatchLoader:
     """Global batches of `config`.
 
     Args:
-        config: data settings.
         tokenizer: instead of the one that `config.tokenizer` names.
         peers: the ranks that read together; each makes its own loader of equal settings.
         datasets: Hugging Face data sets by source name, read instead of files (see `open_part`).
@@ -84,7 +83,7 @@ class GlobalBatchLoader:
         self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
         # Neither threads nor workers may outlive a loader that is simply dropped.
         weakref.finalize(self, self.background.close)
-        self._drawn = self._new_draws()
+        self._drawn = DrawnBatches(config, self.background, self.peers)
         self._at = self._drawn.position()
         """After the last batch that was handed out."""
         self._deferred: dict[int, Deferral] = {}
@@ -113,12 +112,11 @@ class GlobalBatchLoader:
         Documents that plans deferred come along as `carried`, at the end in a batch of their own.
 
         Raises:
-            DataError: a record that is an error by the settings, an epoch without any document, or a
-                ledger that does not balance at the end of an epoch; on every rank. The loader stays where it was.
+            DataError: as `DrawnBatches.take`; on every rank. The loader stays where it was.
         """
         if self._lost:
             self._reload_deferred()
-        drawn = self._drawn.take()
+        drawn = self._drawn.take(self._check_epoch)
         self._at = drawn.after
         self.ledger.state = self.ledger.state.with_read(drawn.noted)
         if not drawn.documents and not self._deferred:
@@ -128,12 +126,10 @@ class GlobalBatchLoader:
 
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
         """New documents of the next `count` batches, with the ids that they will have; fewer batches where the data
-        ends, or where one of them cannot be read, which `next_batch` raises when its turn comes. Collective.
-
-        Their records are read and kept. Nothing else changes: neither the state, nor the account, nor what
-        `next_batch` gives.
+        ends, or where one of them cannot be read, which `next_batch` raises when its turn comes. Collective. Neither
+        the state nor the account changes.
         """
-        return tuple(batch.documents for batch in self._drawn.ahead(count))
+        return tuple(batch.documents for batch in self._drawn.ahead(count, self._check_epoch))
 
     def note_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
         """Account for a trained step, and keep the documents that its plan deferred for the next batch.
@@ -164,13 +160,13 @@ class GlobalBatchLoader:
             )
         self.ledger.note_step(plan)
         for doc_id in deferred:
-            span: Span | None = None
+            content = None
             if doc_id in batch.tokens:
                 # Copies: a view would keep the whole batch in memory for as long as the document waits.
                 labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
-                span = (batch.tokens[doc_id].copy(), labels, 0, known[doc_id].num_tokens)
+                content = EncodedDocument(batch.tokens[doc_id].copy(), labels)
             saved = DeferredDocument(document=known[doc_id], place=batch.place(doc_id), has_labels=batch.has_labels)
-            self._deferred[doc_id] = Deferral(saved, int(batch.owners([doc_id])[0]), span)
+            self._deferred[doc_id] = Deferral(saved, int(batch.owners([doc_id])[0]), content)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
         """Where a document of a batch was read: the run of documents that are shuffled together, by its first file."""
@@ -194,8 +190,7 @@ class GlobalBatchLoader:
     def state(self) -> LoaderState:
         """Where the loader stands: restored, it continues with the batch after the last one handed out.
 
-        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger. What was read
-        of later batches (`coming`; a record that failed in the middle of one) is not in it.
+        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger.
         """
         return LoaderState(
             step=self._step,
@@ -218,24 +213,14 @@ class GlobalBatchLoader:
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)
-        self._drawn, self._at = self._new_draws(), DrawPosition(state.epoch, state.next_doc_id, state.parts)
+        self._drawn = DrawnBatches(self.config, self.background, self.peers)
+        self._at = DrawPosition(state.epoch, state.next_doc_id, state.parts)
         self._drawn.go_on(self._at)
         self._step, self._deferred, self._lost = state.step, {}, state.deferred
 
     def close(self) -> None:
         """End the background readers. State and account remain; the next request for a batch starts them again."""
         self.background.close()
-        self._drawn.forget_requests()
-
-    def _new_draws(self) -> DrawnBatches:
-        check = weakref.WeakMethod(self._check_epoch)  # who drops the loader need not wait for the garbage collector
-
-        def at_epoch_end(epoch: int, num_sampled: int) -> None:
-            check_epoch = check()
-            assert check_epoch is not None, "batches are drawn by their loader alone"
-            check_epoch(epoch, num_sampled)
-
-        return DrawnBatches(self.config, self.background, self.peers, at_epoch_end)
 
     def _check_epoch(self, epoch: int, num_sampled: int) -> None:
         """An epoch ends: documents came of it, and all that was read of it is accounted for."""
@@ -283,13 +268,11 @@ class GlobalBatchLoader:
         blocks: dict[BlockRequest, DocumentBlock] = {}
         try:
             for lost in self._lost:
-                place = lost.place
-                owner = self._drawn.owner(place.part, place.stream)
-                span: Span | None = None
+                place, content = lost.place, None
+                request = BlockRequest(StreamKey(place.part, place.stream), place.epoch, place.cursor)
+                owner = owner_of(request.key, self.peers.size)
                 if owner == self.peers.rank:
-                    request = BlockRequest(StreamKey(place.part, place.stream), place.epoch, place.cursor)
                     if request not in blocks:
-                        self.background.request(request)
                         blocks[request] = self.background.take(request)
                     if blocks[request].header.checksum != place.checksum:
                         raise DataError(
@@ -297,8 +280,8 @@ class GlobalBatchLoader:
                             f"block {place.cursor.block} of stream {place.stream}, which holds other documents than "
                             "when the loader's state was saved; the sources must not change between save and resume"
                         )
-                    span = blocks[request].span(place.index)
-                entries[lost.document.doc_id] = Deferral(lost, owner, span)
+                    content = blocks[request].document(place.index)
+                entries[lost.document.doc_id] = Deferral(lost, owner, content)
         except EvenloadError as error:
             problem = str(error).encode()
         problems = [answer for answer in self.peers.gather(problem) if answer]

@@ -1,12 +1,43 @@
-"""`open_encoder`: makes the encoder of the settings, or refuses settings that contradict each other."""
+"""`open_encoder`: makes the encoder of the settings; conversations as text, with loss on what the assistant says.
 
+Where the template has `{% generation %}` blocks, these are what the assistant says. Where it has none, the text of the
+assistant's message i is found by rendering parts of the conversation:
+
+    messages[:i], generation prompt   <|user|>Hi<|end|><|assistant|>
+    messages[:i + 1]                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
+    all messages                      <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|> ...
+                                                                    ─────────── loss
+
+This holds only if each rendering begins the next one, which is checked for every message; else the record is refused. A
+template without a generation prompt has the assistant's header in the loss.
+
+Keys of messages without a value are left out, because Arrow gives every message all keys of all messages and templates
+test whether a key is there. Thoughts that data sets put under other names are also given under the names that templates
+read. Both is what transformers' `apply_chat_template` does. Price: 2 renderings for each of the assistant's messages,
+so it grows with the square of the turns; 1 rendering with `{% generation %}` blocks or loss on all tokens.
+
+A prompt and a completion are two strings or two lists of messages. Strings are joined and tokenised together, followed
+by the end-of-document token, as TRL has it. Lists of messages are one conversation through the chat template, and
+labels are those that record kind "messages" gives the completion's messages (TRL trains all of the completion, so also
+what tools answer and users ask in it).
+"""
+
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from evenload.data.chat_template import ChatTemplate, open_chat_template
-from evenload.data.chats import Chats, PromptCompletion
+from evenload.data.chat_template import ChatTemplate, Message, open_chat_template
 from evenload.data.config import DataConfig, mixture_configs
-from evenload.data.encoders import DocumentEncoder, PlainText, RecordProblem, TextEncoder, TokenIds
-from evenload.data.records import record_columns, value_names
+from evenload.data.encoders import (
+    CharSpan,
+    DocumentEncoder,
+    PlainText,
+    RecordProblem,
+    RenderedText,
+    TextEncoder,
+    TokenIds,
+    check_text,
+)
+from evenload.data.records import OtherColumnError, record_columns, value_names
 from evenload.data.tokenize import (
     ByteTokenizer,
     DocumentTokenizer,
@@ -34,7 +65,8 @@ def open_encoder(
             where one is needed; `append_eos` without an end-of-document token; see also `open_tokenizer` and
             `open_chat_template`.
     """
-    _check(config)
+    for problem in _contradictions(config):
+        raise ConfigError(problem)
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
     columns = record_columns(config)
     if config.record == "tokens":
@@ -46,8 +78,7 @@ def open_encoder(
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokeniser {describe_tokenizer(tokenizer)} makes ids that the model has no embedding for: its "
-            f"vocab_size is {vocab_size:,}; set data.tokenizer to the model's own tokeniser, or train a model with a "
-            "larger vocab_size"
+            f"vocab_size is {vocab_size:,}; set data.tokenizer to the model's own, or train a larger vocab_size"
         )
     masked = config.loss_on != "all"
     names, ignored = value_names(columns), config.ignore_columns
@@ -57,9 +88,13 @@ def open_encoder(
     end_id = required_eos(tokenizer) if config.append_eos else None
     if config.record == "text":
         return TextEncoder(PlainText(config.text_column), tokenizer, end_id, opening)
-    template = _optional_template(config, tokenizer)
-    renderer = PromptCompletion(names, template, masked, ignored)
-    return TextEncoder(renderer, tokenizer, end_id, opening)
+    try:
+        template: ChatTemplate | str = open_chat_template(config, tokenizer)
+    except ConfigError as err:
+        if config.chat_template is not None:
+            raise
+        template = str(err)  # strings need none, so why there is none waits for a prompt that is a list
+    return TextEncoder(PromptCompletion(names, template, masked, ignored), tokenizer, end_id, opening)
 
 
 def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
@@ -94,45 +129,233 @@ def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: 
     return found
 
 
-def _optional_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate | str:
-    """The template for prompts that are lists of messages; strings need none, so why there is none waits for one."""
-    try:
-        return open_chat_template(config, tokenizer)
-    except ConfigError as err:
-        if config.chat_template is not None:
-            raise
-        return str(err)
-
-
-def _check(config: DataConfig) -> None:
+def _contradictions(config: DataConfig) -> Iterator[str]:
     named = [setting for setting in ("labels_column", "mask_column") if getattr(config, setting)]
+    column = f"data.{named[0]} is '{getattr(config, named[0])}'" if named else ""
+    record, loss_on = f'data.record "{config.record}"', f'data.loss_on is "{config.loss_on}"'
     if named and config.record != "tokens":
-        raise ConfigError(
-            f'data.{named[0]} is \'{getattr(config, named[0])}\' with data.record "{config.record}"; only "tokens" '
-            "have labels of their own: leave it out"
-        )
+        yield f'{column} with {record}; only "tokens" have labels of their own: leave it out'
     if config.record == "text" and config.loss_on == "completion":
-        raise ConfigError(
-            'data.loss_on is "completion" with data.record "text", which has no completion; set data.record to '
-            '"prompt_completion" or "messages", or leave data.loss_on out'
-        )
+        yield f'{loss_on} with {record}; set data.record to "prompt_completion" or "messages", or leave loss_on out'
     if config.record == "tokens" and config.loss_on == "completion" and not named:
-        raise ConfigError(
-            'data.loss_on is "completion" with data.record "tokens", which do not mark the completion; set '
-            "data.labels_column or data.mask_column, or leave data.loss_on out"
-        )
+        yield f"{loss_on} with {record}; set data.labels_column or data.mask_column, or leave data.loss_on out"
     if config.record == "tokens" and config.loss_on == "all" and named:
-        raise ConfigError(
-            f"data.loss_on is \"all\" with data.{named[0]} '{getattr(config, named[0])}', which says where the loss "
-            "is; leave one of them out"
-        )
+        yield f"{loss_on} and {column}, which says where the loss is; leave one of them out"
     if config.format == "text" and config.record != "text":
-        raise ConfigError(
-            f'data.format is "text" with data.record "{config.record}"; a text file is one text: set data.record to '
-            '"text", or data.format to what the files are'
-        )
+        yield f'data.format is "text" with {record}; set data.record to "text", or data.format to what the files are'
     if config.format == "memmap" and config.record != "tokens":
-        raise ConfigError(
-            f'data.format is "memmap" with data.record "{config.record}"; such files hold ids, so set '
-            'data.record to "tokens"'
+        yield f'data.format is "memmap" with {record}; such files hold ids, so set data.record to "tokens"'
+
+
+_FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
+_IGNORE = "change it, or pass over the key by data.ignore_columns"
+_WEIGHTS = ("weight", "train", "training", "loss")
+_PARTS = ("train_detail", "training_detail")
+_CALLS = ("tool_calls", "function_call")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+class Chats:
+    """`Renderer` of kind "messages".
+
+    Args:
+        columns: of the messages, then those of `ChatTemplate.for_record`.
+        has_spans: loss on the assistant's messages only; else on every token after the first.
+        ignored: keys of messages that are passed over although they mark which messages have a loss.
+    """
+
+    def __init__(
+        self, columns: tuple[str, ...], template: ChatTemplate, has_spans: bool, ignored: Collection[str] = ()
+    ) -> None:
+        self.columns, self._ignored = columns, frozenset(ignored)
+        loss = "completion" if has_spans else "all"
+        passed_over = f", passed over {sorted(ignored)}" if ignored else ""
+        self.name = f"messages of {columns}, loss on {loss}, template {template.name}{passed_over}"
+        self._has_spans, self._template = has_spans, template
+
+    def render(self, values: tuple[Any, ...]) -> RenderedText:
+        messages = read_messages(values[0], self.columns[0], self._template)
+        if not messages:
+            return RenderedText("", () if self._has_spans else None)
+        template = self._template.for_record(**dict(zip(self.columns[1:], values[1:], strict=False)))
+        return render_chat(template, messages, 0 if self._has_spans else None, self._ignored)
+
+
+def render_chat(
+    template: ChatTemplate, messages: Sequence[Message], first: int | None, ignored: Collection[str]
+) -> RenderedText:
+    """A conversation with loss on what the assistant says in `messages[first:]`; None = on every token after the first.
+
+    Messages of the assistant with a weight of 0 have none.
+
+    Args:
+        ignored: keys of messages that are passed over.
+
+    Raises:
+        RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
+    """
+    untrained = [index for index, message in enumerate(messages) if _is_untrained(message, index, ignored)]
+    for index, message in enumerate(messages):
+        for key in (*_PARTS, *(call for call in _CALLS if call not in template.source)):
+            if message.get(key) and key not in ignored:
+                what = "is not read" if key in _PARTS else f"chat template '{template.origin}' does not write"
+                raise OtherColumnError(f"message {index} has {key}, which {what}; {_IGNORE}")
+    if first is None:
+        if untrained:
+            raise OtherColumnError(
+                f'message {untrained[0]} has no loss by its weight, and data.loss_on is "all"; {_IGNORE}'
+            )
+        return RenderedText(template.render(messages))
+    if not template.marks_generation:
+        whole = template.render(messages)
+        trained = [index for index in range(first, len(messages)) if index not in untrained]
+        return RenderedText(whole, tuple(_assistant_spans(template, messages, whole, trained)))
+    whole, spans = template.render_with_spans(messages)
+
+    def edge(index: int) -> int:
+        return len(_beginning(template.render(messages[:index]), whole, template, index)) if index else 0
+
+    for begin, stop in [(0, first), *((index, index + 1) for index in untrained if index >= first)]:
+        if begin < stop:
+            left, right = edge(begin), edge(stop) if stop < len(messages) else len(whole)
+            parts = [part for span in spans for part in ((span[0], min(span[1], left)), (max(span[0], right), span[1]))]
+            spans = tuple(part for part in parts if part[0] < part[1])
+    return RenderedText(whole, spans, counts_touching=True)
+
+
+def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> bool:
+    """Whether a message of the assistant has no loss, by `weight` as in OpenAI's format or `train` as in Axolotl's."""
+    is_untrained = False
+    for key in _WEIGHTS:
+        if key in ignored or (weight := message.get(key)) is None:
+            continue
+        if weight not in (0, 1):
+            raise OtherColumnError(f"message {index} has {key} {weight!r}, must be 0 or 1; {_IGNORE}")
+        if weight and message["role"] != "assistant":
+            raise OtherColumnError(
+                f"message {index} of role '{message['role']}' has {key} {weight!r}, and only what the assistant says "
+                f"is trained; {_IGNORE}"
+            )
+        is_untrained |= not weight and message["role"] == "assistant"
+    return is_untrained
+
+
+def read_messages(value: Any, column: str, template: ChatTemplate) -> list[Message]:
+    """The messages, as new dictionaries, in the forms in which their template writes them as they are meant.
+
+    Raises:
+        RecordProblem: not a list; a message without role, or without content and tool calls; a role that the template
+            knows by another name; content that is neither text nor parts of text.
+    """
+    if not isinstance(value, list | tuple):
+        held = "nothing" if value is None else f"a value of type {type(value).__name__}"
+        raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
+    return [_read_message(message, f"message {index} of '{column}'", template) for index, message in enumerate(value)]
+
+
+def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
+    if not isinstance(value, dict):
+        raise RecordProblem(f"{where} is of type {type(value).__name__}, must be an object with role and content")
+    message = {key: item for key, item in value.items() if item is not None}
+    if not isinstance(message.get("role"), str):
+        raise RecordProblem(
+            f"{where} has no 'role' (it has {sorted(map(str, message))}); rename its keys to role, content"
         )
+    if usual := template.usual_role(message["role"]):
+        raise RecordProblem(f"{where} has role '{message['role']}', another name of a usual one; call it '{usual}'")
+    content = message.get("content")
+    if content is None:
+        if not message.get("tool_calls"):
+            raise RecordProblem(f"{where} (role '{message['role']}') has neither content nor tool_calls")
+    elif isinstance(content, list | tuple):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise RecordProblem(f"{where} has a content part of type '{kind}'; only text can be trained")
+    elif not isinstance(content, str):
+        raise RecordProblem(
+            f"{where} has content of type {type(content).__name__}, must be text or a list of text parts"
+        )
+    thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
+    if thoughts is not None:
+        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    return template.adapted(message)
+
+
+def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
+    """What comes before message `index`, with which `whole`, all messages, must begin."""
+    if not whole.startswith(prompt):
+        raise RecordProblem(
+            f"with chat template '{template.origin}' the prompt for message {index} is not how the whole "
+            f"conversation begins, so what the assistant says cannot be separated from the prompt; {_FIX}"
+        )
+    return prompt
+
+
+def _assistant_spans(
+    template: ChatTemplate, messages: Sequence[Message], whole: str, trained: Sequence[int]
+) -> list[CharSpan]:
+    spans: list[CharSpan] = []
+    for index in trained:
+        if messages[index]["role"] != "assistant":
+            continue
+        if index == 0:
+            raise RecordProblem(f"the conversation begins with the assistant, which no prompt comes before; {_FIX}")
+        prompt = template.render(messages[:index], add_generation_prompt=True)
+        start = len(_beginning(prompt, whole, template, index))
+        upto = whole if index == len(messages) - 1 else template.render(messages[: index + 1])
+        if not whole.startswith(upto):
+            raise RecordProblem(
+                f"chat template '{template.origin}' writes message {index} differently once other messages follow "
+                f"(such as without its thoughts), so what the assistant says is not known; {_FIX}, or end the "
+                "conversation there"
+            )
+        spans.append((start, len(upto)))
+    return spans
+
+
+class PromptCompletion:
+    """`Renderer` of kind "prompt_completion".
+
+    Args:
+        template: for lists of messages; a string is the reason why there is none.
+        has_spans: loss on the completion only; else on every token after the first.
+        columns, ignored: as of `Chats`, after the columns of prompt and completion.
+    """
+
+    def __init__(
+        self, columns: tuple[str, ...], template: ChatTemplate | str, has_spans: bool, ignored: Collection[str] = ()
+    ) -> None:
+        self.columns, self._ignored = columns, frozenset(ignored)
+        loss = "completion's assistant" if has_spans else "all"
+        known = template.name if isinstance(template, ChatTemplate) else None
+        passed_over = f", passed over {sorted(ignored)}" if ignored else ""
+        self.name = f"prompt and completion of {columns}, loss on {loss}, template {known}{passed_over}"
+        self._has_spans, self._template = has_spans, template
+
+    def render(self, values: tuple[Any, ...]) -> RenderedText:
+        (prompt, completion), inputs = values[:2], dict(zip(self.columns[2:], values[2:], strict=False))
+        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
+            return self._render_messages(prompt, completion, inputs)
+        if inputs.get("tools"):
+            raise RecordProblem("the record has tools, and its prompt is a text, which no template puts them into")
+        prompt = check_text(prompt, self.columns[0])
+        whole = prompt + check_text(completion, self.columns[1])
+        return RenderedText(whole, ((len(prompt), len(whole)),) if self._has_spans else None, is_bare=True)
+
+    def _render_messages(self, prompt: Any, completion: Any, inputs: dict[str, Any]) -> RenderedText:
+        if isinstance(self._template, str):
+            raise RecordProblem(self._template)
+        prompt_column, completion_column = self.columns[:2]
+        before = read_messages(prompt, prompt_column, self._template)
+        after = read_messages(completion, completion_column, self._template)
+        if not before or not after:
+            empty = completion_column if before else prompt_column
+            raise RecordProblem(f"column '{empty}' holds no message; a prompt and a completion need at least one each")
+        if before[-1]["role"] == after[0]["role"] == "assistant":
+            raise RecordProblem(
+                f"the last message of '{prompt_column}' is the assistant's, and '{completion_column}' goes on with "
+                f"one of its; move it to '{completion_column}'"
+            )
+        first = len(before) if self._has_spans else None
+        return render_chat(self._template.for_record(**inputs), [*before, *after], first, self._ignored)

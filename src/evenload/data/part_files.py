@@ -1,20 +1,19 @@
 """`PartFiles`: what one part of the mixture is read from: files, their readers, and segments that streams share.
 
 Segments are shares of files, assigned to streams anew in every epoch. Files are cut by size alone, before anything is
-opened, so that a data set of any size is ready in the time of one listing, and one large file feeds all streams.
-Neither the number of ranks nor of workers plays a part: what a stream reads, and in which order, depends on files, seed
-and epoch only. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
+opened, so that a data set of any size is ready in the time of one listing, and one large file feeds all streams. What a
+stream reads, and in which order, depends on files, seed and epoch only, not on ranks or workers. Price: O(segments) per
+epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
 
 Permutations need no state: they are counter-based (Philox), keyed by seed and epoch, so any of them can be made again
 after a resume, on any rank. numpy keeps the raw Philox stream stable over versions, its distributions not.
 
-`source_lines` reports at the start what is read of every source and what is not, so that nothing is passed over
-silently. Price: a short look at `_INSPECTED_FILES` files a source, spread over it; the number of records is an estimate
-where that is not all of them.
+`source_lines` reports at the start what is read of every source and what is not. Price: an inspection of
+`_INSPECTED_FILES` files a source, spread over it; the number of records is an estimate where that is not all of them.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -34,6 +33,9 @@ from evenload.errors import ConfigError
 from evenload.types.text import counted
 
 _OWN_COMPRESSION = ("parquet", "arrow", "memmap")
+_COLUMN_READERS = {"jsonl": JsonlReader, "json": JsonReader, "parquet": ParquetReader, "arrow": ArrowReader}
+_HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", 'data.record = "tokens"')}
+"""Kind of the records of formats without columns, and how to train others."""
 
 
 def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
@@ -52,30 +54,22 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
             "decompress it"
         )
     columns = record_columns(config)
-    match file.format:
-        case "text":
-            _check_record(file, config, "text", "set data.format or data.include")
-            return TextReader()
-        case "jsonl":
-            return JsonlReader(columns)
-        case "json":
-            return JsonReader(columns)
-        case "parquet":
-            return ParquetReader(columns)
-        case "arrow":
-            return ArrowReader(columns)
-        case "memmap":
-            _check_record(file, config, "tokens", 'set data.record = "tokens"')
-            for setting in ("labels_column", "mask_column"):
-                if column := getattr(config, setting):
-                    raise ConfigError(
-                        f"{file.name} is a token file, which holds nothing but ids, and data.{setting} is '{column}'; "
-                        "leave it out"
-                    )
-            return NpyReader(config.document_end_id) if file.path.endswith(".npy") else MegatronReader()
-        case "dataset":
-            reader = IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader
-            return reader(dataset, columns)
+    if file.format == "dataset":
+        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(dataset, columns)
+    if file.format in _COLUMN_READERS:
+        return _COLUMN_READERS[file.format](columns)
+    holds, fix = _HELD[file.format]
+    if config.record != holds:
+        raise ConfigError(
+            f'{file.name} is read as {file.format}, which holds records of kind "{holds}", and data.record is '
+            f'"{config.record}"; set {fix}'
+        )
+    if file.format == "text":
+        return TextReader()
+    for setting in ("labels_column", "mask_column"):
+        if column := getattr(config, setting):
+            raise ConfigError(f"{file.name} holds nothing but ids, and data.{setting} is '{column}'; leave it out")
+    return NpyReader(config.document_end_id) if file.path.endswith(".npy") else MegatronReader()
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
@@ -92,14 +86,6 @@ def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
         compression=None,
         filesystem=LocalFileSystem(),
     )
-
-
-def _check_record(file: SourceFile, config: DataConfig, holds: str, fix: str) -> None:
-    if config.record != holds:
-        raise ConfigError(
-            f'{file.name} is read as {file.format}, which holds records of kind "{holds}", and data.record is '
-            f'"{config.record}"; {fix}'
-        )
 
 
 SEGMENTS, BLOCKS = 1, 2
@@ -158,33 +144,13 @@ def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
         listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
     files = tuple(file for listing in listings for file in listing.files)
     readers = tuple(open_reader(file, config, dataset) for file in files)
-    segments = _cut_segments(files, readers, config.num_streams)
-    return PartFiles(listings=listings, files=files, readers=readers, segments=segments)
-
-
-def _cut_segments(
-    files: Sequence[SourceFile], readers: Sequence[RecordReader], num_streams: int
-) -> tuple[Segment, ...]:
     total_bytes = sum(file.size_bytes or 0 for file in files)
-    part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
+    part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
     segments: list[Segment] = []
     for index, (file, reader) in enumerate(zip(files, readers, strict=True)):
         count = reader.num_parts(file, part_bytes)
         segments += [Segment(index, FilePart(part, count)) for part in range(count)]
-    return tuple(segments)
-
-
-def assign_segments(
-    segments: Sequence[Segment], num_streams: int, *, shuffled: bool, seed: int, epoch: int, part: int
-) -> tuple[tuple[Segment, ...], ...]:
-    """The segments of every stream, in the order in which it reads them.
-
-    Args:
-        part: number of the part of the mixture; keeps parts of equal shape from the same order.
-    """
-    order = permutation(len(segments), seed, epoch, SEGMENTS, part, 0) if shuffled else range(len(segments))
-    assigned = [segments[index] for index in order]
-    return tuple(tuple(assigned[stream::num_streams]) for stream in range(num_streams))
+    return PartFiles(listings=listings, files=files, readers=readers, segments=tuple(segments))
 
 
 _INSPECTED_FILES = 16
@@ -198,17 +164,11 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
     Raises:
         DataError: a file that cannot be opened.
     """
-    for listing, readers in _by_source(part):
-        step = -(-len(readers) // _INSPECTED_FILES)
-        inspected = list(zip(listing.files, readers, strict=True))[::step]
-        yield _source_line(config, listing, [reader.summary(file) for file, reader in inspected], step)
-
-
-def _by_source(part: PartFiles) -> Iterator[tuple[SourceListing, tuple[RecordReader, ...]]]:
-    start = 0
+    readers = dict(zip(part.files, part.readers, strict=True))
     for listing in part.listings:
-        yield listing, part.readers[start : start + len(listing.files)]
-        start += len(listing.files)
+        step = -(-len(listing.files) // _INSPECTED_FILES)
+        summaries = [readers[file].summary(file) for file in listing.files[::step]]
+        yield _source_line(config, listing, summaries, step)
 
 
 def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileSummary], step: int) -> str:
@@ -240,8 +200,9 @@ def label_warnings(config: DataConfig, part: PartFiles, encoder: DocumentEncoder
     Raises:
         DataError: a file that cannot be read, or a column that would change what is trained.
     """
-    for listing, readers in _by_source(part) if config.record == "tokens" else ():
-        records = readers[0].records(listing.files[0], FilePart())
+    readers = dict(zip(part.files, part.readers, strict=True))
+    for listing in part.listings if config.record == "tokens" else ():
+        records = readers[listing.files[0]].records(listing.files[0], FilePart())
         found = encoder.encode_records(list(islice(records, _SAMPLED)))
         if others := sum(isinstance(one, EncodedDocument) and _has_other_labels(one) for one in found):
             yield (

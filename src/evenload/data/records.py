@@ -1,17 +1,16 @@
 """Records: which columns of a source a run reads, how values become what they have to be, and the interface of readers.
 
-What a reader does not use is either known to be harmless, or reported at the start, or refused until a setting says
-"ignore". An *other column* is one that no setting names, but whose name says, in the field's libraries, that it decides
-what is trained: it is used (labels, masks, tools), or checked record by record to change nothing (an attention mask of
-ones), and a record in which it would change something is refused. `data.ignore_columns` passes over it.
+An *other column* is one that no setting names, but whose name says, in the field's libraries, that it decides what is
+trained: it is used (labels, masks, tools), or checked record by record to change nothing (an attention mask of ones),
+and a record in which it would change something is refused. `data.ignore_columns` passes over it.
 
 A file is read in *parts*: part i of n holds a fixed share of its records, found without reading the others, so that
 several readers share one large file. Inside a part an *offset* in the format's own terms (bytes, rows, documents) marks
-where to go on. Nothing else is needed to resume, and nothing of the records themselves is ever saved.
+where to go on. Nothing else is needed to resume.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
@@ -38,6 +37,13 @@ KIND_WORDS: dict[ColumnKind, str] = {
     "tokens": "a list of token ids",
     "mask": "a list of 0 and 1",
 }
+_FIELDS: dict[str, dict[str, ColumnKind]] = {
+    "text": {"text_column": "text"},
+    "messages": {"messages_column": "messages"},
+    "prompt_completion": {"prompt_column": "text_or_messages", "completion_column": "text_or_messages"},
+    "tokens": {"tokens_column": "tokens", "labels_column": "tokens", "mask_column": "mask"},
+}
+"""Settings that name the required columns, by kind of record; those left empty name none."""
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _PACKED = "says that the record holds several documents, which would attend to each other; store them one a record"
 _PADDED = "marks tokens as padding, which would be trained; leave them out of the record"
@@ -88,21 +94,8 @@ class Column(NamedTuple):
 
 def record_columns(config: DataConfig) -> tuple[Column, ...]:
     """The columns of a record of `config.record`: those required, then other ones."""
-    fields: dict[str, ColumnKind]
-    match config.record:
-        case "text":
-            fields = {"text_column": "text"}
-        case "messages":
-            fields = {"messages_column": "messages"}
-        case "prompt_completion":
-            fields = {"prompt_column": "text_or_messages", "completion_column": "text_or_messages"}
-        case "tokens":
-            fields = {"tokens_column": "tokens"}
-            if config.labels_column:
-                fields["labels_column"] = "tokens"
-            if config.mask_column:
-                fields["mask_column"] = "mask"
-    required = tuple(Column(getattr(config, field), kind, f"data.{field}") for field, kind in fields.items())
+    fields = ((getattr(config, field), kind, f"data.{field}") for field, kind in _FIELDS[config.record].items())
+    required = tuple(Column(*field) for field in fields if field[0])
     passed_over = {column.name for column in required} | set(config.ignore_columns)
     return required + tuple(
         _other_column(config, name, kind, problem)
@@ -142,7 +135,7 @@ def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: i
     found = []
     for column, value in zip(columns, values, strict=True):
         if column.kind not in _CHECKED:
-            found.append(None if value is None else convert_named(column, value))
+            found.append(None if value is None else convert_value(column, value))
         elif value is not None and not _holds(column.kind, value, num_tokens):
             raise OtherColumnError(
                 f"'{column.name}' {column.problem}, or set data.ignore_columns = [\"{column.name}\"] to train as if it "
@@ -151,14 +144,6 @@ def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: i
     while found and found[-1] is None:
         found.pop()
     return tuple(found)
-
-
-def convert_named(column: Column, value: Any) -> Any:
-    """What `convert_value` makes of a value of a column, which problems name."""
-    try:
-        return convert_value(column.kind, value)
-    except ValueProblem as problem:
-        raise ValueProblem(f"column '{column.name}': {problem}") from problem
 
 
 def _holds(kind: ColumnKind, value: Any, num_tokens: int | None) -> bool:
@@ -177,13 +162,9 @@ def _holds(kind: ColumnKind, value: Any, num_tokens: int | None) -> bool:
         return value == 1
     if num_tokens is not None and array.shape != (num_tokens,):
         return False
-    match kind:
-        case "ones":
-            return bool((array == 1).all())
-        case "counting":
-            return np.array_equal(array, np.arange(array.size))
-        case _:
-            return not array.size or bool((array == array.flat[0]).all())
+    if kind == "counting":
+        return np.array_equal(array, np.arange(array.size))
+    return not array.size or bool((array == (1 if kind == "ones" else array.flat[0])).all())
 
 
 class ValueProblem(ValueError):
@@ -203,46 +184,38 @@ def naming(file: SourceFile) -> Iterator[None]:
         raise DataError(f"{file.name}: {problem}") from problem
 
 
-def convert_value(kind: ColumnKind, value: Any) -> Any:
+def convert_value(column: Column, value: Any) -> Any:
     """One Python value as its column holds it; a `ValueProblem` for another type and ids that int32 cannot hold."""
+    kind = column.kind
     if kind == "any":
         return value
-    if kind == "tokens":
-        return token_array(value)
-    if kind == "mask":
-        return _mask_array(value)
-    is_text = type(value) is str
-    is_messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
-    if not ((is_text and kind != "messages") or (is_messages and kind != "text")):
-        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS[kind]}")
-    return value
+    if kind in ("tokens", "mask"):
+        array = _plain_array(value)
+        if array is not None and not array.size:
+            return np.zeros(0, np.int32 if kind == "tokens" else bool)
+        if array is not None and kind == "mask" and np.isin(array, (0, 1)).all():
+            return array.astype(bool)
+        if array is not None and kind == "tokens" and array.dtype.kind in "iu":
+            narrowed, fits = narrow_ids(array)
+            if fits is not None:
+                raise ValueProblem(f"column '{column.name}': {beyond_int32(array)}")
+            return narrowed
+    else:
+        is_messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+        if (type(value) is str and kind != "messages") or (is_messages and kind != "text"):
+            return value
+    text = repr(value)
+    shown = "null" if value is None else f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+    raise ValueProblem(f"column '{column.name}': {shown} is not {KIND_WORDS[kind]}")
 
 
-def token_array(value: Any) -> NDArray[np.int32]:
-    """int32[num_tokens] of a list or array of integers; raises as `convert_value`."""
+def _plain_array(value: Any) -> NDArray[Any] | None:
+    """A list as an array of one dimension; None where it is none."""
     try:
         array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
-    except (ValueError, OverflowError):
-        array = None
-    if array is not None and array.shape[:1] == (0,):
-        return np.zeros(0, dtype=np.int32)
-    if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['tokens']}")
-    narrowed, fits = narrow_ids(array)
-    if fits is not None:
-        raise ValueProblem(beyond_int32(array))
-    return narrowed
-
-
-def _mask_array(value: Any) -> NDArray[np.bool_]:
-    """bool[num_tokens] of a list or array of 0 and 1; raises as `convert_value`."""
-    try:
-        array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
-    except ValueError:  # lists of unequal lengths
-        array = None
-    if array is None or array.ndim != 1 or not np.isin(array, (0, 1)).all():
-        raise ValueProblem(f"{_shown(value)} is not {KIND_WORDS['mask']}")
-    return array.astype(bool)
+    except (ValueError, OverflowError):  # lists of unequal lengths, numbers beyond 64 bits
+        return None
+    return array if array is not None and (array.ndim == 1 or array.shape[:1] == (0,)) else None
 
 
 def narrow_ids(values: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
@@ -265,12 +238,6 @@ def beyond_int32(values: NDArray[Any]) -> str:
     _, fits = narrow_ids(values)
     worst = values[~fits][0] if fits is not None else values[0]
     return f"token id {worst} is no whole number of at most 2**31 - 1"
-
-
-def _shown(value: Any) -> str:
-    """A value in an error message: its type, and where it is short, itself."""
-    text = repr(value)
-    return "null" if value is None else f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
 FILE_END = -1
@@ -314,10 +281,11 @@ def make_records(
         offsets: of every record, and behind the last.
         problems: of those that cannot be read, by index.
     """
-    if not problems:
-        return map(Record._make, zip(offsets, offsets[1:], values, repeat(""), strict=False))
-    readable = [None if index in problems else row for index, row in enumerate(values)]
-    reasons = [problems.get(index, "") for index in range(len(values))]
+    readable: Sequence[tuple[Any, ...] | None] = values
+    reasons: Iterable[str] = repeat("")
+    if problems:
+        readable = [None if index in problems else row for index, row in enumerate(values)]
+        reasons = [problems.get(index, "") for index in range(len(values))]
     return map(Record._make, zip(offsets, offsets[1:], readable, reasons, strict=False))
 
 
@@ -342,10 +310,8 @@ class RecordReader(ABC):
         """Whether parts of the file can be read without what lies before them."""
         return True
 
-    @property
-    def holds_one(self) -> bool:
-        """Every file is one record, at offset 0."""
-        return False
+    holds_one = False
+    """Every file is one record, at offset 0."""
 
     def num_parts(self, file: SourceFile, part_bytes: int) -> int:
         """Into how many parts of about that size the file can be read. Opens nothing; 1 where it cannot be shared."""
@@ -383,9 +349,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 class TextReader(RecordReader):
     """Reader of format "text"; the offset of the document is 0."""
 
-    @property
-    def holds_one(self) -> bool:
-        return True
+    holds_one = True
 
     def can_share(self, file: SourceFile) -> bool:
         return False

@@ -1,14 +1,12 @@
 """`list_sources`: sources (files, directories, globs, fsspec URLs) as sorted lists of files; `SourceFile`: one of them.
 
-The list does not depend on the order in which a file system answers: files are sorted by their path below the source,
-sources keep the order in which they were given. Links are followed; a directory that contains itself through a link is
-entered once. Nothing is passed over silently: what only describes data files next to it (`README.md`,
+Files are sorted by their path below the source, sources keep the order in which they were given. Links are followed; a
+directory that contains itself through a link is entered once. What only describes data files next to it (`README.md`,
 `dataset_info.json`) is left out and reported; any other file whose name is not that of a data file is refused there,
-since it would be trained as a text. Names that begin with "." are hidden, as everywhere. Price: one listing per source.
+since it would be trained as a text. Names that begin with "." are hidden. Price: one listing per source.
 
 A file is known by its path below the source and its size, not by where the source stands, so a data set may move
-between save and resume. What reading it may raise means damaged content (a problem of a record) or failing storage (an
-error).
+between save and resume.
 """
 
 import hashlib
@@ -120,9 +118,6 @@ class _RemoteStream(io.RawIOBase):
     Not all of fsspec's file systems try again (HTTP does not), and a read that ends too early looks like the end of the
     data. So a read that failed, or ended before the file does, opens the file again at the same byte; every byte that
     arrives starts the count of attempts anew.
-
-    Raises:
-        DataError: when read: the file cannot be opened, or failed for good; names file and byte.
     """
 
     def __init__(self, file: SourceFile) -> None:
@@ -206,27 +201,20 @@ def _with_retries(
 
 
 def damaged_compression(file: SourceFile, err: Exception) -> str:
-    """The problem of a file whose reading raised this.
-
-    Decompressors raise classes of their own, some of them kinds of OSError.
-
-    Raises:
-        DataError: it was not the compression but the storage that failed.
-    """
-    if isinstance(err, OSError) and (file.compression is None or is_storage_failure(err)):
-        raise unreadable(file, err) from err
+    """The problem of a file whose reading raised this; a `DataError` where the storage failed, not the compression."""
+    refuse_storage_failure(file, err)
     if file.compression is None or isinstance(err, EvenloadError):
         raise err
     return f"its {file.compression} compression is damaged: {err}"
 
 
-def unreadable(file: SourceFile, err: OSError) -> DataError:
-    return DataError(f"{file.name} cannot be read: {err}; check the storage it lies on")
+def refuse_storage_failure(file: SourceFile, err: Exception) -> None:
+    """Raise a `DataError` where it was the operating system that failed.
 
-
-def is_storage_failure(err: OSError) -> bool:
-    """Whether the operating system failed; libraries raise OSError without a number where bytes are damaged."""
-    return err.errno is not None
+    Libraries raise OSError without a number where bytes are damaged.
+    """
+    if isinstance(err, OSError) and err.errno is not None:
+        raise DataError(f"{file.name} cannot be read: {err}; check the storage it lies on") from err
 
 
 def files_digest(files: Sequence[SourceFile]) -> str:
@@ -238,17 +226,11 @@ def files_digest(files: Sequence[SourceFile]) -> str:
     return f"{len(files)} files of {total_bytes} bytes, {digest.hexdigest()[:16]}"
 
 
-_SUFFIX_FORMATS: dict[str, FileFormat] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".bin": "memmap",
-    ".idx": "memmap",
-    ".npy": "memmap",
-}
+_SUFFIXES: dict[FileFormat, str] = {
+    "jsonl": ".jsonl .ndjson", "json": ".json", "parquet": ".parquet", "arrow": ".arrow .feather",
+    "memmap": ".bin .idx .npy",
+}  # fmt: skip
+_SUFFIX_FORMATS = {suffix: format for format, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
 # An index is read with the token file it belongs to and is no source of its own.
 _INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
@@ -269,7 +251,6 @@ _SPLIT_NAMES = {name: name for name in ("train", "test")} | dict.fromkeys(
 )
 _SPLIT = re.compile(rf"(?:^|[/])({'|'.join(_SPLIT_NAMES)})(?=[-_./])")
 _DICT = "dataset_dict.json"
-_DECOMPRESSORS: dict[Any, Any] = compr
 _NAMED = 5  # in a message, of many files
 
 
@@ -313,7 +294,7 @@ def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
             among = f" with a name like {' or '.join(config.include)}" if config.include else ""
             only = f" but {', '.join(left_out[:_NAMED])}, which describe data" if left_out else ""
             raise ConfigError(f"data source '{source}' has no files{among}{only}; check data.sources and data.include")
-        files = []
+        files: list[SourceFile] = []
         for relative, path, size_bytes, _ in entries:
             name = os.path.join(root, relative) if relative else source
             is_local = isinstance(filesystem, LocalFileSystem)
@@ -434,17 +415,14 @@ def _matching(filesystem: AbstractFileSystem, pattern: str) -> Iterator[_Entry]:
 def _data_files(
     filesystem: AbstractFileSystem, entries: list[_Entry], source: str, format: Format
 ) -> tuple[list[_Entry], tuple[str, ...]]:
-    """The entries that are read, and paths of those that only describe them or were made from them.
-
-    Those chosen by a pattern of names are wanted, but for copies that `datasets` keeps next to its data.
-    """
+    """The entries that are read, and paths of those that only describe them or were made from them."""
     if format == "auto":
         for entry in entries:
             if (suffix := _suffix(entry.path)) in _UNREAD_SUFFIXES:
                 raise ConfigError(
                     f"data source '{source}'{f' holds {entry.relative}, which' if entry.relative else ''} is a "
-                    f"{suffix} file, of which no records are read; write them as .jsonl or .parquet, leave it out "
-                    'by data.include, or set data.format = "text" to train it as one text'
+                    f"{suffix} file, of which no records are read; write them as .jsonl or .parquet, leave it out by "
+                    'data.include, or set data.format = "text" to train it as one text'
                 )
     if format == "text" or (len(entries) == 1 and not entries[0].relative):
         return entries, ()
@@ -531,8 +509,7 @@ def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list
 def _chosen(entry: _Entry, include: Sequence[str]) -> _Entry | None:
     """The entry with the pattern that chose it; None where there are patterns and none did."""
     name = entry.relative.rsplit("/", 1)[-1]
-    chosen = (pattern for pattern in include if fnmatch(entry.relative if "/" in pattern else name, pattern))
-    pattern = next(chosen, "")
+    pattern = next((each for each in include if fnmatch(entry.relative if "/" in each else name, each)), "")
     return entry._replace(pattern=pattern) if pattern or not include else None
 
 

@@ -1,17 +1,14 @@
 """`StreamSampler` and `DrawnBatches`: documents of all streams one after the other, the same on every rank, in batches.
 
-Which document comes next is decided from block headers alone (lengths and counts, which every rank knows), so no rank
-needs another one for it. Parts of the mixture take turns so that their *tokens* keep to the weights: next is the part
-that is furthest behind its share. Inside a part the streams take turns. A rank that owns a stream also has its blocks'
-tokens, and requests the next block when it starts to take from one. Headers travel when needed: one gather brings the
-next header of every stream that has none. Documents are sampled in rounds of all streams at once, as columns. Price:
-about 0.2 µs a document (some 20 µs where parts take turns document by document); one small gather per (streams x
-documents of a block) documents.
+Which document comes next is decided from block headers alone, which every rank knows. Parts of the mixture take turns
+so that their *tokens* keep to the weights: next is the part that is furthest behind its share. Inside a part the
+streams take turns. A rank that owns a stream also has its blocks' tokens, and requests the next block when it starts to
+take from one. One gather brings the next header of every stream that has none. Price: about 0.2 µs a document (some
+20 µs where parts take turns document by document).
 
 A planner may want to know the lengths of the batches that follow (`feed.step_maker.Planner.known_steps`). `ahead` draws
-them before their turn and keeps them. Nothing of the loader's state moves with that: every batch carries the place
-behind it and its part of the account, and both count only when the batch is handed out. So a state is the same however
-many batches were drawn ahead, and going on from it draws them again.
+them before their turn and keeps them. Every batch carries the place behind it and its part of the account, and both
+count only when the batch is handed out, so a state is the same however many batches were drawn ahead.
 """
 
 from collections import deque
@@ -23,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.batches import OpenBlock, PartState, Peers, SampledDocuments, StreamState, join_sampled
-from evenload.data.blocks import BlockCursor, BlockHeader, BlockRequest, DocumentBlock, StreamKey
+from evenload.data.blocks import BlockHeader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.config import DataConfig
 from evenload.data.ledger import Ledger, LedgerState, Tally
 from evenload.data.workers import BlockService
@@ -38,7 +35,6 @@ class _Stream:
     owner: int
     at: StreamState = field(default_factory=StreamState)
     opened: OpenBlock | None = None
-    requested: BlockRequest | None = None
 
     def move(self, at: StreamState) -> None:
         """Go to another block, or to another place in one that is opened anew."""
@@ -57,6 +53,11 @@ class _Part:
     @property
     def has_ended(self) -> bool:
         return all(stream.at.cursor is None for stream in self.streams)
+
+
+def owner_of(key: StreamKey, num_ranks: int) -> int:
+    """The rank that reads a stream."""
+    return (key.part + key.stream) % num_ranks
 
 
 class _Headers(Frozen):
@@ -80,14 +81,10 @@ class StreamSampler:
         self._repeats = config.mixture_end == "repeat"
         self._service, self._peers, self._ledger = service, peers, ledger
         weights = [part.weight for part in config.mixture] or [1.0]
-        total = sum(weights)
-        self._parts = [
-            _Part(
-                weight / total,
-                [_Stream(StreamKey(part, at), (part + at) % peers.size) for at in range(config.num_streams)],
-            )
-            for part, weight in enumerate(weights)
-        ]
+        self._parts: list[_Part] = []
+        for part, weight in enumerate(weights):
+            keys = [StreamKey(part, stream) for stream in range(config.num_streams)]
+            self._parts.append(_Part(weight / sum(weights), [_Stream(key, owner_of(key, peers.size)) for key in keys]))
 
     @property
     def num_sampled(self) -> int:
@@ -129,15 +126,6 @@ class StreamSampler:
             return sampled
         return None
 
-    def owner(self, part: int, stream: int) -> int:
-        return self._parts[part].streams[stream].owner
-
-    def forget_requests(self) -> None:
-        """Requested blocks will not come."""
-        for part in self._parts:
-            for stream in part.streams:
-                stream.requested = None
-
     def restart(self, epoch: int) -> None:
         for part in self._parts:
             part.tokens = 0
@@ -162,10 +150,6 @@ class StreamSampler:
             part.epoch, part.turn, part.documents, part.tokens = state.epoch, state.turn, state.documents, state.tokens
             for stream, at in zip(part.streams, state.streams, strict=True):
                 stream.move(at)
-
-    def held(self) -> Tally:
-        """Documents that were counted as read and not sampled yet."""
-        return sum((stream.at.left for part in self._parts for stream in part.streams), Tally())
 
     def _next_part(self) -> tuple[_Part, bool] | None:
         """The part that is furthest behind its share of the tokens, and whether it is the only one left."""
@@ -196,7 +180,7 @@ class StreamSampler:
                 if len(stream.opened.lengths):
                     ready.append(stream)
                     break
-                self._begin(stream.opened.header)
+                self._begin(stream.opened)
                 stream.move(StreamState(cursor=stream.opened.header.next_cursor))
         return ready
 
@@ -213,19 +197,20 @@ class StreamSampler:
             if not own or opened is None:
                 continue
             at, stop = stream.at, stream.at.taken + own
-            left = at.left if at.taken else self._begin(opened.header)
+            left = at.left if at.taken else self._begin(opened)
             if stop == len(opened.lengths):
                 stream.move(StreamState(cursor=opened.header.next_cursor))
                 continue
             left -= Tally(documents=own, tokens=int(opened.lengths[at.taken : stop].sum()))
             stream.at = StreamState(cursor=at.cursor, taken=stop, left=left, checksum=opened.header.checksum)
 
-    def _begin(self, header: BlockHeader) -> Tally:
-        """A block is begun: it counts as read, and what it dropped as dropped; the rest of it."""
-        self._ledger.note_read(header.read)
-        for reason, dropped in header.dropped.items():
+    def _begin(self, opened: OpenBlock) -> Tally:
+        """Count a block as read, and what it dropped as dropped; return its documents."""
+        documents = Tally(documents=len(opened.lengths), tokens=int(opened.lengths.sum()))
+        self._ledger.note_read(sum(opened.header.dropped.values(), documents))
+        for reason, dropped in opened.header.dropped.items():
             self._ledger.note_dropped(reason, dropped)
-        return header.read - sum(header.dropped.values(), Tally())
+        return documents
 
     def _restart_part(self, part: _Part, epoch: int) -> None:
         part.epoch, part.turn, part.documents = epoch, 0, 0
@@ -242,18 +227,19 @@ class StreamSampler:
         ]
         own: dict[StreamKey, DocumentBlock] = {}
         problem: str | None = None
-        mine = [stream for stream in waiting if stream.owner == self._peers.rank]
-        for stream in mine:
-            self._request(stream, stream.at.cursor)
-        for stream in mine:
-            if problem is None:
-                assert stream.requested is not None
-                try:
-                    own[stream.key] = self._service.take(stream.requested)
-                except EvenloadError as error:
-                    # Names of files may hold bytes that are no UTF-8.
-                    problem = str(error).encode(errors="backslashreplace").decode()
-                stream.requested = None
+        requests = [
+            BlockRequest(stream.key, self._parts[stream.key.part].epoch, stream.at.cursor)
+            for stream in waiting
+            if stream.owner == self._peers.rank and stream.at.cursor is not None
+        ]
+        for request in requests:
+            self._service.request(request)
+        try:
+            for request in requests:
+                own[request.key] = self._service.take(request)
+        except EvenloadError as error:
+            # Names of files may hold bytes that are no UTF-8.
+            problem = str(error).encode(errors="backslashreplace").decode()
         answer = _Headers(headers=tuple((key, block.header) for key, block in own.items()), problem=problem)
         gathered = self._peers.gather(msgspec.msgpack.encode(answer))
         answers = [msgspec.msgpack.decode(data, type=_Headers) for data in gathered]
@@ -263,12 +249,6 @@ class StreamSampler:
         by_stream = {key: header for answer in answers for key, header in answer.headers}
         for stream in waiting:
             self._open(stream, by_stream[stream.key], own.get(stream.key))
-
-    def _request(self, stream: _Stream, cursor: BlockCursor | None) -> None:
-        """Request a stream's block, unless that was done already."""
-        if cursor is not None and stream.requested is None:
-            stream.requested = BlockRequest(stream.key, self._parts[stream.key.part].epoch, cursor)
-            self._service.request(stream.requested)
 
     def _open(self, stream: _Stream, header: BlockHeader, block: DocumentBlock | None) -> None:
         if stream.at.taken and stream.at.checksum != header.checksum:
@@ -280,9 +260,9 @@ class StreamSampler:
         lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
         epoch = self._parts[stream.key.part].epoch
         stream.opened = OpenBlock(stream.key, epoch, stream.owner, header, lengths, num_labels, block)
-        if block is not None:
+        if block is not None and header.next_cursor is not None:
             # The next one is read while documents of this one are taken.
-            self._request(stream, header.next_cursor)
+            self._service.request(BlockRequest(stream.key, epoch, header.next_cursor))
 
 
 def _rounds(streams: Sequence[_Stream], rounds: int, most: int) -> SampledDocuments:
@@ -336,20 +316,20 @@ class DrawnBatch:
     after: DrawPosition
 
 
+EpochEnd = Callable[[int, int], None]
+"""Called with the epoch that ends and how many documents it gave; raises a `DataError` where something is wrong."""
+
+
 class DrawnBatches:
     """Draws batches.
 
     Args:
         config: makes the batches: how many documents or tokens, how many epochs.
         service: reads the blocks of the streams that this rank owns.
-        at_epoch_end: called with the epoch that ends and how many documents it gave; raises a `DataError` where
-            something is wrong with it.
     """
 
-    def __init__(
-        self, config: DataConfig, service: BlockService, peers: Peers, at_epoch_end: Callable[[int, int], None]
-    ) -> None:
-        self._config, self._at_epoch_end = config, at_epoch_end
+    def __init__(self, config: DataConfig, service: BlockService, peers: Peers) -> None:
+        self._config = config
         self._noted = Ledger()
         self._streams = StreamSampler(config, service, peers, self._noted)
         self._epoch = self._next_doc_id = 0
@@ -369,30 +349,24 @@ class DrawnBatches:
 
     def account(self, handed_out: LedgerState) -> tuple[LedgerState, Tally]:
         """The account with all that was drawn, and what of it is in no batch that was handed out."""
-        state, held = handed_out, self._streams.held() + _tally(self._members)
+        state, held = handed_out, self.position().held() + _tally(self._members)
         for batch in self._waiting:
             state, held = state.with_read(batch.noted), held + batch.sampled.tally()
         return state.with_read(self._noted.state), held
 
-    def owner(self, part: int, stream: int) -> int:
-        """The rank that reads a stream."""
-        return self._streams.owner(part, stream)
-
-    def forget_requests(self) -> None:
-        """Requested blocks will not come."""
-        self._streams.forget_requests()
-
-    def ahead(self, count: int) -> list[DrawnBatch]:
+    def ahead(self, count: int, at_epoch_end: EpochEnd) -> list[DrawnBatch]:
         """The next batches, which stay here: `count` of them, fewer before the end of the data or before one that
         cannot be read, whose error `take` raises when its turn comes. Collective."""
         try:
-            while len(self._waiting) < count and not self._has_failed and not self._has_ended():
-                self._waiting.append(self._draw())
+            while len(self._waiting) < count and not self._has_failed:
+                if self._waiting and not self._waiting[-1].documents:
+                    break
+                self._waiting.append(self._draw(at_epoch_end))
         except DataError:
             self._has_failed = True  # on every rank; drawn again and raised when its turn comes
         return [batch for batch in list(self._waiting)[:count] if batch.documents]
 
-    def take(self) -> DrawnBatch:
+    def take(self, at_epoch_end: EpochEnd) -> DrawnBatch:
         """The next batch. Collective.
 
         Raises:
@@ -402,15 +376,14 @@ class DrawnBatches:
         if self._waiting:
             return self._waiting.popleft()
         self._has_failed = False
-        return self._draw()
+        return self._draw(at_epoch_end)
 
-    def _has_ended(self) -> bool:
-        return bool(self._waiting) and not self._waiting[-1].documents
-
-    def _draw(self) -> DrawnBatch:
+    def _draw(self, at_epoch_end: EpochEnd) -> DrawnBatch:
         self._collect()
         while not self._members and not self._is_finished():
-            self._end_epoch()
+            at_epoch_end(self._epoch, self._streams.num_sampled)
+            self._epoch += 1
+            self._streams.restart(self._epoch)
             self._collect()
         sampled, self._members = join_sampled(self._members), []
         columns = zip(sampled.lengths.tolist(), sampled.num_labels.tolist(), strict=True)
@@ -438,11 +411,6 @@ class DrawnBatches:
                 break
             members.append(run)
             taken += run.tally()
-
-    def _end_epoch(self) -> None:
-        self._at_epoch_end(self._epoch, self._streams.num_sampled)
-        self._epoch += 1
-        self._streams.restart(self._epoch)
 
     def _is_finished(self) -> bool:
         return self._config.epochs is not None and self._epoch >= self._config.epochs

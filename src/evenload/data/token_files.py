@@ -6,27 +6,23 @@ runs of about 4 MB, and documents are slices of a run. Price: one run in memory.
 Megatron's indexed data sets have ids in `<name>.bin`, and where they begin and end in `<name>.idx`: 9 bytes of magic,
 version (u64, 1), code of the ids' type (u8), number of sequences S and of document edges D + 1 (both u64); then the
 sequences' lengths (i32[S]), their first bytes in the `.bin` (i64[S]), and the documents' edges in sequences (i64[D +
-1]). A document is its sequences put together; they lie one after the other in the `.bin`. What may follow (modes of
-multimodal sequences) is not read. The index has to fit itself and the `.bin`: sizes, the last byte, and of every run of
-documents the lengths against the first bytes. A misfit ends the part with a problem. Price: 20 bytes of index per
-sequence, read run by run. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py` (file format).
+1]). What may follow (modes of multimodal sequences) is not read. An index that does not fit itself or the `.bin` ends
+the part with a problem. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
 
 A `.npy` is a one-dimensional array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole
 numbers [D + 1], from 0 to the number of tokens, ascending). Or `DataConfig.document_end_id` is the id that ends a
 document and belongs to it; then offsets are tokens, and a document belongs to the part in whose range of tokens it
-begins, so a part or an offset is found without reading what lies before it. Where both are given, the edges count. Ids
-after the last end are a document too. Price: with an end id, every id is compared with it once (1 ns); a run of
-`_SCAN_TOKENS` in memory, or a document where it is longer, up to `MAX_DOCUMENT_TOKENS`. Source of the file format:
-NumPy enhancement proposal 1.
+begins. Where both are given, the edges count. Ids after the last end are a document too. Price: with an end id, every
+id is compared with it once (1 ns); a run of `_SCAN_TOKENS` in memory, or a document where it is longer.
 """
 
 import io
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -42,7 +38,7 @@ from evenload.data.records import (
     make_records,
     narrow_ids,
 )
-from evenload.data.sources import SourceFile, unreadable
+from evenload.data.sources import SourceFile, refuse_storage_failure
 from evenload.errors import DataError
 
 CHUNK_BYTES = 1 << 22
@@ -66,16 +62,16 @@ class DamagedError(Exception):
     """The file ends inside what was to be read, or does not hold what it should."""
 
 
-class _OpenFile:
+class _OpenFile(NamedTuple):
     """The bytes of an open file; `size_bytes` is None where the storage does not know."""
 
-    def __init__(self, stream: IO[bytes], size_bytes: int | None) -> None:
-        self.size_bytes, self._stream = size_bytes, stream
+    stream: IO[bytes]
+    size_bytes: int | None
 
     def read(self, start: int, count: int) -> bytes:
         """Bytes `[start, start + count)`; fewer at the end of the file."""
-        self._stream.seek(start)
-        return self._stream.read(count)
+        self.stream.seek(start)
+        return self.stream.read(count)
 
 
 @contextmanager
@@ -84,7 +80,8 @@ def _opened(file: SourceFile) -> Iterator[_OpenFile]:
         try:
             yield _OpenFile(stream, stream.seek(0, 2) if file.is_local else file.size_bytes)
         except OSError as err:
-            raise unreadable(file, err) from err
+            refuse_storage_failure(file, err)
+            raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,11 +162,9 @@ class MegatronReader(RecordReader):
                     yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")
 
     def summary(self, file: SourceFile) -> FileSummary:
-        with _opened(_index_file(file)) as source:
-            try:
-                return FileSummary(num_records=max(0, _open_index(source, file.size_bytes).documents.size - 1))
-            except DamagedError:
-                return FileSummary()  # its reader reports the damage
+        with _opened(_index_file(file)) as source, suppress(DamagedError):  # which its reader reports
+            return FileSummary(num_records=max(0, _open_index(source, file.size_bytes).documents.size - 1))
+        return FileSummary()
 
     def origin(self, file: SourceFile, offset: int) -> str:
         return f"{file.name}:document {offset + 1}"
@@ -207,8 +202,7 @@ class _Index:
         ids = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]) + begin
         if (lengths < 0).any() or (pointers != ids[:-1] * item_bytes).any() or begin < 0 or ids[-1] > self.num_ids:
             raise DamagedError(f"lengths and places of sequences {first} to {last} contradict each other")
-        edges = ids[in_sequences - first]
-        return edges
+        return ids[in_sequences - first]
 
 
 def _open_index(source: _OpenFile, bin_bytes: int | None) -> _Index:
@@ -278,16 +272,12 @@ class NpyReader(RecordReader):
                     yield Record(at, FILE_END, None, f"the token file is damaged: {err}")
 
     def summary(self, file: SourceFile) -> FileSummary:
-        if (edges_file := file.sibling(".npy", ".idx.npy")) is None:
-            return FileSummary()
-        with _opened(edges_file) as source:
-            try:
+        if (edges_file := file.sibling(".npy", ".idx.npy")) is not None:
+            with _opened(edges_file) as source, suppress(DamagedError):  # which its reader reports
                 return FileSummary(num_records=max(0, _find_array(source, edges_file.name).size - 1))
-            except DamagedError:
-                return FileSummary()  # its reader reports the damage
+        return FileSummary()
 
     def origin(self, file: SourceFile, offset: int) -> str:
-        """File and 1-based document. May read the file up to there."""
         if self.document_end_id is None or file.sibling(".npy", ".idx.npy") is not None:
             return f"{file.name}:document {offset + 1}"
         number = 1
@@ -305,13 +295,9 @@ class NpyReader(RecordReader):
 def _find_array(source: _OpenFile, name: str) -> _NumberArray:
     head = io.BytesIO(source.read(0, _HEAD_BYTES))
     try:
-        version = npy_format.read_magic(head)
-        if version not in ((1, 0), (2, 0)):
-            raise DamagedError(f"{name}: version {version} of the format does not hold plain numbers")
-        read_head = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-        shape, _, dtype = read_head(head)
-    except DamagedError:
-        raise
+        # Later versions of the format do not hold plain numbers.
+        read_head = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
+        shape, _, dtype = read_head[npy_format.read_magic(head)](head)
     except Exception as err:  # numpy parses the head as Python and raises whatever that raises
         raise DamagedError(f"{name} does not begin as .npy files do ({err})") from err
     if len(shape) != 1 or dtype.kind not in "iu":
@@ -344,9 +330,9 @@ def _read_by_edges(array: _NumberArray, edges: _NumberArray, part: FilePart, doc
 def _read_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: int | None) -> Iterator[Record]:
     span = part.range_of(array.size)
     start, stop = span.start, span.stop
+    # A document begins behind every end; the id before the part shows whether one does at its first.
     at = offset
     if at is None:
-        # A document begins behind every end; the id before the part shows whether one does at its first.
         at = start if start in (0, array.size) else _next_begin(array, end_id, start - 1)
     window = _SCAN_TOKENS
     while at < stop:

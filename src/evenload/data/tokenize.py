@@ -1,17 +1,14 @@
 """Tokenisers behind one protocol: plain bytes, or a Hugging Face `tokenizer.json` through the `tokenizers` library.
 
-Truncation and padding that a `tokenizer.json` may carry are switched off: how long a document may be is decided in one
-place (`DataConfig.overlong`), never silently by a tokeniser. No special tokens are added; encoders put what a
-post-processor writes before a text there (`opening_ids`), and the end-of-document token after it. Text that spells a
-special token becomes that token, as with Hugging Face tokenisers.
+Truncation and padding that a `tokenizer.json` may carry are switched off: how long a document may be is decided by
+`DataConfig.overlong`. No special tokens are added; encoders put what a post-processor writes before a text there
+(`opening_ids`), and the end-of-document token after it. Text that spells a special token becomes that token.
 
 Files next to `tokenizer.json` may add tokens. They are read as `TokenizersBackend` of transformers 5 reads them, so
 that ids agree: `added_tokens_decoder` of `tokenizer_config.json`; where that has none, `added_tokens.json`, and
 `special_tokens_map.json` goes before it; then every special token that is not there yet. New tokens get the next free
 ids, whatever ids the files give them. What other classes of transformers do with `add_prefix_space`, `do_lower_case`,
 `legacy` and the like is not known here: a run compares ids before it starts (`runtime.model.export_files`).
-`clean_up_tokenization_spaces` is about decoding alone, and transformers reads no `add_bos_token` and `add_eos_token`
-where there is a `tokenizer.json`.
 """
 
 import hashlib

@@ -1,9 +1,8 @@
-"""`BlockService`: the blocks of this rank's streams, read ahead by a thread or by worker processes.
+"""`BlockService`: reads the blocks of this rank's streams ahead, in a thread or in worker processes.
 
 Every stream belongs to one worker, so that its open files stay with it. A request names stream, epoch and cursor and
-needs nothing else, so a process that dies is replaced and given the same requests again: nothing is lost or repeated.
-Memory is bounded by what is requested: the loader requests one block of a stream beyond the one it takes documents
-from.
+needs nothing else, so a process that dies is replaced and given its request again. Memory is bounded by what is
+requested: the loader requests one block of a stream beyond the one it takes documents from.
 
 Processes are started as programs, not by the pools of the standard library: those import the training script again in
 every worker (`spawn`), cannot be used by daemonic ranks, outlive a parent that was killed, and hold up the exit of one
@@ -21,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -57,20 +55,22 @@ class BlockService:
 
     def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
         self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
-        self._workers: list[_ThreadWorker] | list[_ProcessWorker] = []
+        self._workers: list[_ThreadWorker] = []
         self._blocks: dict[BlockRequest, Future[Outcome]] = {}
 
     def request(self, request: BlockRequest) -> None:
-        """Request a block; returns at once."""
-        self._blocks[request] = self._worker_of(request).submit(request)
+        """Request a block, unless that was done already; return at once."""
+        if request not in self._blocks:
+            self._blocks[request] = self._worker_of(request).submit(request)
 
     def take(self, request: BlockRequest) -> DocumentBlock:
-        """Wait for a requested block.
+        """Request a block and wait for it.
 
         Raises:
             DataError: what reading it raised; the worker does not start, or gives no sign of life for
                 `stall_timeout_s`; its process dies again and again.
         """
+        self.request(request)
         worker, block = self._worker_of(request), self._blocks.pop(request)
         num_signs, since_s = worker.num_signs, time.monotonic()
         while True:
@@ -80,14 +80,14 @@ class BlockService:
             except TimeoutError:
                 if worker.num_signs != num_signs:
                     num_signs, since_s = worker.num_signs, time.monotonic()
-                elif problem := self._stall(worker, request, time.monotonic() - since_s):
-                    raise DataError(problem) from None
+                self._refuse_stall(worker, request, time.monotonic() - since_s)
         if isinstance(outcome, EvenloadError):
             raise outcome
         return outcome
 
     def worker_pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers if isinstance(worker, _ProcessWorker)]
+        """Process ids of the workers that are processes."""
+        return [worker.process.pid for worker in self._workers if isinstance(worker, _ProcessWorker)]
 
     def close(self) -> None:
         """End threads and processes. Blocks that were requested and not taken are dropped."""
@@ -96,56 +96,42 @@ class BlockService:
             worker.close()
         self._blocks.clear()
 
-    def _worker_of(self, request: BlockRequest) -> "_ThreadWorker | _ProcessWorker":
+    def _worker_of(self, request: BlockRequest) -> "_ThreadWorker":
         if not self._workers:
-            self._workers = (
-                [_ProcessWorker(index, self._job) for index in range(self._num_workers)]
-                if self._num_workers
-                else [_ThreadWorker(self._job)]
-            )
+            processes: list[_ThreadWorker] = [_ProcessWorker(self._job, index) for index in range(self._num_workers)]
+            self._workers = processes or [_ThreadWorker(self._job)]
         return self._workers[(request.key.part + request.key.stream) % len(self._workers)]
 
-    def _stall(self, worker: "_ThreadWorker | _ProcessWorker", request: BlockRequest, silent_s: float) -> str | None:
-        """What is wrong where a worker that a block is waited for has been silent for too long."""
+    def _refuse_stall(self, worker: "_ThreadWorker", request: BlockRequest, silent_s: float) -> None:
         limit_s = self._stall_timeout_s if worker.has_started else max(START_TIMEOUT_S, self._stall_timeout_s)
         if silent_s < limit_s:
-            return None
+            return
         if worker.has_started:
-            return (
+            raise DataError(
                 f"the data source gave nothing for {limit_s:g} s; it was reading {worker.reading or 'no file yet'} "
                 f"(stream {request.key.stream}, block {request.cursor.block}); check the storage, or raise "
                 "data.stall_timeout_s"
             )
-        return (
+        raise DataError(
             f"data worker {worker.index} has not started within {limit_s:g} s: its process is still importing Python "
             "modules or receiving its settings, and no file was opened; check whether the machine is overloaded or "
-            "the disk that holds Python is slow, set data.workers = 0 to read in the training process, or raise "
-            "data.stall_timeout_s"
+            "its disk slow, set data.workers = 0 to read in the training process, or raise data.stall_timeout_s"
         )
 
 
-class _Worker:
-    """Its signs of life, which the thread that waits for it compares: files opened and blocks delivered."""
+class _ThreadWorker:
+    """Reads in a thread of this process: a daemon, since a source that hangs must not hold up the process's end.
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.has_started, self.num_signs, self.reading = False, 0, ""
+    `num_signs` counts its signs of life, files opened and blocks delivered.
+    """
 
-    def note_open(self, name: str) -> None:
-        self.reading = name
-        self.num_signs += 1
-
-
-class _ThreadWorker(_Worker):
-    """Reads in a thread of this process: a daemon, since a source that hangs must not hold up the process's end."""
-
-    def __init__(self, job: ReadingJob) -> None:
-        super().__init__(0)
-        self.has_started = True
-        self._readers = _make_readers(job, self.note_open)
+    def __init__(self, job: ReadingJob, index: int = 0, has_started: bool = True) -> None:
+        self.index, self.has_started, self.num_signs, self.reading = index, has_started, 0, ""
+        self._readers = _make_readers(job, self._note_open)
         self._requests: queue.SimpleQueue[tuple[BlockRequest, Future[Outcome]] | None] = queue.SimpleQueue()
         self._closed = False
-        threading.Thread(target=self._run, name="evenload-read", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"evenload-read-{index}", daemon=True)
+        self._thread.start()
 
     def submit(self, request: BlockRequest) -> Future[Outcome]:
         block: Future[Outcome] = Future()
@@ -160,15 +146,21 @@ class _ThreadWorker(_Worker):
     def _run(self) -> None:
         while not self._closed and (item := self._requests.get()) is not None:
             request, block = item
-            block.set_result(_read_block(self._readers, request))
+            block.set_result(self._read(request))
             self.num_signs += 1
 
+    def _read(self, request: BlockRequest) -> Outcome:
+        return _read_block(self._readers, request)
 
-class _ProcessWorker(_Worker):
-    """Reads in a process, which a thread of this one receives blocks from; starts another one if it dies."""
+    def _note_open(self, name: str) -> None:
+        self.reading = name
+        self.num_signs += 1
 
-    def __init__(self, index: int, job: ReadingJob) -> None:
-        super().__init__(index)
+
+class _ProcessWorker(_ThreadWorker):
+    """Reads in a process, to which a thread of this one hands the requests; starts another one if it dies."""
+
+    def __init__(self, job: ReadingJob, index: int) -> None:
         try:
             self._job = pickle.dumps(job)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -177,101 +169,60 @@ class _ProcessWorker(_Worker):
                 "define it in a module that can be imported"
             ) from error
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[BlockRequest, Future[Outcome]]] = deque()
-        self._closing = False
         self._failure: DataError | None = None
-        self._process, self._connection = _start_process()
-        self._thread = threading.Thread(target=self._receive, name=f"evenload-receive-{index}", daemon=True)
-        self._thread.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def submit(self, request: BlockRequest) -> Future[Outcome]:
-        block: Future[Outcome] = Future()
-        with self._lock:
-            if self._failure is not None:
-                block.set_result(self._failure)
-                return block
-            self._waiting.append((request, block))
-            if self.has_started:
-                self._send(request)
-        return block
+        self.process, self._connection = _start_process()
+        super().__init__((), index, has_started=False)
 
     def close(self) -> None:
         with self._lock:
-            self._closing = True
-            self._process.kill()
-        self._process.wait()
+            super().close()
+            self.process.kill()
+        self.process.wait()
         self._thread.join()
         self._connection.close()
 
-    def _send(self, request: BlockRequest) -> None:
-        try:
-            self._connection.send(request)
-        except OSError:
-            # It just died; the receiving thread notices, and its successor gets everything that is waiting.
-            _log.debug("worker %d is gone; %s is sent again", self.index, request)
-
-    def _receive(self) -> None:
+    def _read(self, request: BlockRequest) -> Outcome:
         num_deaths = 0
-        while True:
+        while self._failure is None:
             try:
                 if not self.has_started:
-                    self._begin()
-                answer = self._connection.recv()
+                    self._connection.send_bytes(self._job)  # waits until the process has started where it is large
+                    self._connection.recv()
+                    self.has_started = True
+                    self.num_signs += 1
+                self._connection.send(request)
+                while isinstance(answer := self._connection.recv(), str):
+                    self._note_open(answer)
+                return answer
             except (EOFError, OSError):
                 num_deaths += 1
-                if not self._replace(num_deaths):
-                    return
-                continue
-            if isinstance(answer, str):
-                self.note_open(answer)
-                continue
-            num_deaths = 0
-            with self._lock:
-                _, block = self._waiting.popleft()
-            block.set_result(answer)
-            self.num_signs += 1
+                self._replace(num_deaths, request)
+        return self._failure
 
-    def _begin(self) -> None:
-        """Send the job, which waits until the process has started where it is large; then all that is waiting."""
-        self._connection.send_bytes(self._job)
-        self._connection.recv()
+    def _replace(self, num_deaths: int, request: BlockRequest) -> None:
+        """Start another process, unless the worker is closed or too many have died."""
+        code = self.process.wait()
         with self._lock:
-            self.has_started = True
-            self.num_signs += 1
-            for request, _ in self._waiting:
-                self._send(request)
-
-    def _replace(self, num_deaths: int) -> bool:
-        """Start another process; False where the worker is closed, or too many have died."""
-        code = self._process.wait()
-        with self._lock:
-            if self._closing:
-                return False
             self.has_started = False
-            if num_deaths > _MOST_DEATHS:
-                wanted = ", ".join(f"stream {one.key.stream} block {one.cursor.block}" for one, _ in self._waiting)
+            if self._closed:
+                self._failure = DataError("the data workers were closed")
+            elif num_deaths > _MOST_DEATHS:
                 self._failure = DataError(
                     f"data worker {self.index} died {num_deaths} times without reading a block in between (last exit "
-                    f"code {code}, -9 is often a lack of memory), waiting for {wanted}; the last file it opened was "
-                    f"{self.reading or 'none'}; set data.workers = 0 to see the error itself, or read the system's log"
+                    f"code {code}, -9 is often a lack of memory), waiting for stream {request.key.stream} block "
+                    f"{request.cursor.block}; the last file it opened was {self.reading or 'none'}; set "
+                    "data.workers = 0 to see the error itself, or read the system's log"
                 )
-                for _, block in self._waiting:
-                    block.set_result(self._failure)
-                return False
-            _log.warning(
-                "data worker %d (process %d) died with exit code %d; another one continues where it was",
-                self.index,
-                self._process.pid,
-                code,
-            )
-            self._connection.close()
-            self._process, self._connection = _start_process()
-            self.num_signs += 1
-        return True
+            else:
+                _log.warning(
+                    "data worker %d (process %d) died with exit code %d; another one continues where it was",
+                    self.index,
+                    self.process.pid,
+                    code,
+                )
+                self._connection.close()
+                self.process, self._connection = _start_process()
+                self.num_signs += 1
 
 
 def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
@@ -292,8 +243,7 @@ def serve(handle: int) -> None:
     Args:
         handle: file descriptor of the connection. The names of files that are opened go through it, too.
     """
-    # Ctrl-C is for the training process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
     connection = Connection(handle)
     try:
         readers = _make_readers(pickle.loads(connection.recv_bytes()), connection.send)

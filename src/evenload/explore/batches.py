@@ -1,8 +1,7 @@
-"""Global batches sampled from a table of lengths, for planning without data (`evenload plan`).
+"""Sample global batches from a table of lengths, for planning without data (`evenload plan`).
 
-The table is shuffled by seed and read on; when it ends it is shuffled anew. So a step never repeats a table
-entry before all were used, and step k is the same for any number of steps. A batch is fixed before planning,
-by documents or by tokens; strategies only rearrange inside it. O(n) per step.
+The table is shuffled by seed and read on; when it ends it is shuffled anew, so step k is the same for any number of
+steps. A batch is fixed before planning, by documents or by tokens. O(n) per step.
 """
 
 import itertools
@@ -62,10 +61,7 @@ class BatchRule:
                 raise ConfigError(f"global batch: {name} is {value}, must be at least 1")
 
     def sample(self, lengths: NDArray[np.int64], *, steps: int, seed: int) -> tuple[SampledBatch, ...]:
-        """The batches of so many steps.
-
-        Args:
-            lengths: int64[n], at least 1 each.
+        """Sample the batches of so many steps from int64[n] lengths of at least 1.
 
         Raises:
             ConfigError: `steps` below 1 or `seed` below 0.
@@ -120,7 +116,6 @@ class BatchRule:
 
 
 def _entries(lengths: NDArray[np.int64], seed: int) -> Iterator[int]:
-    """All entries of the table, reshuffled every round, without an end."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(lengths).tolist()

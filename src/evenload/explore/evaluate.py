@@ -1,20 +1,13 @@
-"""One row a strategy: the figures of `evenload plan`, computed once for the table, `--json` and the page.
+"""Evaluate strategies on sampled batches: one row of figures each, as `evenload plan`, `--json` and the page show them.
 
-`StrategyResult` has the keys that `--json` promises, what was run (`cuts`, `schedule`, `sharding`), `note`, and
-`time_split`: where the mean step time goes. Figures are means over the steps unless they say otherwise.
-`lower_bound_s` is all useful work at the cost model's rates on all devices evenly, `physical_bound_s` all model FLOPs
-at the devices' peak (`mfu` is the share of it that is reached), `layout_bound_s` the least that any plan in this layout
-takes (`cost.units`). `speedup_over_best_fit` is over `best_fit` as it was asked for, `speedup_over_baseline` over
-`best_fit` in the windows that suit it best (`explore.fair_baseline`), `window_tokens`.
-`step_time_interval_s` is where nine of ten measured step times lie, by our ledger of errors or by what others published
-(`explore.prediction_interval`); `max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node` are maxima,
-`cap_violations`, `deferred_tokens` (tokens that came later than their batch, each once) and `dropped_tokens` sums. A
-strategy that defers documents trains the last ones with the last batch, so that all strategies train the same tokens in
-these steps.
-Imbalances are those of the worst replica of a step. A strategy that exceeds memory keeps its figures (what it would
-cost, were there memory) with `feasible` false; one that cannot be planned at all has none. Where the layout changes
-between steps, `layout` is that of most steps, step times include the switches, the note counts them, and
-`layout_decisions` has what was decided before every step and from what; else it is empty.
+Figures are means over steps; maxima are `max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node`, sums
+`cap_violations`, `deferred_tokens` (each once) and `dropped_tokens`; imbalances are those of the worst replica of a
+step. `lower_bound_s` is all useful work at the cost model's rates on all devices evenly, `physical_bound_s` all model
+FLOPs at the peak, `layout_bound_s` the least that any plan in this layout takes (`cost.units`). `speedup_over_best_fit`
+is over `best_fit` as requested, `speedup_over_baseline` over `best_fit` in the windows that suit it best
+(`judged_window`). `step_time_interval_s` is where nine of ten measured step times lie. A strategy that exceeds memory
+keeps its figures with `feasible` false; one that cannot be planned has none. Where the layout changes between steps,
+`layout` is that of most steps, step times include the switches, and `layout_decisions` explains them.
 """
 
 import time
@@ -88,12 +81,11 @@ class StrategyResult(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """All strategies on the same batches: rows in the order asked for, the fastest feasible one, and the planned steps
-    of each strategy, none where planning failed.
+    """All strategies on the same batches: rows in the order requested, the fastest feasible one, and the planned steps
+    of each.
 
     Args:
-        baseline: `best_fit` in the windows that suit it best, which may be those asked for; None where it was not
-            compared or fits memory in none.
+        baseline: `best_fit` in the windows that suit it best; None where it was not compared or fits memory in none.
     """
 
     results: tuple[StrategyResult, ...]
@@ -128,7 +120,6 @@ class StrategyPlanners:
     raised_bytes: int = 0
 
     def of(self, name: str) -> "StrategyPlanners":
-        """Of one strategy."""
         return self.own.get(name, self)
 
 
@@ -196,7 +187,6 @@ def _baseline(
 
 
 def _compared(result: StrategyResult, other: StrategyResult, key: str) -> StrategyResult:
-    """With its speed relative to another's."""
     if result.mean_step_time_s is None or other.mean_step_time_s is None:
         return result
     return msgspec.structs.replace(result, **{key: other.mean_step_time_s / result.mean_step_time_s})
@@ -238,6 +228,7 @@ def _evaluate(
     )
     interval = prediction_interval(planner.costs.coefficients, planner.layout)
     trained = sum(int(tokens.sum()) for tokens in lengths)
+    own_note = next((proposal.note for proposal in proposals if proposal.note), "")
     return StrategyResult(
         name=name,
         feasible=all(proposal.feasible for proposal in proposals),
@@ -270,24 +261,19 @@ def _evaluate(
         cuts=_most_steps(_cuts_of(proposal) for proposal in proposals),
         schedule=_most_steps(_schedule_of(proposal) for proposal in proposals),
         sharding=_most_steps(_sharding_of(proposal) for proposal in proposals),
-        note=note or "; ".join(filter(None, (_part_note(stride), _first_note(proposals)))),
+        note=note or "; ".join(filter(None, (_part_note(stride), own_note))),
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
 
 
 def _part_note(stride: int) -> str:
-    """What a row says whose figures are of a part."""
     if stride == 1:
         return ""
     return (
         f"estimated on one of {stride} replicas and documents; packs and deferred tokens are the part's times "
         f"{stride}, plan time and timelines the part's"
     )
-
-
-def _first_note(proposals: Sequence[Proposal]) -> str:
-    return next((proposal.note for proposal in proposals if proposal.note), "")
 
 
 def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:
@@ -314,7 +300,6 @@ def _most_used(proposals: Sequence[FlexProposal]) -> dict[str, int]:
 
 
 def _switch_note(proposals: Sequence[FlexProposal]) -> str:
-    """How often and to what the layout changed, and what that costs."""
     used = Counter(one.proposal.plan.layout.arrangement.describe() for one in proposals)
     layouts = ", ".join(f"{name} ({steps})" for name, steps in used.items())
     switches = sum(one.decision.action == "switch" and one.proposal.feasible for one in proposals)
@@ -366,30 +351,25 @@ def _mean(proposals: Sequence[Proposal], field: str) -> float:
 
 
 def _mean_token_delay_steps(proposals: Sequence[Proposal]) -> float:
-    """Over all tokens of all steps."""
     tokens = [sum(document.num_tokens for document in proposal.plan.documents) for proposal in proposals]
     late = sum(n * proposal.plan.mean_token_delay_steps for n, proposal in zip(tokens, proposals, strict=True))
     return late / sum(tokens) if sum(tokens) else 0.0
 
 
 def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
-    """Packs of all replicas, mean over steps."""
     totals = [sum(len(getattr(packs, direction)) for packs in proposal.plan.pack_plans) for proposal in proposals]
     return float(np.mean(totals))
 
 
-# `headline`: what a comparison comes to, as data: the fastest strategy, by how much, and what the baseline loses
-# more.
-#
-# The reasons are the causes of `types.timeline` in which the baseline spends most seconds more than the best
-# strategy, at most two, and none below `LEAST_SHARE` of the baseline's step.
+# `headline`: a comparison in short, with at most two causes of `TimeSplit` in which the baseline spends most more than
+# the best strategy.
 
 MOST_REASONS = 2
 LEAST_SHARE = 0.01
 
 
 class Reason(Frozen):
-    """A cause of `TimeSplit`, by its label, as shares of the baseline's and of the best strategy's step."""
+    """A cause of `TimeSplit` by its label, as shares of the baseline's and of the best strategy's step."""
 
     cause: str
     baseline_share: float
@@ -464,14 +444,9 @@ def _reasons(best: StrategyResult, baseline: StrategyResult) -> tuple[Reason, ..
     )
 
 
-# `judged_window`: the windows in which `best_fit` is fastest, so that others are compared with the best of it.
-#
-# `best_fit` fills windows of `max_pack_tokens`, because that is what its users set; somebody who tunes it finds out
-# that smaller windows, which are more micro-batches, often shorten a pipeline's ends or save recomputing. So a
-# comparison tries half of the window, a quarter and so on, the one that the user set (`best_fit.window_tokens`), and
-# what lies between the best one and its neighbours, on all steps, and takes the one with the least mean step time
-# within memory, as one constant for the run. Halving ends behind two windows that are both slower than the best,
-# where most documents are windows of their own, and after `MOST_HALVINGS`. O(windows) plans of every step.
+# `judged_window`: the windows in which `best_fit` is fastest, so that others are compared with the best of it. Smaller
+# windows, which are more micro-batches, often shorten a pipeline's ends. Half, a quarter and so on, the user's own, and
+# what lies between the best one and its neighbours are planned on all steps. O(windows) plans of every step.
 
 MOST_HALVINGS = 8
 _IN_VAIN = 2
@@ -495,7 +470,7 @@ def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
 
 
 def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> JudgedWindow | None:
-    """The windows in which `best_fit` is fastest; None where it fits memory with none, or has no window."""
+    """Return the window with which `best_fit` is fastest; None where it fits memory with none, or has no window."""
     limit = planner.options.max_pack_tokens
     if limit is None:
         return None

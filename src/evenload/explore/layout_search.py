@@ -1,27 +1,17 @@
-"""Which dp × cp × pp × tp × virtual stages trains a run fastest: every layout of the devices, simulated.
+"""Find the dp × cp × pp × tp × virtual stages that trains a run fastest: every layout of the devices, simulated.
 
-Layout decides more than any packer: up to 2-3x in simulations, and no pipeline at all (pp = 1) is often best below
-13B. So every layout that uses all devices is planned on a sampled batch with little search, the best few with more
-virtual stages a rank, too, and the best of all these again on all batches with the whole search.
-Price: layouts × a short plan (0.05-0.5 s) + finalists × batches × a plan.
-
-Layouts come by the least time that any plan in them takes, whichever stages have its layers (`cost.units`), then
-with most replicas, which plan fastest; before all those in which another strategy was fast. One is left out unplanned
-only where that least time is more than as many others take as go on, which is exact, or where time is up, which the
-result says. Above `coarse_batch.LARGE_CLUSTER` devices layouts are rated on a part of the replicas and documents
-(`explore.coarse_batch`), and what is left out is as much an estimate as the times are.
+Every layout that uses all devices is planned on a batch with little search, the best few with more virtual stages a
+rank too, and the best of all these again on all batches with the whole search. Price: layouts × a short plan (0.05-0.5
+s) + finalists × batches × a plan.
 
     tp        powers of two inside a node that divide the heads      cp        powers of two
     pp        divisors of the devices up to the number of layers     virtual   1; for the best where pp > 1 also 2, and
     dp        the rest                                                         up to 12 that divide the layers evenly
 
-More virtual stages fill and drain a pipeline in less time, so that fewer and larger packs do, which lose less to
-constants and hide more tensor-parallel transfers: llama-150b on 256 H100, 128K, `commoncrawl_like`, simulated: 8 x 2
-stages at most 90.6 % of the bound, 4 x 12 stages 92.9 % (benchmarks/paper_slimpack.py).
-
-Layers go to stages by cost (`explore.stage_layers`), evenly where that does not fit.
-A layout is refused with its reason: weights and optimizer beyond memory before anything is planned, or the stage
-and the bytes by which the best plan misses.
+Layouts come by the least time of any plan in them (`cost.units`), then with most replicas; before all those in which
+another strategy was fast. One is left out unplanned only where that least time is more than as many others take as go
+on, or where time is up. Above `LARGE_CLUSTER` devices layouts are rated on a part of the replicas and documents. Layers
+go to stages by cost (`explore.stage_layers`), evenly where that does not fit. Refused layouts say why.
 """
 
 import functools
@@ -66,7 +56,7 @@ MOST_VIRTUAL_STAGES = 12
 
 
 class LayoutResult(Frozen):
-    """One layout's figures; times are None where it cannot be planned or does not fit.
+    """Hold one layout's figures; times are None where it cannot be planned or does not fit.
 
     Args:
         layout: sizes of the dimensions, and "virtual" stages a rank.
@@ -114,12 +104,12 @@ def search_layouts(
     spent: Callable[[], float] = lambda: 0.0,
     first: Sequence[dict[str, int]] = (),
 ) -> tuple[LayoutResult, ...]:
-    """All layouts of the cluster, the fastest that fit first, then those that are out; memory is the device's.
+    """Rate all layouts of the cluster, the fastest that fit first, then those that are out; memory is the device's.
 
     Args:
-        spent: the share of its time that the search has used, asked before every plan once something fits: at
-            `RATING_SHARE` no more layouts are rated, at `DEEPER_SHARE` none with more stages a rank, and at 1 no more
-            finalists are planned.
+        spent: the share of its time that the search has used; at `RATING_SHARE` no more layouts are rated, at
+            `DEEPER_SHARE` none with more stages a rank, and at 1 no more finalists are planned. Something that fits is
+            looked for anyway.
         first: sizes of layouts that are rated first, because others found them fast.
     """
     if not batches:
@@ -186,7 +176,7 @@ def _by_least_time(
     layouts: Sequence[ParallelLayout],
     batch: SampledBatch,
 ) -> list[tuple[float, ParallelLayout]]:
-    """With the seconds that no plan of the batch is faster than; 0 where a layout has no costs, which planning says."""
+    """Pair layouts with the seconds that no plan of the batch is faster than; 0 where a layout has no costs."""
     tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
     found = []
     for layout in layouts:
@@ -214,7 +204,7 @@ def _coarsely_planned(
     strategy: str,
     options: PlanOptions,
 ) -> LayoutResult:
-    """As `planned_layout`, of a large cluster on a part of its replicas, under the layout's own links."""
+    """Plan as `planned_layout`, a large cluster on a part of its replicas, under the layout's own links."""
     room = usable_bytes(cluster)
     if static_bytes(model, layout).max() > room:
         return planned_layout(model, cluster, layout, batches, coefficients_of, strategy, options)
@@ -265,7 +255,7 @@ def _balanced(
     batches: Sequence[SampledBatch],
     coefficients_of: Callable[[ParallelLayout], CostCoefficients],
 ) -> ParallelLayout:
-    """The same sizes with layers by cost; as they are where they cannot be costed, which planning then says."""
+    """Give the same sizes layers by cost, where they can be costed."""
     try:
         return balanced_layout(
             model,
@@ -300,11 +290,11 @@ def planned_layout(
     options: PlanOptions,
     raised_bytes: int = 0,
 ) -> LayoutResult:
-    """One layout planned with one strategy.
+    """Plan one layout with one strategy.
 
     Args:
-        raised_bytes: what a device holds more of here than in the whole that this layout is a part of: it has as much
-            more room, and memory is said without it.
+        raised_bytes: what a device holds more here than in the whole that this layout is a part of: it has as much more
+            room, and memory is reported without it.
     """
     result = functools.partial(LayoutResult, layout=layout_sizes(layout), stage_layers=layout.stage_counts)
     room = usable_bytes(cluster)
@@ -327,10 +317,11 @@ def planned_layout(
     peak = np.max(peaks, axis=0) - raised_bytes
     step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
     slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
-    fits = all(proposal.feasible for proposal in proposals)
+    reasons = [proposal.why for proposal in proposals if not proposal.feasible]
+    why = _over(peak, room) if reasons and peak.max() > room else next(iter(reasons), "")
     return result(
-        feasible=fits,
-        why="" if fits else _over(peak, room) if peak.max() > room else _first_reason(proposals),
+        feasible=not reasons,
+        why=why,
         mean_step_time_s=float(np.mean(step_s)),
         fraction_of_bound=sum(bounds_s) / sum(step_s),
         peak_memory_bytes=int(peak.max()),
@@ -342,10 +333,6 @@ def planned_layout(
 def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
     sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     return {**sizes, "virtual": layout.num_stages // layout.pp}
-
-
-def _first_reason(proposals: list[Proposal]) -> str:
-    return next(proposal.why for proposal in proposals if not proposal.feasible)
 
 
 def _over(held_bytes: np.ndarray, room_bytes: int) -> str:
@@ -362,14 +349,9 @@ def _order(result: LayoutResult) -> tuple[bool, float, float]:
     return not result.feasible, time_s or 0.0, float(result.peak_memory_bytes or 2**62)
 
 
-# `coarse_problem`: a small problem that stands for a layout with very many replicas.
-#
-# Replicas of a large cluster are much alike, so a step of 512 of them with 4,096 documents takes about as long as one
-# of 16 with every 32nd document. Planning the small one takes seconds where the whole takes minutes, and tells
-# layouts apart. Of documents sorted by length every group of k gives the one in its middle, the first group its
-# longest, which no layout gets round. What is small is only `dp`: stages, context and tensor ranks, the rest of a
-# rank's memory, and the seconds of sums, gathers and updates are the whole's. Tokens that were dropped are the
-# whole's, too.
+# `coarse_problem`: a small problem that stands for a layout with very many replicas, which are much alike: every k-th
+# replica, and of documents sorted by length the middle one of every k, with the longest. Only `dp` is small: the rest
+# of a rank's memory, and the seconds of reductions, gathers and updates, are the whole's.
 
 LARGE_CLUSTER = 512
 """Devices up to which layouts are rated on whole batches."""
@@ -409,7 +391,6 @@ def coarse_problem(model: ModelSpec, layout: ParallelLayout, batch: SampledBatch
 def coarse_problems(
     model: ModelSpec, layout: ParallelLayout, batches: Sequence[SampledBatch], room_bytes: int
 ) -> tuple[CoarseProblem, ...]:
-    """Of every batch, all in one small layout; the wholes where the batches have too different numbers of documents."""
     found = tuple(coarse_problem(model, layout, batch, room_bytes) for batch in batches)
     if len({one.stride for one in found}) == 1:
         return found
@@ -419,7 +400,8 @@ def coarse_problems(
 def coarse_coefficients(
     coefficients: CostCoefficients, whole: ParallelLayout, small: ParallelLayout
 ) -> CostCoefficients:
-    """With which sums, gathers and the update take as long over the small layout's replicas as over the whole's."""
+    """Return coefficients with which reductions, gathers and the update take as long over the small layout's replicas
+    as over the whole's."""
     many, few = max(whole.data_sizes), max(small.data_sizes)
     if many == few:
         return coefficients

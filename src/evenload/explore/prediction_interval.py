@@ -1,17 +1,10 @@
-"""Within which factors of a predicted step time the measured one lies in nine of ten cases.
+"""Predict within which factors of a predicted step time the measured one lies in nine of ten cases.
 
-What the public ledger of errors (docs/accuracy.md) supports: `prediction_errors.json` beside this file is made from its
-rows (`tools/make_accuracy.py`) and holds an interval for measured costs of each kind of
-layout, and one for all of them together, of every model of processor apart.
-
-Where it holds nothing of the processor that the costs are of, the interval is a prior that says so: the largest error
-that comparable simulators published about themselves or each other, taken both ways.
-
-    data sheet    21.8 %    dPRO at its worst (Lumos, MLSys'25; its mean was 14 %)
-    measured      13.5 %    SimuMax v1.2 at its worst (43 signed rows; mean 5.6 %)
-
-Either was learnt on quiet machines. What disturbed the machine while these costs were measured adds to it; where that
-was so much that the costs are not to be believed there is no interval.
+`prediction_errors.json` beside this file is made from the public ledger of errors (docs/accuracy.md) by
+`tools/make_accuracy.py`: an interval for each kind of layout and one for all, by model of processor. Where it holds
+nothing of a processor, the interval is the largest error that comparable simulators published: 21.8 % with data sheets
+(dPRO in Lumos, MLSys'25), 13.5 % measured (SimuMax v1.2). What disturbed the machine while costs were measured widens
+it; where that was too much there is none.
 """
 
 import math
@@ -55,37 +48,34 @@ class KindInterval(Frozen):
 
 
 class PredictionInterval(Frozen):
-    """Factors of a predicted step time, and in words what they rest on; `low` and `high` are None where the machine was
-    too busy for one."""
+    """Factors of a predicted step time, and what they rest on; `low` and `high` are None where the machine was too busy
+    for one."""
 
     low: float | None
     high: float | None
     basis: str
 
     def of(self, step_time_s: float) -> tuple[float, float] | None:
-        """Seconds between which nine of ten steps like it are measured; None where that is not known."""
+        """Return the seconds between which nine of ten steps like it are measured; None where that is not known."""
         return None if self.low is None or self.high is None else (step_time_s * self.low, step_time_s * self.high)
 
     def count_inside(self, ratios: Iterable[float]) -> str:
-        """How many of measured / predicted lie inside, such as "3 of 4"; "" where there is no interval."""
+        """Count how many of measured / predicted lie inside, such as "3 of 4"; "" where there is no interval."""
         found = self.of(1.0)
         inside = [found[0] <= ratio <= found[1] for ratio in ratios] if found is not None else []
         return f"{sum(inside):,} of {len(inside):,}" if inside else ""
 
     def describe(self) -> str:
-        """In words, with what it rests on."""
         if self.low is None:
             return f"no 90 % interval of step times: {self.basis}"
         return f"90 % interval of step times: {self.low:.2f} to {self.high:.2f} times the predicted ({self.basis})"
 
 
 def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) -> PredictionInterval:
-    """Of step times predicted with these costs in this layout.
+    """Return the interval of step times predicted with these costs in this layout.
 
-    What disturbed a calibration widens the interval. In logarithms, half its width and two errors of what was timed add
-    as independent ones do, by their squares: ln(1 + spread), for the mean of ten to thirty normal repeats lies 1.5 to 2
-    standard deviations above the fastest, and nine of ten lie within 1.6; and -ln(1 - waited_share), for repeats that
-    all waited alike do not differ, and a machine that has become quiet waits no more.
+    In logarithms, half its width and two errors of what was timed add by their squares: ln(1 + spread), for the mean of
+    ten to thirty normal repeats lies 1.5 to 2 standard deviations above the fastest, and -ln(1 - waited_share).
     """
     if coefficients.source == "analytic":
         return _published(DATA_SHEET_ERROR, "costs of a data sheet")
@@ -110,12 +100,10 @@ def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) 
 
 
 def processor_of(device: str) -> Literal["cpu", "gpu"]:
-    """Whether measured costs, by the name of their device, are of a CPU."""
     return "gpu" if _CPU.search(device) is None else "cpu"
 
 
 def device_model(device: str) -> str:
-    """The name of the processor in that of a device: without the threads of a process."""
     return _CPU.sub("", device)
 
 

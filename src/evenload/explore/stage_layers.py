@@ -1,8 +1,15 @@
-"""The layout `evenload plan` assumes when none is given: the shallowest pipeline that leaves room to train.
+"""Choose the layout that is assumed when none is given (`default_layout`), and the layers of every stage
+(`balanced_layout`).
 
-Layout decides more than any packer and a search over sampled batches is planned. Until then: the
-smallest pp, a divisor of the devices, whose weights, gradients and optimizer state take at most half of a
-device; all other devices are data parallel. O(divisors).
+The head costs as much as several layers (2.3 in qwen2.5-7b), so equal numbers of layers leave other ranks waiting. A
+split is rated by the slowest rank's forward + backward of the step's documents plus the gradient reduction and
+optimizer of the fullest rank, without constants of packs and slices.
+
+One stage a rank, exact: for falling limits on a rank's trained parameters, dynamic programming over (stages, layers)
+finds the least bottleneck; of the best limit's splits the one with the least sum of squares is taken, then the one with
+fewer layers on early stages. O(limits · pp · L²) numpy, 1-20 ms. More stages a rank: steepest descent, one layer from
+any stage to any other, from that split and from the even one; O(moves · stages²), at most 5 % above the optimum. A rank
+may grow beyond the even split's fullest only within `STATIC_SHARE` of a device.
 """
 
 from dataclasses import dataclass
@@ -31,7 +38,8 @@ STATIC_SHARE = 0.5
 
 
 def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
-    """dp x pp over all devices of the cluster; an `InfeasiblePlanError` where the model fits at no depth."""
+    """Return dp x pp over all devices with the smallest pp whose static bytes take at most half of a device; an
+    `InfeasiblePlanError` where the model fits at no depth."""
     room = usable_bytes(cluster)
     depths = [pp for pp in range(1, model.num_layers + 1) if cluster.num_devices % pp == 0]
     for pp in depths:
@@ -49,30 +57,6 @@ def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
 def usable_bytes(cluster: ClusterSpec) -> int:
     return cluster.device.usable_bytes
 
-
-# `balanced_layout`: how many layers each pipeline stage gets, so that no rank is slower than it has to be.
-#
-# The head's product with the vocabulary runs on the last stage; in a model with many words it costs as much as
-# several layers (2.3 in qwen2.5-7b, 9 in qwen2.5-0.5b). Equal numbers of layers then leave all other ranks waiting.
-# What a step pays for a split is estimated as
-#
-# slowest rank's forward + backward of the step's documents  +  gradient reduction and optimizer of the fullest rank
-#
-# and minimised over all contiguous splits with at least one layer a stage. The second summand keeps the embedding's
-# stage from being filled up where that only costs. Constants of packs and slices are left out: how documents are
-# packed is not known yet, and the constants are nearly proportional to the rest.
-#
-# One stage a rank, exact: for falling limits on the trained parameters of a rank, dynamic programming over (stages,
-# layers) finds the least bottleneck; of the best limit's splits the one whose stages' seconds have the least sum of
-# squares is taken, then the one with fewer layers on early stages, which keep the most activations. Price: O(limits ·
-# pp · L²) in numpy, 1-20 ms. More stages a rank: the same search gives layers of ranks; from those, spread over
-# stages, and from the even split, steepest descent moves one layer from any stage to any other, O(moves · stages²).
-# Exact where layers are alike; with windows that differ at random, 10 layers and 4 stages, 0.3 % above the optimum in
-# the mean, 5 % at most.
-#
-# Memory: a rank may grow beyond the fullest rank of the even split only within `STATIC_SHARE` of a device, which
-# `default_layout` also leaves for activations. Where only adapters are trained (LoRA), gradients, optimizer state and
-# what follows the last backward are theirs alone; weights are those of the whole model.
 
 TICKS = 2**28
 """All layers' seconds in whole numbers: equal layers stay exactly equal, and squares fit 64 bits."""
@@ -134,7 +118,6 @@ class _SplitProblem:
         return len(self.running) - 1
 
     def solve(self, least: int = 1) -> NDArray[np.int64]:
-        """Layers of every stage, one stage a rank and `least` layers a stage; int64[pp]."""
         limit, best, chosen = np.iinfo(np.int64).max, np.inf, None
         while True:
             bottleneck, counts = _cheapest_path(self._stage_ticks(limit, least), np.maximum)
@@ -169,7 +152,6 @@ class _SplitProblem:
             counts, value = moved[found], values[found]
 
     def values(self, counts: NDArray[np.int64]) -> list[tuple[float, float, float]]:
-        """What splits cost, to be compared; beyond the limit infinite."""
         edges = np.concatenate([np.zeros((len(counts), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
         stage_ticks = np.diff(self.running[edges], axis=1)
         rank_ticks = stage_ticks.reshape(len(counts), -1, self.pp).sum(axis=1)
@@ -192,14 +174,13 @@ class _SplitProblem:
 
 @dataclass(frozen=True)
 class _Amounts:
-    """What a rank has of something: of a layer, and what the first and the last stage's ranks have on top."""
+    """Hold what a rank has of something: of a layer, and what the first and the last stage's ranks have on top."""
 
     layer: int
     first: int
     last: int
 
     def of_stage(self, stage: int, pp: int, count: NDArray[np.int64]) -> NDArray[np.int64]:
-        """With `count` layers, one stage a rank."""
         return count * self.layer + (self.first if stage == 0 else 0) + (self.last if stage == pp - 1 else 0)
 
     def of_ranks(self, counts: NDArray[np.int64], pp: int) -> NDArray[np.int64]:

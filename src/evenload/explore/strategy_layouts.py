@@ -1,10 +1,7 @@
-"""`search_strategies`: every strategy in its own best layout, within a time for all of them.
+"""Search every strategy's own best layout within a time for all of them: `search_strategies`.
 
-A layout that suits slices and shared documents suits no packs of whole documents, so strategies compared in one layout
-are compared in that of one of them. Each searches by itself (`explore.layout_search`); those whose plans are cheap come
-first, and every one may use its even share of the time that is left, so that what they leave goes to those that search,
-which begin with the layouts that were fast before.
-A plan that has begun is ended, and at least one layout that fits is looked for however late it is.
+Strategies whose plans are cheap come first; every one may use its even share of the time that is left, and begins with
+the layouts that were fast before. A plan that has begun is ended, and at least one layout that fits is looked for.
 """
 
 import time
@@ -84,7 +81,10 @@ def search_strategies(
     """
     end_s = clock() + limit_s
     found: dict[str, StrategyLayouts] = {}
-    for place, name in enumerate(sorted(strategies, key=_dearness)):
+    # Packs of whole documents are planned fast, a search over strategies is dearest.
+    records = {name: strategy_named(name) for name in strategies}
+    order = sorted(records, key=lambda name: (records[name].tries_others, records[name].cuts_documents))
+    for place, name in enumerate(order):
         started_s = clock()
         own_s = max(0.0, (end_s - started_s) / (len(strategies) - place))
         layouts = search_layouts(
@@ -112,7 +112,6 @@ def search_strategies(
 
 
 def _fast_before(found: Sequence[StrategyLayouts]) -> list[dict[str, int]]:
-    """Sizes of the layouts that hold a batch under the strategies so far, by the fastest of these."""
     times_s: dict[tuple[int, ...], float] = {}
     sizes: dict[tuple[int, ...], dict[str, int]] = {}
     for result in (result for one in found for result in one.layouts if result.feasible):
@@ -120,12 +119,6 @@ def _fast_before(found: Sequence[StrategyLayouts]) -> list[dict[str, int]]:
         sizes[key] = result.layout
         times_s[key] = min(times_s.get(key, float("inf")), result.mean_step_time_s or float("inf"))
     return [sizes[key] for key in sorted(times_s, key=times_s.__getitem__)]
-
-
-def _dearness(name: str) -> tuple[bool, bool]:
-    """Of a strategy's plans: packs of whole documents are cheap, a search over strategies is dearest."""
-    strategy = strategy_named(name)
-    return strategy.tries_others, strategy.cuts_documents
 
 
 def planners_in(
@@ -138,7 +131,7 @@ def planners_in(
     room_bytes: int,
     host: HostMemory,
 ) -> StrategyPlanners:
-    """What plans batches in the layout that was found, on as much of them as it was found on."""
+    """Return what plans batches in the layout that was found, on as much of them as it was found on."""
     layout = found.parallel_layout()
     if found.stride == 1:
         return StrategyPlanners(planner=StepPlanner(model, coefficients, layout, room_bytes, options, host=host))
@@ -159,8 +152,8 @@ def fair_planners(
     planners_of: Callable[[LayoutResult], StrategyPlanners],
     batches: Sequence[SampledBatch],
 ) -> StrategyPlanners | None:
-    """Of the layouts of `best_fit`, the one in which the windows that suit it best make it fastest; None where none
-    of the first few fits with any windows."""
+    """Return, of the first few layouts of `best_fit`, the one in which its best windows make it fastest; None where
+    none fits."""
     judged = []
     for result in [one for one in layouts if one.is_planned][:BASELINE_LAYOUTS]:
         planners = planners_of(result)
@@ -169,11 +162,8 @@ def fair_planners(
     return min(judged)[2] if judged else None
 
 
-# `fitting_layouts`: a few layouts that hold a batch, by prediction, where the asked one does not.
-#
-# A look, no search: of the layouts whose weights and optimizer state leave room, at most `MOST_TRIED` are planned on
-# the first batch with little search. They are spread evenly over the sorted static bytes, because the leanest layouts
-# hold every batch and are slow, and the others are fast and may not hold it. Price: `MOST_TRIED` x 0.05-0.5 s.
+# `fitting_layouts`: a few layouts that hold a batch where the requested one does not, without a search: at most
+# `MOST_TRIED` spread evenly over the sorted static bytes are planned (the leanest hold every batch and are slow).
 
 MOST_TRIED = 12
 

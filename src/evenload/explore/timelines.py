@@ -1,23 +1,12 @@
-"""What is computed of a chosen plan: its timeline in detail, its step time by cause, seconds of packs as they are
+"""Compute what is shown of a chosen plan: its timeline in detail, its step time by cause, and seconds of packs as
 measured.
 
-`detailed_timeline`: a chosen plan with everything that the planners' simulation only counts in sums.
+`detailed_timeline` adds to the simulation the critical path, recomputed fronts of backwards, copies to and from the
+host (which fit inside their action, for it lasts as long as the longer of compute and copy), transfers between stages,
+reductions, gathers and the update (`schedule.step_ends`), and memory by kind. Some milliseconds a replica.
 
-With the start and end of every action and the bytes as planned:
-
-    critical path    which actions set the end of their replica
-    recompute        the front of a backward (or of its I): forward work repeated before gradients flow
-    offload, reload  copies on the rank's copy stream, beside compute: out at the end of the forward, in from the start
-                     of the backward (of I, where it is split). An action lasts as long as the longer of compute and
-                     copy, so the copy fits inside it, and what compute does not hide is in the planners' seconds
-    p2p              transfers between stages, as edge delays
-    reduction    sums of gradients, unit by unit, of every replica and rank; partly beside compute
-    (`schedule.step_ends`) optimizer    of every replica and rank, after the last sum gather    of updated weights, unit
-    by unit, beside the first packs (`schedule.step_ends`, which also says when
-              forwards wait for them), or after the update
-    memory by kind   at every sample
-
-Price: some milliseconds a replica; for plans that somebody looks at.
+`split_step_time` splits the mean device's step time by cause, exactly: busy time by `cost.pack_split`, idle time by
+`schedule.critical_path`, then waiting for the slowest replica, and the end of the step. O(slices + actions) numpy.
 """
 
 import dataclasses
@@ -47,10 +36,10 @@ from evenload.types.timeline import KINDS, SideTasks, Timeline, TimeSplit, side_
 
 
 def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
-    """Everything about a plan, all replicas.
+    """Return the timeline of all replicas of a plan.
 
     Args:
-        costs: with which it was planned: they tell recompute and copies apart from other compute.
+        costs: with which it was planned.
 
     Raises:
         ConfigError: the costs cannot price the plan, for example because the link to the host is not known.
@@ -85,7 +74,6 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
 
 
 def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) -> Iterator[SideTasks]:
-    """Sums of gradients, gathers of weights and the update, of one replica; what takes no time is left out."""
     ranks = np.arange(len(end.sums))
     stages = np.array([layout.stages_of_rank(rank)[0] for rank in ranks.tolist()])
 
@@ -113,7 +101,6 @@ def _inside(
     simulation: Simulation,
     dp_rank: int,
 ) -> Iterator[SideTasks]:
-    """Recompute and copies of every action that has them."""
     if columns.policy is None:
         return
     _, ranked = ranked_where_shared(costs, columns.forward, columns.backward, columns.shardings)
@@ -133,7 +120,7 @@ def _inside(
 
 
 def _copy_seconds(costs: PackCosts, columns: ReplicaColumns, direction: int) -> NDArray[np.float64]:
-    """Of every pack on every stage; the mean over ranks that hold different documents."""
+    """Return the copies of every pack on every stage, the mean over ranks that hold different documents."""
     packs, policy = (columns.forward, columns.backward)[direction], columns.policy
     assert policy is not None, "asked for offloaded documents only"
     if columns.owners is None:
@@ -154,17 +141,6 @@ def _between_stages(
         yield side_tasks(name, dp_rank, rank, stage, pack, start_s[chosen], end_s[chosen], peer)
 
 
-# `split_step_time`: where a planned step's time goes, by cause; the causes add up to its step time.
-#
-#     busy time    `cost.pack_split`: useful work, tiles and constants, padding, recompute, copies, tp and cp transfers
-#     idle time    `schedule.critical_path`, replica by replica: warm-up, cool-down, p2p transfers, imbalance,
-# dependency     replicas     every rank waits from its replica's end for the slowest     the end      what of the
-# gradient reduction no compute hides, or what it takes from compute; update and gather
-#
-# Each device's step time is the sum of its four, and the split is the mean over devices: exact, not estimated.
-# Devices of a tensor- or context-parallel group run the same actions, so a group counts as one. O(slices + actions)
-# numpy, about 2 ms for 512 documents on 64 devices.
-
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
@@ -175,7 +151,6 @@ def split_proposal(proposal: Proposal) -> TimeSplit:
 
 
 def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeSplit:
-    """Seconds of a step by cause."""
     found = [choice.candidate for choice in choices]
     groups = len(found) * costs.layout.pipeline_ranks
     parts = _split_packs(costs, found, [len(choice.documents) for choice in choices])
@@ -196,7 +171,7 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
 
 
 def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
-    """As `split_step_time`, from a plan alone, for example of a finished run."""
+    """Split as `split_step_time`, from a plan alone."""
     documents = np.arange(len(plan.documents))
     choices = []
     for dp_rank, schedule in enumerate(plan.schedules):
@@ -245,26 +220,17 @@ def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
     return float(again_s[found.actions.pack[weights], found.actions.stage[weights]].sum())
 
 
-# Predicted seconds of a plan's packs with what transfers beside them take: what a measured pack is held against.
-#
-# A plan's own times are those of packs with nothing beside them, because searches choose among packs by them. While
-# the gradients of a step are summed unit by unit, the last backward of a rank goes on more slowly, and so does its
-# first forward while updated weights arrive (`schedule.step_ends`, `schedule.step_ends`). The plan's step time has
-# both; here they are told of the packs that they belong to.
-#
-# Price: that of a `step_end`, some milliseconds.
+# Predicted seconds of a plan's packs, with what overlapped transfers take from them: what measured packs are held
+# against. A plan's own times are those of packs alone, for searches compare packs by them. Price: that of a `step_end`.
 
 _FIELDS = dict(zip("FBIW", ("forward_s", "backward_s", "input_s", "weight_s"), strict=True))
 
 
 def times_beside_transfers(plan: StepPlan, costs: PackCosts) -> tuple[PackTimes, ...]:
-    """Of every replica; whole backwards of a schedule that splits them stay as planned.
+    """Return the times of every replica's packs; whole backwards of a schedule that splits them stay as planned.
 
     Args:
         costs: with which it was planned.
-
-    Raises:
-        ConfigError: the costs cannot price the plan.
     """
     replicas = []
     for dp_rank, schedule in enumerate(plan.schedules):

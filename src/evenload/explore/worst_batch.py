@@ -1,12 +1,8 @@
-"""`find_worst`: global batches that a table of lengths can draw and that need most memory, for `evenload plan --worst`.
+"""Search global batches that a table of lengths can draw for the one that needs most memory: `evenload plan --worst`.
 
-A step of training may draw any documents of the table together, and sampled steps rarely meet the worst of them. No
-formula knows it, because planners answer a batch: they cut it, share it, recompute some of it. So batches are planned
-and compared: first the extremes (the longest together; the longest few beside the shortest), then neighbours of the
-worst one found, with a few documents exchanged. A batch is worse than another that fits where it does not fit, where
-more of its tokens must be recomputed or offloaded, or where it takes more memory. What is found is a batch that exists;
-that no other one is worse is not proven, and the number of batches searched says how hard was looked. O(batches) plans
-of a step.
+Batches are planned and compared: the extremes first (the longest together; the longest few with the shortest), then
+neighbours of the worst one found, with a few documents exchanged. Worse is one that does not fit, of which more tokens
+must be recomputed or offloaded, or that takes more memory. That no other is worse is not proven. O(batches) plans.
 """
 
 import itertools
@@ -37,11 +33,9 @@ class WorstBatch(Frozen):
         documents, tokens: of the batch.
         peak_memory_bytes: predicted, of the fullest rank.
         policies: documents under every activation policy, by name.
-        fits: within the limit.
-        why: it does not, in words.
-        fitting_policy: under which it would, where the asked one does not; "" = none does, or none had to be tried.
-        leaves_out_deferred: the strategy puts documents off, and a step of training may hold such of earlier batches
-            beside this one's, which are not counted.
+        fits: within the limit; why: it does not.
+        fitting_policy: under which it would, where the requested one does not; "" = none does, or none had to be tried.
+        leaves_out_deferred: the strategy defers documents, and those of earlier batches are not counted.
     """
 
     strategy: str
@@ -83,10 +77,7 @@ def find_worst(
     seed: int,
     on_progress: OnProgress = no_progress,
 ) -> WorstBatch:
-    """Search `count` global batches for the one that needs most memory.
-
-    Documents are not deferred, so that a batch is planned as it is drawn; what a strategy that defers documents may
-    train beside a batch depends on all steps before it, and is not searched.
+    """Search `count` global batches for the one that needs most memory; documents are not deferred.
 
     Args:
         lengths: int64[n], the table.
@@ -129,7 +120,6 @@ def _extremes(lengths: NDArray[np.int64], rule: BatchRule) -> Iterator[tuple[Ord
 
 
 def _neighbour(found: _Found, generator: np.random.Generator) -> Order:
-    """Some entries of the batch exchanged with entries from anywhere in the table."""
     order = found.order.copy()
     size = min(len(found.batch.documents), len(order))
     for _ in range(int(generator.integers(1, _EXCHANGED + 1))):

@@ -4,13 +4,11 @@
 
 Every call is collective. Rank 0 plans because a plan may depend on the machine (`fixed_exact`'s solver); all ranks get
 its bytes and check them against their digest. An error on rank 0 is raised on every rank. What decides the steps after
-a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind. Batches
-that are read ahead because a planner wants their lengths stay in the loader and are in no state.
+a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind.
 
 Every rank has read some of the documents, and a plan names the documents that each rank trains: one all-to-all brings
-them there. Who sends what follows from plan and batch alone, so nothing is negotiated and no sizes travel. A document
-that several ranks need (pipeline stages of one replica; replicas that share it) goes to each of them. Price: 4 bytes a
-token and rank that needs it (8 where labels travel too), one message per pair of ranks.
+them there. Who sends what follows from plan and batch alone, so no sizes travel. Price: 4 bytes a token and rank that
+needs it (8 where labels travel too), one message per pair of ranks.
 """
 
 import functools
@@ -184,8 +182,17 @@ class StepMaker(Generic[State]):
     def _shared_answer(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
         peers, answer, bug = self.loader.peers, _Answer(), None
         if peers.rank == 0:
+            start_s, documents = time.perf_counter(), batch.carried + batch.documents
             try:
-                answer = self._planned(batch, coming)
+                plan, state, decision = self.planner.plan_step(
+                    batch.step, documents, self.planner_state, coming=coming, is_last=batch.is_last
+                )
+                answer = _Answer(
+                    plan=encode_plan(plan),
+                    state=msgspec.msgpack.encode(state),
+                    decision=decision,
+                    plan_time_s=time.perf_counter() - start_s,
+                )
             except EvenloadError as error:
                 answer = _Answer(error=type(error).__name__, text=str(error))
             except Exception as error:
@@ -198,18 +205,6 @@ class StepMaker(Generic[State]):
         if answer.error:
             raise getattr(errors, answer.error)(answer.text)
         return answer
-
-    def _planned(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
-        start_s = time.perf_counter()
-        plan, state, decision = self.planner.plan_step(
-            batch.step, batch.carried + batch.documents, self.planner_state, coming=coming, is_last=batch.is_last
-        )
-        return _Answer(
-            plan=encode_plan(plan),
-            state=msgspec.msgpack.encode(state),
-            decision=decision,
-            plan_time_s=time.perf_counter() - start_s,
-        )
 
 
 def documents_by_replica(plan: StepPlan) -> tuple[tuple[int, ...], ...]:

@@ -4,9 +4,7 @@
 |---|---|---|
 | `hf` | transformers models, Trainer, TRL, Accelerate, DeepSpeed | not shifted, -100 at the first token of a document |
 | `varlen` | `torch.nn.attention.varlen.varlen_attn`, flash-attn | `targets`: shifted, -100 at the last token |
-| `torchtitan` | `torchtitan_folded` or `torchtitan_batched`, whichever the installed torchtitan takes | |
-| `torchtitan_folded` | `(inputs, labels)` of shape [T], `VarlenMetadata` as masks | shifted, -100 at the last token |
-| `torchtitan_batched` | the same of shape [1, T], for torchtitan up to 0.3.0 | shifted, -100 at the last token |
+| `torchtitan` | torchtitan 0.3.0: `(inputs, labels)`, `VarlenMetadata` as masks | shifted, -100 at the last token |
 | `megatron` | Megatron-Core, fields of `PackedSeqParams` | shifted, 0 with `loss_mask` 0 where there is no loss |
 | `pack` | everything else | the `PackBatch` itself |
 
@@ -15,9 +13,7 @@ kernel waits for the device), positions from 0 in every document. No attention m
 on the CPU; everything but the labels shares the pack's memory.
 """
 
-import ast
-import importlib.util
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -27,18 +23,14 @@ from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError
 from evenload.feed.collate import PackBatch
 
-BatchFormat = Literal["hf", "varlen", "torchtitan", "torchtitan_folded", "torchtitan_batched", "megatron", "pack"]
+BatchFormat = Literal["hf", "varlen", "torchtitan", "megatron", "pack"]
 BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
 """Those in which attention may have more keys than queries."""
 
-# Size of a batch in torchtitan's settings: sequences, or tokens.
-_BATCHED, _FOLDED = "local_batch_size", "num_tokens_per_microbatch_per_dp_rank"
-_EXPLICIT = 'give format="torchtitan_folded" ([T]) or format="torchtitan_batched" ([1, T], torchtitan up to 0.3.0)'
-
 
 class VarlenMetadata(NamedTuple):
-    """Holds the fields of torchtitan's tuple of this name: int32[documents + 1], int32[documents + 1], host integers.
+    """Holds torchtitan's tuple of this name: int32[documents + 1] twice, then host integers.
 
     `cu_seq_q_host` holds the values of `cu_seq_q` for kernels that want them on the host.
     """
@@ -50,72 +42,23 @@ class VarlenMetadata(NamedTuple):
     cu_seq_q_host: tuple[int, ...] | None = None
 
 
-def resolve_format(format: BatchFormat) -> BatchFormat:
-    """Return the format itself; for `torchtitan` the one that the installed torchtitan takes.
-
-    Raises:
-        ConfigError: no such format; torchtitan is not installed, or of a version that is not known.
-    """
+def require_format(format: str) -> None:
+    """Raise a `ConfigError` for a format that does not exist."""
     if format not in BATCH_FORMATS:
         raise ConfigError(f"format is '{format}'; choose one of {', '.join(BATCH_FORMATS)}")
-    if format != "torchtitan":
-        return format
-    return "torchtitan_folded" if _torchtitan_is_folded() else "torchtitan_batched"
-
-
-def _torchtitan_is_folded() -> bool:
-    """Whether the installed torchtitan takes [T], and not [1, T] as up to its release 0.3.0.
-
-    The change came between releases, so a version number does not show it; the size of a batch in torchtitan's training
-    settings does, which was renamed by the same change. They are read as text: importing torchtitan takes seconds.
-    """
-    spec = importlib.util.find_spec("torchtitan")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"format 'torchtitan' has the shape of the installed torchtitan, and it is not installed; {_EXPLICIT}"
-        )
-    file = Path(next(iter(spec.submodule_search_locations)), "config", "configs.py")
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError) as err:
-        raise ConfigError(
-            f"the settings of the installed torchtitan cannot be read ('{file}': {err}); {_EXPLICIT}"
-        ) from err
-    names = {
-        field.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingConfig"
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-    if (_FOLDED in names) == (_BATCHED in names):
-        has = "both" if _FOLDED in names else "neither"
-        raise ConfigError(
-            f"the TrainingConfig of the installed torchtitan ('{file}') has {has} of {_FOLDED} and {_BATCHED}, so the "
-            f"shape of its batches is not known; {_EXPLICIT}"
-        )
-    return _FOLDED in names
 
 
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
-    """Return the pack as the format has it.
+    """Return the pack in a format.
 
     Args:
         num_label_tokens: of the whole global batch on all ranks: what the sum of the losses is divided by.
 
     Raises:
-        ConfigError: no such format; see `resolve_format`.
+        ConfigError: no such format.
     """
-    format = resolve_format(format)
-    if format == "hf":
-        return hf_batch(pack, num_label_tokens)
-    if format == "varlen":
-        return varlen_batch(pack, num_label_tokens)
-    if format in ("torchtitan_folded", "torchtitan_batched"):
-        return torchtitan_batch(pack, folded=format == "torchtitan_folded")
-    if format == "megatron":
-        return megatron_batch(pack, num_label_tokens)
-    return pack
+    require_format(format)
+    return _MAKERS[format](pack, num_label_tokens)
 
 
 def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
@@ -161,20 +104,15 @@ def varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
     }
 
 
-def torchtitan_batch(pack: PackBatch, *, folded: bool) -> tuple[dict[str, Any], torch.Tensor]:
+def torchtitan_batch(pack: PackBatch, num_label_tokens: int) -> tuple[dict[str, Any], torch.Tensor]:
     """Make inputs and labels, as torchtitan's data loaders yield them.
 
-    Args:
-        folded: without a batch dimension.
-
     Returns:
-        `{"input": int64[T], "positions": int64[T], "attention_masks": VarlenMetadata}` and labels int64[T]; [1, T] each
-        where not folded.
+        `{"input": int64[1, T], "positions": int64[1, T], "attention_masks": VarlenMetadata}` and labels int64[1, T].
     """
-    shape = (-1,) if folded else (1, -1)
     inputs = {
-        "input": torch.from_numpy(pack.token_ids).reshape(shape),
-        "positions": torch.from_numpy(pack.positions).reshape(shape),
+        "input": torch.from_numpy(pack.token_ids)[None],
+        "positions": torch.from_numpy(pack.positions)[None],
         "attention_masks": VarlenMetadata(
             torch.from_numpy(pack.cu_seqlens_q),
             torch.from_numpy(pack.cu_seqlens_k),
@@ -183,7 +121,7 @@ def torchtitan_batch(pack: PackBatch, *, folded: bool) -> tuple[dict[str, Any], 
             tuple(pack.cu_seqlens_q.tolist()),
         ),
     }
-    return inputs, torch.from_numpy(pack.targets).reshape(shape)
+    return inputs, torch.from_numpy(pack.targets)[None]
 
 
 def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
@@ -210,6 +148,15 @@ def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
         },
         "num_label_tokens": max(1, num_label_tokens),
     }
+
+
+_MAKERS: dict[BatchFormat, Callable[[PackBatch, int], Any]] = {
+    "hf": hf_batch,
+    "varlen": varlen_batch,
+    "torchtitan": torchtitan_batch,
+    "megatron": megatron_batch,
+    "pack": lambda pack, _: pack,
+}
 
 
 def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:

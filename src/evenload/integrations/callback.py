@@ -1,11 +1,10 @@
 """`Callback`: a user's own code during a training run; `TensorBoardLog` and `WandbLog` are two of them.
 
-Callbacks run in the process of rank 0, between two steps, while all other processes wait for it: what takes long there
-keeps training waiting. An exception in one stops the run (`CallbackError`).
+Callbacks run in the process of rank 0, between two steps, while all other processes wait for it. An exception in one
+stops the run (`CallbackError`).
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from evenload.config.train_config import TrainConfig
-from evenload.types.base import Frozen
 from evenload.types.model import ModelSpec
 from evenload.types.run import Validation
 
@@ -29,8 +27,7 @@ class RunStart:
     """Describes a run, or a start of it.
 
     Args:
-        config: as resolved.
-        model: as the cost model sees it.
+        config: as resolved; model: as the cost model sees it.
         layout: in which training begins, such as "dp=2 pp=2".
         num_ranks: processes of the run.
         steps_done: before this start; 0 = the run begins.
@@ -44,7 +41,7 @@ class RunStart:
 
     @property
     def output_dir(self) -> Path:
-        """Directory of the run's files."""
+        """Return the directory of the run's files."""
         return Path(self.config.train.output_dir)
 
 
@@ -68,15 +65,14 @@ class Callback:
         """Run when training begins, or goes on."""
 
     def on_step(self, report: "StepReport") -> None:
-        """Run after a step; `report.row` is its row of metrics.jsonl, `report.plan` what was planned, `report.measured`
-        the timeline of all ranks."""
+        """Run after a step; `report` has its row of metrics.jsonl, the plan, and the timeline of all ranks
+        (`measured`)."""
 
     def on_validation(self, validation: Validation) -> None:
-        """Run after the validation of a step, after its `on_step`; `validation.metrics()` has the losses by names that
-        stay."""
+        """Run after the validation of a step, after its `on_step`; `validation.metrics()` has the losses by name."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Run when a checkpoint is complete; where it is written during training, after the step that completes it."""
+        """Run when a checkpoint is complete: where it is written during training, after the step that completes it."""
 
     def on_end(self, end: RunEnd) -> None:
         """Run when training ends here, for whatever reason; once for every `on_start`."""
@@ -114,15 +110,14 @@ _NAMES = {
 """Keys of `metrics.jsonl`, and the names that people know from other trainers, which stay; trackers log only these."""
 
 
-def reported_metrics(report: "StepReport") -> dict[str, float]:
-    """Return what trackers log of a step and, where its weights were validated, of the losses."""
-    return logged_metrics(report.row) | ({} if report.validation is None else report.validation.metrics())
+def _reported_metrics(report: "StepReport") -> dict[str, float]:
+    """What trackers log of a step and, where its weights were validated, of the losses.
 
-
-def logged_metrics(row: Mapping[str, int | float | str | None]) -> dict[str, float]:
-    """Return what trackers log of a row; what does not exist is left out, a loss that is not finite is not."""
-    found = {name: float(value) for key, name in _NAMES.items() if (value := row[key]) is not None}
-    return {name: value for name, value in found.items() if math.isfinite(value) or name.startswith("train/")}
+    What does not exist is left out, a loss that is not finite is not.
+    """
+    found = {name: float(value) for key, name in _NAMES.items() if (value := report.row[key]) is not None}
+    found = {name: value for name, value in found.items() if math.isfinite(value) or name.startswith("train/")}
+    return found | ({} if report.validation is None else report.validation.metrics())
 
 
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -152,7 +147,7 @@ class TensorBoardLog(Callback):
     def on_step(self, report: "StepReport") -> None:
         """Log its row."""
         step = int(report.row["step"] or 0)
-        for name, value in reported_metrics(report).items():
+        for name, value in _reported_metrics(report).items():
             self._writer.add_scalar(name, value, step)
 
     def on_end(self, end: RunEnd) -> None:
@@ -165,18 +160,12 @@ class TensorBoardLog(Callback):
 IDENTITY_FILE = "wandb.json"
 
 
-class _Identity(Frozen):
-    """wandb.json."""
-
-    id: str
-
-
 class WandbLog(Callback):
     """Writes a run's steps to one run of Weights & Biases, whatever number of starts ours has.
 
-    Its identity is kept in `wandb.json` in the output directory, so that a resumed run goes on in it. Steps are an axis
-    of their own (`train/global_step`), because those since the last checkpoint are trained again after a resume, and
-    Weights & Biases takes its own steps in rising order only. `WANDB_MODE=offline` and other settings of theirs hold.
+    Its identity is kept in `wandb.json` in the output directory. Steps are an axis of their own (`train/global_step`),
+    because those since the last checkpoint are trained again after a resume, and Weights & Biases takes its own steps
+    in rising order only. `WANDB_MODE=offline` and other settings of theirs hold.
     """
 
     def __init__(self) -> None:
@@ -189,7 +178,7 @@ class WandbLog(Callback):
         log, file = run.config.log, run.output_dir / IDENTITY_FILE
         run.output_dir.mkdir(parents=True, exist_ok=True)
         # A run that begins anew in the same directory is another one.
-        known = _read_identity(file) if run.steps_done else None
+        known = msgspec.json.decode(file.read_bytes())["id"] if run.steps_done and file.is_file() else None
         self._run = wandb.init(
             project=log.project,
             name=log.name or run.output_dir.absolute().name,
@@ -199,20 +188,16 @@ class WandbLog(Callback):
             config=msgspec.to_builtins(run.config) | {"layout": run.layout, "parameters": run.model.num_parameters},
             settings=wandb.Settings(console="off", quiet=True),
         )
-        file.write_bytes(msgspec.json.encode(_Identity(id=self._run.id)) + b"\n")
+        file.write_bytes(msgspec.json.encode({"id": self._run.id}) + b"\n")
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
     def on_step(self, report: "StepReport") -> None:
         """Log its row."""
-        self._run.log(reported_metrics(report) | {STEP: report.row["step"]})
+        self._run.log(_reported_metrics(report) | {STEP: report.row["step"]})
 
     def on_end(self, end: RunEnd) -> None:
         """Close the run."""
         if self._run is not None:
             self._run.finish(exit_code=1 if end.reason == "failed" else 0)
             self._run = None
-
-
-def _read_identity(file: Path) -> str | None:
-    return msgspec.json.decode(file.read_bytes(), type=_Identity).id if file.is_file() else None

@@ -11,8 +11,8 @@ from evenload.integrations.engine_profile import EngineProfile, Topic
 from evenload.types.base import did_you_mean
 
 _GATHERS = (
-    "gathers a unit's weights in every forward and backward, a collective of all ranks, so a rank with fewer "
-    "micro-batches would let the others wait for ever"
+    "gathers a unit's weights in every forward and backward, so a rank with fewer micro-batches would let the others "
+    "wait for ever"
 )
 
 
@@ -20,10 +20,8 @@ def _deepspeed(stage: Literal[1, 2, 3]) -> EngineProfile:
     """ZeRO-1 and ZeRO-2 have whole weights on every rank, so a forward needs nobody else; ZeRO-3 has not."""
     is_sharded = stage == 3
     cannot: dict[Topic, str] = {
-        "pipeline": "Its PipelineEngine takes micro-batches of one shape and one number from its own loader, and no "
-        "ZeRO-2 or ZeRO-3",
-        "mixed_context": "Its sequence parallelism (Ulysses) shares every micro-batch: a rank has some heads of all "
-        "documents",
+        "pipeline": "Its PipelineEngine takes micro-batches of one shape and one number, and no ZeRO-2 or ZeRO-3",
+        "mixed_context": "Under Ulysses a rank has some heads of all documents",
     }
     if is_sharded:
         cannot["counts"] = f"ZeRO-3 {_GATHERS}; use engine deepspeed (ZeRO-1), where counts may differ"
@@ -55,19 +53,18 @@ _ENGINES = (
         gathers="step",
         blocking_sends=True,
         cannot={
-            "mixed_context": "It has one context-parallel group for all micro-batches (parallel_state.py), over which "
-            "every document of a pack is cut into 2 x cp chunks"
+            "mixed_context": "It has one context-parallel group for all micro-batches, over which every document is "
+            "cut into 2 x cp chunks"
         },
         not_adapted={
-            "virtual": "MegatronTrainStep refuses interleaved stages: with two pipeline ranks the schedule waits for "
-            "ever for shapes",
+            "virtual": "MegatronTrainStep refuses interleaved stages, whose schedule waits for ever for shapes",
             "context": "MegatronTrainStep refuses context parallelism: its packs are not cut for the ranks of a group",
         },
     ),
     EngineProfile(
         name="torchtitan",
-        title="torchtitan 0.3.0 and its main branch",
-        formats=("torchtitan", "torchtitan_folded", "torchtitan_batched"),
+        title="torchtitan 0.3.0",
+        formats=("torchtitan",),
         equal_counts=True,
         static_pipeline=True,
         virtual_count_multiple=True,
@@ -77,14 +74,12 @@ _ENGINES = (
         reduces="pass",
         overlaps_reduction=True,
         cannot={
-            "context": "Its context parallelism cuts block masks of flex attention; packs give VarlenMetadata, which "
-            "it refuses",
+            "context": "Its context parallelism cuts block masks of flex attention, and refuses VarlenMetadata",
             "counts": f"fully_shard {_GATHERS}",
         },
         not_adapted={
-            "pipeline": "PackedTrainer refuses pipeline_parallel_degree above 1: not tried with packs padded to one "
-            "length",
-            "tensor": "PackedTrainer refuses tensor_parallel_degree above 1: not tried with packs",
+            "pipeline": "PackedTrainer refuses pipeline_parallel_degree above 1: not tested with padded packs",
+            "tensor": "PackedTrainer refuses tensor_parallel_degree above 1: not tested with packs",
         },
     ),
     _deepspeed(1),
@@ -114,10 +109,8 @@ _ENGINES = (
         sharded_update=False,
         cannot={
             "pipeline": "The Trainer has no pipeline",
-            "context": "Accelerate's context parallelism is that of scaled_dot_product_attention, which knows no "
-            "documents",
-            "counts": "The Trainer makes gradient_accumulation_steps passes in every step on every rank; give "
-            "micro_batches = gradient_accumulation_steps",
+            "context": "Accelerate's context parallelism is that of scaled_dot_product_attention, without documents",
+            "counts": "The Trainer makes gradient_accumulation_steps passes in every step; give micro_batches as many",
         },
     ),
 )
@@ -127,15 +120,12 @@ ENGINES: dict[str, EngineProfile] = {one.name: one for one in _ENGINES}
 LOOP = EngineProfile(
     name="loop",
     title="a loop of the user's own over a PackedLoader",
-    formats=("hf", "varlen", "torchtitan", "torchtitan_folded", "torchtitan_batched", "megatron", "pack"),
+    formats=("hf", "varlen", "torchtitan", "megatron", "pack"),
     equal_counts=False,
     gathers="never",
     sharded_update=False,
     slices=True,
-    cannot={
-        "pipeline": "A plain loop runs a whole model on every rank",
-        "context": "A plain loop runs a whole model on every rank",
-    },
+    cannot=dict.fromkeys(("pipeline", "context"), "A plain loop runs a whole model on every rank"),
 )
 """The caller of a `PackedLoader` without an engine, of which nothing is known."""
 

@@ -1,18 +1,13 @@
 """`DeepSpeedLoop`: trains a DeepSpeed engine (ZeRO-1, 2 or 3) from a `PackedLoader`; `share_sequences`: Ulysses.
 
 Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and multiplied by the
-number that DeepSpeed divides gradients by, because it takes a mean. Its own accumulation divides by
-`gradient_accumulation_steps`, which must be 1: the plan has the number of micro-batches.
-
-Gradients are reduced after every micro-batch, or once a step (`engine.coalesce_grad_reduction()`), which keeps whole
-gradients on every rank until then. That reduces the parameters that have a gradient, so each needs one on all ranks or
-on none: a rank without documents runs a pack without a loss.
+number that DeepSpeed divides gradients by, because it takes a mean. Gradients are reduced after every micro-batch, or
+once a step (`engine.coalesce_grad_reduction()`), which keeps whole gradients on every rank until then. Each parameter
+needs a gradient on all ranks or on none: a rank without documents runs a pack without a loss.
 
 Under Ulysses the ranks of a group share every pack: each has its rows of embedding, norms, feed-forward blocks and
-loss, and between two all-to-alls some heads of all rows. Groups and all-to-alls are DeepSpeed's
-(`UlyssesSPAttentionHF.register_with_transformers`); attention is `document_attention`, because `sdpa` runs the pack as
-one causal sequence, in which documents see each other. The loader gives a group's ranks the same packs, and each takes
-its rows (`sequence_share`).
+loss, and between two all-to-alls some heads of all rows. Groups and all-to-alls are DeepSpeed's; attention is
+`document_attention`, because `sdpa` runs the pack as one causal sequence.
 """
 
 import importlib.metadata
@@ -55,11 +50,10 @@ class DeepSpeedLoop(EngineLoop):
     """Trains a DeepSpeed engine.
 
     Args:
-        engine: of `deepspeed.initialize`, all ranks data-parallel or in sequence groups of neighbours
-            (`share_sequences`).
+        engine: of `deepspeed.initialize`, all ranks data-parallel or in sequence groups (`share_sequences`).
         loader: with `equal_micro_batches` under ZeRO-3 and where gradients are reduced after every micro-batch.
-        loss: of one micro-batch; default: `hf_pack_loss`. In a sequence group of the rank's share
-            (`sequence_share`); default: `share_loss`.
+        loss: of one micro-batch; default: `hf_pack_loss`. In a sequence group of the rank's share (`sequence_share`);
+            default: `share_loss`.
         reduce_every_pack: reduce gradients after every micro-batch; default: under ZeRO-3, and under ZeRO-2 where all
             ranks run equally many.
 
@@ -81,7 +75,7 @@ class DeepSpeedLoop(EngineLoop):
         super().__init__(engine.module, loader, loss, engine="DeepSpeed", sequence_ranks=ranks)
         self.engine, self._sequence_ranks, self._sequence_rank = engine, ranks, 0
         if ranks > 1:
-            require_documents_apart(getattr(engine.module, "config", None))
+            _require_documents_apart(getattr(engine.module, "config", None))
             self._sequence_rank, self._loss = _place_among(engine, ranks), loss or share_loss
         self._averaged_over = _averaged_over(engine)
         stage = int(engine.zero_optimization_stage())
@@ -94,8 +88,7 @@ class DeepSpeedLoop(EngineLoop):
         if not reduce_every_pack and not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
             raise ConfigError(
                 f"the engine's optimizer is a {type(engine.optimizer).__name__}, whose sums of gradients cannot be put "
-                "off to the end of the step (bfloat16 weights under ZeRO-1 with grad_accum_dtype fp32 have it); use "
-                "ZeRO-2, or leave data_types.grad_accum_dtype out"
+                "off to the end of the step; use ZeRO-2, or leave data_types.grad_accum_dtype out"
             )
         self._reduce_every_pack = reduce_every_pack
 
@@ -111,7 +104,11 @@ class DeepSpeedLoop(EngineLoop):
         device = self.engine.device
         total = torch.zeros((), device=device)
         # A rank without any gradient would leave out the reductions that the others wait in.
-        batches = step.batches or (self._without_work(step),)
+        options = self.loader.options
+        batches = step.batches
+        if not batches:
+            pack = zero_weight_pack(options.row_multiple)
+            batches = (format_pack(pack, options.batch_format, step.num_label_tokens),)
         for index, batch in enumerate(batches):
             if self._reduce_every_pack:
                 self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
@@ -121,10 +118,6 @@ class DeepSpeedLoop(EngineLoop):
             self.engine.backward(loss * self._averaged_over)
             total = total + loss.detach()
         return total
-
-    def _without_work(self, step: PackedStep) -> Any:
-        options = self.loader.options
-        return format_pack(zero_weight_pack(options.row_multiple), options.batch_format, step.num_label_tokens)
 
     def update(self) -> bool:
         """Apply the gradients, clipped and scaled as the engine's configuration says, and forget them. Collective.
@@ -143,8 +136,8 @@ class DeepSpeedLoop(EngineLoop):
     def load(self, directory: str | PathLike[str], tag: str | None = None) -> None:
         """Go on from a checkpoint. Collective.
 
-        With another number of ranks from one that DeepSpeed's `ds_to_universal` has made universal, by an engine with
-        `"checkpoint": {"load_universal": true}` in its configuration. DeepSpeed has that for Adam only.
+        With another number of ranks from one that DeepSpeed's `ds_to_universal` has made universal (Adam only), by an
+        engine with `"checkpoint": {"load_universal": true}` in its configuration.
 
         Raises:
             CheckpointError: no such checkpoint, of another number of ranks, or one without a loader's state.
@@ -164,8 +157,6 @@ class DeepSpeedLoop(EngineLoop):
 
 def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
     """Raise a `CheckpointError` where a checkpoint is of another number of ranks. Collective.
-
-    DeepSpeed would fail after it has loaded the weights, without a remedy.
 
     Args:
         tag: None = that of the newest one.
@@ -207,41 +198,32 @@ def _unfit(engine: Any) -> Iterator[str]:
                 "or later"
             )
     if getattr(engine, "pipeline_parallelism", False):
-        yield (
-            "a PipelineModule makes its own micro-batches of one shape and size; train without it, or with 'evenload "
-            "train', which has pipelines of packs"
-        )
+        yield "a PipelineModule makes micro-batches of one shape; train without it, or with 'evenload train'"
     if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
         yield (
             f"ZeRO stage is {stage}: without ZeRO the engine cannot defer the sum of gradients; set "
             '"zero_optimization": {"stage": 1} (or 2, 3)'
         )
     if not getattr(engine, "gradient_average", True):
-        yield (
-            'gradient_allreduce_op is "sum", and the loss is multiplied by the number of ranks for the mean that '
-            'DeepSpeed takes by default, so gradients would be too large by that; set it to "mean", or leave it out'
-        )
+        yield 'gradient_allreduce_op is "sum", and the loss is multiplied for a mean; set it to "mean"'
     if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
-        yield (
-            "managed_gradient_accumulation is False, with which the engine neither defers sums of gradients nor "
-            "learns the end of a step; leave it out"
-        )
+        yield "managed_gradient_accumulation is False, so the engine never learns the end of a step; leave it out"
     if (steps := engine.gradient_accumulation_steps()) != 1:
         yield (
-            f"gradient_accumulation_steps is {steps}, by which DeepSpeed would divide the gradients; they are divided "
-            "by the global batch's label tokens already. Set it to 1 (the plan has the number of micro-batches)"
+            f"gradient_accumulation_steps is {steps}, by which DeepSpeed would divide gradients that are divided by "
+            "label tokens; set it to 1 (the plan has the number of micro-batches)"
         )
     # With sequence groups the engine shards, sums and counts over both dimensions.
     if (size := engine.seq_dp_world_size) != dist.get_world_size():
         yield (
             f"gradients are summed over {size} ranks of {dist.get_world_size()}: tensor and expert parallel ranks, and "
-            "sequence groups of a mesh (sequence_parallel_size in the configuration), are not tested with packs; leave "
-            "all ranks data-parallel, or make sequence groups with mpu = share_sequences(model, ranks)"
+            "sequence_parallel_size in the configuration, are not tested with packs; leave all ranks data-parallel, or "
+            "use mpu = share_sequences(model, ranks)"
         )
 
 
 def _place_among(engine: Any, ranks: int) -> int:
-    """This rank's place in its sequence group; a `ConfigError` where the loader deals packs to other groups."""
+    """This rank's place in its sequence group; a `ConfigError` where the loader gives other groups the same packs."""
     members, rank = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), dist.get_rank()
     first = rank // ranks * ranks
     if members != [*range(first, first + ranks)]:
@@ -267,13 +249,13 @@ def _averaged_over(engine: Any) -> int:
     version = importlib.metadata.version("deepspeed")
     if not engine.zero_reduce_scatter():
         raise ConfigError(
-            "reduce_scatter is false under ZeRO-3 with sequence groups, where DeepSpeed divides the gradients of large "
-            "parameters by another number than those of small ones; leave it out, or use ZeRO-2"
+            "reduce_scatter is false under ZeRO-3 with sequence groups, where DeepSpeed divides large and small "
+            "parameters' gradients by different numbers; leave it out, or use ZeRO-2"
         )
     if not version.startswith("0.19."):
         raise ConfigError(
-            f"DeepSpeed {version} under ZeRO-3 with sequence groups is not tested: releases 0.19 divide gradients by "
-            "all ranks, and this one may not; install deepspeed==0.19.8, or use ZeRO-2"
+            f"DeepSpeed {version} under ZeRO-3 with sequence groups may divide gradients by another number than 0.19; "
+            "install deepspeed==0.19.8, or use ZeRO-2"
         )
     return world_size
 
@@ -281,8 +263,7 @@ def _averaged_over(engine: Any) -> int:
 class SequenceGroups:
     """Gives DeepSpeed its groups of ranks that share sequences, as its `mpu`, without tensor-parallel ranks.
 
-    DeepSpeed's own module calls them model-parallel, too: with it, checkpoints claim as many tensor-parallel ranks, so
-    that they cannot be made universal, and universal ones cannot be loaded.
+    DeepSpeed's own module calls them model-parallel, so that checkpoints could not be made universal.
     """
 
     def __init__(self, groups: Any) -> None:
@@ -307,10 +288,7 @@ def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
     Args:
         model: a transformers causal model whose query heads `ranks` divides, and whose key heads it divides or is a
             multiple of.
-        ranks: of a group; 1 = nothing is shared, and nothing is changed.
-
-    Returns:
-        Groups for `deepspeed.initialize(mpu=)`; None for one rank.
+        ranks: of a group; 1 = nothing is shared or changed, and None is returned.
 
     Raises:
         ConfigError: heads or ranks that do not divide, or a model whose attention cannot be set.
@@ -328,8 +306,8 @@ def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
     model.set_attn_implementation(DOCUMENTS)
     if model.config._attn_implementation != DOCUMENTS:
         raise ConfigError(
-            f"the attention of {type(model).__name__} cannot be set, so its packs cannot be shared; use a model of "
-            "transformers that has set_attn_implementation, or sequence_ranks=1"
+            f"the attention of {type(model).__name__} cannot be set; use a model of transformers that has "
+            "set_attn_implementation, or sequence_ranks=1"
         )
     try:
         groups = UlyssesSPAttentionHF.register_with_transformers(model, DOCUMENTS, ranks, micro_batch_size=1)
@@ -338,14 +316,13 @@ def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
     return SequenceGroups(groups)
 
 
-def require_documents_apart(config: Any) -> None:
+def _require_documents_apart(config: Any) -> None:
     """Raise a `ConfigError` where documents of a shared pack would see each other."""
     name = getattr(config, "_attn_implementation", None)
     if name != DOCUMENTS and "flash_attention" not in str(name):
         raise ConfigError(
             f"the model's attention is '{name}', which under Ulysses runs a pack as one sequence, so its documents "
-            "would see each other; call mpu = share_sequences(model, ranks) in the place of DeepSpeed's "
-            "register_with_transformers"
+            "would see each other; call mpu = share_sequences(model, ranks)"
         )
 
 
@@ -358,8 +335,7 @@ def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, An
 
     Returns:
         The batch with `input_ids` and `position_ids` [1, T / ranks], `shift_labels` [1, T / ranks] in the place of
-        `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else as it was:
-        cumulative lengths are those of the whole pack.
+        `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else as it was.
 
     Raises:
         ConfigError: ranks that do not divide T.
@@ -388,7 +364,7 @@ def share_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 def _transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """As an attention of transformers' `AttentionInterface`.
+    """Run an attention of transformers' `AttentionInterface`.
 
     Args:
         query: [1, H, T, D]; key, value: [1, G, T, D].

@@ -29,9 +29,8 @@ from evenload.types.model import ModelSpec
 PackLoss = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: a scalar with a graph; the model is to be called once, as `model(...)`.
 
-It is the sum over the micro-batch's label tokens, divided by those of the whole global batch: summed over all
-micro-batches of all ranks that is the mean over the global batch, whatever packed it, and so is its gradient. A mean
-over the micro-batch would weigh a token by how full its pack is."""
+It is the sum over the micro-batch's label tokens, divided by those of the whole global batch, so that the sum over all
+micro-batches of all ranks is the mean over the global batch, whatever packed it."""
 
 Value = TypeVar("Value")
 _log = logging.getLogger("evenload.loader")
@@ -45,8 +44,7 @@ class TrainedStep(NamedTuple):
         loss: float[], on the device: mean over the label tokens of the global batch, before the update.
         num_label_tokens: of the global batch.
         num_micro_batches: that this rank ran, those without work included.
-        was_updated: False where the engine left the update out, because gradients overflowed in fp16; `number` is then
-            that of the step before, once more.
+        was_updated: False where gradients overflowed in fp16; `number` is then that of the step before, once more.
     """
 
     number: int
@@ -66,7 +64,6 @@ class EngineLoop(ABC):
         engine: its name, for messages; sequence_ranks: of its groups that share every pack.
 
     Attributes:
-        loader: as given.
         num_steps: updates made, over resumes.
 
     Raises:
@@ -113,8 +110,8 @@ class EngineLoop(ABC):
     def _require_equal_counts(self, reason: str) -> None:
         if self.loader.world_size > 1 and not self.loader.options.has_equal_counts:
             raise ConfigError(
-                f"equal_micro_batches is off, but {self._engine_name} {reason}, so the ranks would wait for one with "
-                "fewer micro-batches without end; leave it on (ranks short of work run packs without a loss)"
+                f"equal_micro_batches is off, but {self._engine_name} {reason}, so ranks would wait for ever for one "
+                "with fewer micro-batches; leave it on"
             )
 
 
@@ -126,26 +123,23 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 
 def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, sequence_ranks: int) -> None:
-    options = loader.options
+    options, shared = loader.options, loader.options.sequence_ranks
     if options.evaluation:
         raise ConfigError(f"{engine} trains, and the loader was made with evaluation=True; make another one without it")
     if not options.keeps_whole:
-        whole = ", ".join(whole_strategies())
         raise ConfigError(
-            f"strategy '{options.strategy}' cuts documents, and {engine} runs whole micro-batches both ways, "
-            f"so keys of earlier slices would be missing. Choose one of {whole}, or train with 'evenload train'"
+            f"strategy '{options.strategy}' cuts documents, and {engine} would miss keys of earlier slices; choose one "
+            f"of {', '.join(whole_strategies())}, or train with 'evenload train'"
         )
     if loss is None and options.format != "hf":
         raise ConfigError(
             f'the loader has format "{options.format}", the loop\'s own loss reads "hf"; make it with format="hf", or '
             "give loss=function(model, batch)"
         )
-    shared = options.sequence_ranks
     if shared != sequence_ranks:
         raise ConfigError(
-            f"the loader's sequence_ranks is {shared}, and {engine} has sequence groups of {sequence_ranks} here; give "
-            "both the same number: on DeepSpeed mpu = share_sequences(model, ranks), "
-            "deepspeed.initialize(..., mpu=mpu) and PackedLoader(sequence_ranks=ranks); other loops share no sequences"
+            f"the loader's sequence_ranks is {shared}, and {engine} has sequence groups of {sequence_ranks}; give both "
+            "the same number, on DeepSpeed by mpu = share_sequences(model, ranks); other loops share no sequences"
         )
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
@@ -179,8 +173,7 @@ def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec])
 def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the cross-entropy of an `hf` batch from a transformers causal model's logits, in float32 at least.
 
-    It does not use the model's own loss: some models take no `num_items_in_batch` and would give a mean over the
-    micro-batch. Auxiliary losses (routers of MoE) are not in it.
+    The model's own loss may take no `num_items_in_batch`. Auxiliary losses (routers of MoE) are not in it.
 
     Args:
         batch: of `batch_formats.hf_batch`, on the model's device.
@@ -197,15 +190,12 @@ def token_loss(logits: Tensor, labels: Tensor, batch: dict[str, Any]) -> Tensor:
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return what a transformers model reads of an `hf` batch to make logits: all but what the loss is made of."""
+    """Return what a transformers model reads of an `hf` batch to make logits."""
     return {key: value for key, value in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, edges: Sequence[int], scale: float) -> Tensor:
-    """Return causal attention of each document of a pack to itself, with gradients, where a library's own has none.
-
-    It runs Evenload's backends under autograd: on GPUs the flash-attention kernels that torch brings, on the CPU its
-    flash kernel.
+    """Return causal attention of each document of a pack to itself, with gradients, by Evenload's backends.
 
     Args:
         q: [T, H, D]; k, v: [T, G, D], H a multiple of G.
@@ -255,10 +245,8 @@ def host_edges(cu_seqlens: Tensor) -> tuple[int, ...]:
 
 def from_rank_zero(read: Callable[[], Value], failure: str) -> Value:
     """Return on all ranks what `read` returns on rank 0, the only one that calls it. Collective; without a process
-    group, alone.
-
-    Ranks that each read for themselves could find different things (folders of their own nodes), and those that go on
-    would wait for ever for those that raise.
+    group, alone. Ranks that each read for themselves could find different things, and wait for ever for those that
+    raise.
 
     Args:
         read: of something that can be pickled.

@@ -17,9 +17,7 @@ from evenload.types.model import ModelSpec
 BEST = "auto"
 """Under an engine: the fastest, by its price, of all strategies that it can run (`engine_planner`)."""
 
-Topic = Literal[
-    "slices", "sharing", "layouts", "pipeline", "virtual", "context", "mixed_context", "counts", "tensor"
-]  # fmt: skip
+Topic = Literal["slices", "sharing", "layouts", "pipeline", "virtual", "context", "mixed_context", "counts", "tensor"]
 """What a plan or a loader may need that an engine, or Evenload's adapter to it, lacks."""
 
 _WHOLE = "Choose balanced, best_fit, fixed_greedy or wlb, or auto for the fastest of them by this engine's price"
@@ -43,13 +41,7 @@ _INSTEAD: Mapping[Topic, str] = {
 
 
 class Limitation(Frozen):
-    """Describes what an engine cannot do.
-
-    Args:
-        topic: what was requested of it.
-        why: the reason.
-        instead: the nearest thing that works.
-    """
+    """Describes what was requested of an engine (`topic`), why it cannot do it, and the nearest thing that works."""
 
     topic: Topic
     why: str
@@ -61,20 +53,21 @@ class EngineProfile(Frozen):
 
     Args:
         name: `--engine NAME`, `PackedLoader(engine=NAME)`.
-        title: as people write it, with the versions that this was read or run with.
+        title: with the versions that this was read or run with.
         formats: of `batch_formats` that its model takes, the usual one first.
         equal_counts: data-parallel ranks run equally many micro-batches a step; ranks short of work get empty ones.
         constant_counts: every step of a run has as many micro-batches as any other; the user gives the number.
         static_pipeline: in a pipeline, `constant_counts` holds and all micro-batches of a step have one length.
-        virtual_count_multiple: with several virtual stages a rank, the number of micro-batches is a multiple of the
-            pipeline's ranks.
-        context_parallel: "none"; "fixed": the context-parallel group shares every document, each cut into chunks;
-            "heads": the group shares every micro-batch, its rows outside of attention and its heads inside (Ulysses),
-            so that the micro-batch is padded and no document is.
+        virtual_count_multiple: with virtual stages, the micro-batches are a multiple of the pipeline's ranks.
+        context_parallel: "none"; "fixed": the group shares every document, each cut into chunks; "heads": the group
+        shares
+            every micro-batch, its rows outside of attention and its heads inside (Ulysses), so that no document is
+            padded.
         document_chunks: under "fixed", the chunks of a document on every rank of the group.
         schedules: names of `schedule.registry` in whose order it runs a pipeline; () = it has none.
         gathers: when sharded weights are gathered: "never" (every rank has them), "step" (after the update), "pass"
-            (unit by unit in every forward and every backward, so that ranks wait for each other in every micro-batch).
+        (unit
+            by unit in every forward and backward, so that ranks wait for each other in every micro-batch).
         reduces: when gradients are reduced: "step" (once), "pass" (after every backward, where ranks wait).
         overlaps_reduction: the reduction runs during the backward, unit by unit; else after it.
         reduction_bucket: parameters of a bucket that is reduced at once in every pass; 0 = unit by unit.
@@ -143,13 +136,10 @@ class EngineProfile(Frozen):
         """Return the number of which a rank's micro-batches are a multiple."""
         return layout.pp if self.virtual_count_multiple and layout.num_stages > layout.pp > 1 else 1
 
-    def why_not(self, topic: Topic) -> str:
-        """Return why the engine cannot do something; "" = it can, as far as is known."""
-        return self.cannot.get(topic) or _OF_EVERY_ENGINE.get(topic, "")
-
     def refuse(self, topic: Topic, request: str) -> NoReturn:
         """Raise a `ConfigError` that names the request, why the engine cannot, and the nearest thing that works."""
-        raise ConfigError(f"engine {self.name}: {request}. {self.why_not(topic)}. {_INSTEAD[topic]}")
+        why = self.cannot.get(topic) or _OF_EVERY_ENGINE.get(topic, "")
+        raise ConfigError(f"engine {self.name}: {request}. {why}. {_INSTEAD[topic]}")
 
 
 def require_layout(profile: EngineProfile, layout: ParallelLayout) -> None:
@@ -200,32 +190,24 @@ def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, la
 
 
 def _require_options(profile: EngineProfile, options: PlanOptions, layout: ParallelLayout) -> None:
+    def refuse(option: str, why: str) -> NoReturn:
+        value = getattr(options, option)
+        raise ConfigError(f"engine {profile.name}: plan.options.{option} is '{value}'{why}")
+
+    schedule = options.schedule
     if profile.context_parallel != "none" and options.cp_sharding not in ("mixed", "per_document"):
-        shared = "has some heads a rank" if profile.context_parallel == "heads" else "cuts it into equal parts"
-        raise ConfigError(
-            f"engine {profile.name}: plan.options.cp_sharding is '{options.cp_sharding}'. Its context-parallel group "
-            f"shares every document of a micro-batch: it {shared}. Leave it out, or set 'per_document'"
-        )
-    if options.schedule != CHOOSE and options.schedule not in profile.schedules:
-        request = f"plan.options.schedule is '{options.schedule}'"
+        shared = "some heads a rank" if profile.context_parallel == "heads" else "equal parts"
+        refuse("cp_sharding", f". Its context-parallel group shares every document by {shared}; set 'per_document'")
+    if schedule != CHOOSE and schedule not in profile.schedules:
         if not profile.schedules:
-            profile.refuse("pipeline", request)
-        raise ConfigError(
-            f"engine {profile.name}: {request}. It orders its pipeline by its own schedules. Use one of "
-            f"{', '.join(profile.schedules)}, or leave it out"
-        )
-    if options.schedule != CHOOSE and (options.schedule == "interleaved") != (layout.num_stages > layout.pp):
-        raise ConfigError(
-            f"engine {profile.name}: plan.options.schedule is '{options.schedule}' on layout {layout.describe()}. "
-            "Interleaved is the order of ranks with several virtual stages, and the only one of them. Leave the "
-            "schedule out, or change virtual"
-        )
+            profile.refuse("pipeline", f"plan.options.schedule is '{schedule}'")
+        own = ", ".join(profile.schedules)
+        refuse("schedule", f". It orders its pipeline by its own schedules. Use one of {own}, or leave it out")
+    if schedule != CHOOSE and (schedule == "interleaved") != (layout.num_stages > layout.pp):
+        why = "Interleaved is the order of ranks with several virtual stages, and the only one of them"
+        refuse("schedule", f" on layout {layout.describe()}. {why}. Leave the schedule out, or change virtual")
     if options.policy not in ("choose", "replay"):
-        raise ConfigError(
-            f"engine {profile.name}: plan.options.policy is '{options.policy}'. What is kept between forward and "
-            "backward is the engine's own setting, which plans do not change. Leave it out, and set the engine's "
-            "checkpointing of activations"
-        )
+        refuse("policy", ". Plans do not change what it keeps; leave it out, and set the engine's checkpointing")
 
 
 def require_auto(profile: EngineProfile, options: PlanOptions) -> None:
@@ -233,7 +215,7 @@ def require_auto(profile: EngineProfile, options: PlanOptions) -> None:
     if options.window > 1:
         raise ConfigError(
             f"engine {profile.name}: plan.options.window is {options.window} with strategy {BEST}, which plans every "
-            "global batch by itself and defers nothing. Name fixed_greedy, which packs over several, or leave it out"
+            "global batch by itself. Name fixed_greedy, which packs over several, or leave it out"
         )
 
 

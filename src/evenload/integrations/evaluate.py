@@ -4,13 +4,12 @@ Where all steps of a run have as many micro-batches as any other, that number is
 where shapes are fixed, every micro-batch has `max_pack_tokens` tokens: as `PackedLoader` makes them.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from evenload.errors import ConfigError
@@ -29,10 +28,9 @@ class EngineResult(Frozen):
     """Holds the figures of one strategy on an engine, means over the steps; None where it could not be planned.
 
     Args:
-        name: the strategy.
         why: it could not be planned; "" = it could.
         planned_by: under `auto` the strategy that was fastest in most steps, "" elsewhere.
-        step_time_s: of every step; mean_step_time_s of these.
+        step_time_s, mean_step_time_s: of every step, and their mean.
         own_step_time_s: what Evenload's runtime takes for the same plans.
         end_s, idle_fraction, padding_fraction, micro_batches, empty_micro_batches: as `EnginePrice`.
         max_padded_tokens: of the longest micro-batch of all steps.
@@ -73,13 +71,16 @@ class EngineEvaluation:
     not_adapted: tuple[Limitation, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class _Run:
+class _Run(NamedTuple):
     """Plans of all steps with their prices; `count` micro-batches in every step, None where steps differ."""
 
     proposals: Sequence[Proposal]
     prices: Sequence[EnginePrice]
     count: int | None
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        return tuple(price.step_time_s for price in self.prices)
 
 
 def evaluate_engine(
@@ -120,14 +121,13 @@ def _evaluate(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str
         run = _fastest_count(planner, batches) if name == BEST and wants_count else _priced(planner, batches, name)
     except PLANNING_ERRORS as error:
         return EngineResult(name=name, why=str(error))  # one strategy that does not apply must not hide the others
-    step_time_s = tuple(price.step_time_s for price in run.prices)
     winners = Counter(proposal.plan.strategy for proposal in run.proposals)
     means: dict[str, Any] = {field: float(np.mean([getattr(price, field) for price in run.prices])) for field in _MEANS}
     return EngineResult(
         name=name,
         planned_by=winners.most_common(1)[0][0] if name == BEST else "",
-        step_time_s=step_time_s,
-        mean_step_time_s=float(np.mean(step_time_s)),
+        step_time_s=run.seconds,
+        mean_step_time_s=float(np.mean(run.seconds)),
         own_step_time_s=float(np.mean([proposal.plan.predicted.step_time_s for proposal in run.proposals])),
         max_padded_tokens=max(price.max_padded_tokens for price in run.prices),
         micro_batches_per_rank=run.count,
@@ -144,35 +144,29 @@ def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _
     """
     counts: set[int] = set()
     for name in runnable(planner.profile, planner.options, planner.layout)[0]:
-        try:
+        with suppress(*PLANNING_ERRORS):  # its own row has the reason
             counts.add(_priced(planner, batches, name).count or 1)
-        except PLANNING_ERRORS:
-            continue  # its own row has the reason
     runs: list[_Run] = []
     failed: list[Exception] = []
     for count in sorted(counts):
         try:
-            runs.append(_priced(_at_count(planner, count), batches, BEST))
+            runs.append(_priced(planner.at_count(count), batches, BEST))
         except PLANNING_ERRORS as error:
             failed.append(error)  # a step needs more of them under every strategy
     if not runs:
         raise failed[0] if failed else ConfigError(f"engine {planner.profile.name}: no strategy has a plan for the run")
-    return min(runs, key=lambda run: sum(price.step_time_s for price in run.prices))
+    return min(runs, key=lambda run: sum(run.seconds))
 
 
 def _priced(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str) -> _Run:
     proposals, _, _ = planned_steps(planner, batches, name)
     profile, layout = planner.profile, planner.layout
-    count = planner.shape.micro_batches if profile.is_constant_in(layout) else None
-    if profile.is_constant_in(layout) and count is None:
-        most = max(len(packs.forward) for proposal in proposals for packs in proposal.plan.pack_plans)
-        multiple = profile.count_multiple_in(layout)
-        count = max(1, -(-most // multiple)) * multiple
-        planner = _at_count(planner, count)
+    count = None
+    if profile.is_constant_in(layout):
+        count = planner.shape.micro_batches
+        if count is None:
+            most = max(len(packs.forward) for proposal in proposals for packs in proposal.plan.pack_plans)
+            multiple = profile.count_multiple_in(layout)
+            count = max(1, -(-most // multiple)) * multiple
+            planner = planner.at_count(count)
     return _Run(proposals, [planner.price(proposal) for proposal in proposals], count)
-
-
-def _at_count(planner: EnginePlanner, count: int) -> EnginePlanner:
-    other = copy.copy(planner)
-    other.shape = msgspec.structs.replace(planner.shape, micro_batches=count)
-    return other

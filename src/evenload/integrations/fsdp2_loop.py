@@ -3,14 +3,12 @@
     loop = Fsdp2Loop(model, optimizer, loader)  # after fully_shard(layer) ..., fully_shard(model)
 
 Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and FSDP2 sums over ranks
-(divide factor 1, sums for all reductions) instead of taking the mean. A rank gathers a layer's parameters in every
-forward and backward, so all ranks make equally many passes: those short of work run packs without a loss.
+instead of taking the mean. A rank gathers a layer's parameters in every forward and backward, so all ranks make equally
+many passes. Gradients are kept whole (4 bytes a parameter and rank in float32) and reduced once a step; with
+`reduce_every_pack` they stay sharded and are reduced after every micro-batch.
 
-Gradients are kept whole (4 bytes a parameter and rank in float32) and reduced once a step; with `reduce_every_pack`
-they stay sharded and are reduced after every micro-batch.
-
-Checkpoints are there whole or not at all: each is written to a folder of its own, and then named in `latest`, replaced
-by one rename. A run that is killed while it saves goes on from the one before; the next save removes what it left.
+Each checkpoint is written to a folder of its own, and then named in `latest`, replaced by one rename. A run that is
+killed while it saves goes on from the one before; the next save removes what it left.
 """
 
 import re
@@ -43,19 +41,18 @@ class Fsdp2Loop(EngineLoop):
     Args:
         model: with `fully_shard` on all of its parameters, over all ranks.
         optimizer: of the sharded parameters.
-        loader: `equal_micro_batches`, as by default.
+        loader: with `equal_micro_batches`.
         loss: of one micro-batch; default: `hf_pack_loss`.
         max_grad_norm: gradients of the global batch are scaled down to this norm.
         reduce_every_pack: reduce after every micro-batch: less memory, more transfers.
-        stateful: further objects with `state_dict` and `load_state_dict` that belong into checkpoints, such as
-            `{"scheduler": scheduler}`.
+        stateful: further objects with `state_dict` and `load_state_dict` for checkpoints: `{"scheduler": scheduler}`.
 
     Attributes:
         grad_norm: float[], of the last update before it was scaled; None without `max_grad_norm`.
 
     Raises:
-        ConfigError: parameters that FSDP2 does not reduce over all ranks, or that lie elsewhere than their gradients
-            are made (offload); a loader that `EngineLoop` refuses.
+        ConfigError: parameters that FSDP2 does not reduce over all ranks, or that are offloaded; a loader that
+            `EngineLoop` refuses.
     """
 
     def __init__(
@@ -166,26 +163,24 @@ def _require_sharded(model: nn.Module, world_size: int) -> None:
                 f"parameter '{name}' is not sharded, so its gradient would not be summed over ranks; leave "
                 "ignored_params out of fully_shard"
             )
-        size = parameter.device_mesh.size()
-        if size != world_size:
+        mesh = parameter.device_mesh
+        if mesh.size() != world_size:
             raise ConfigError(
-                f"parameter '{name}' is sharded over {size} ranks, the loader deals documents to {world_size}; give "
+                f"parameter '{name}' is sharded over {mesh.size()} ranks, the loader has {world_size}; give "
                 "fully_shard a mesh of all ranks"
             )
         # One dimension of shards, those before it replicas (HSDP): what fully_shard makes. A further one is somebody's
-        # tensor parallelism, whose ranks need the same packs, and the loader deals them different ones.
+        # tensor parallelism, whose ranks need the same packs.
         *replicas, shards = parameter.placements
         if not shards.is_shard() or not all(one.is_replicate() for one in replicas):
             raise ConfigError(
-                f"parameter '{name}' is placed {parameter.placements} on a mesh of "
-                f"{tuple(parameter.device_mesh.shape)} ranks: tensor-parallel ranks are not tested with FSDP2, and "
-                "would get different documents; shard over data-parallel ranks only"
+                f"parameter '{name}' is placed {parameter.placements} on a mesh of {tuple(mesh.shape)} ranks: "
+                "tensor-parallel ranks are not tested with FSDP2; shard over data-parallel ranks only"
             )
-        if parameter.device.type != parameter.device_mesh.device_type:
+        if parameter.device.type != mesh.device_type:
             raise ConfigError(
-                f"parameter '{name}' lies on {parameter.device.type}, its mesh is of "
-                f"{parameter.device_mesh.device_type} devices: offload is not tested with FSDP2 here; leave "
-                "CPUOffloadPolicy out, and give weights to a model made on 'meta' first"
+                f"parameter '{name}' lies on {parameter.device.type}, its mesh is of {mesh.device_type} devices: "
+                "offload is not tested; leave CPUOffloadPolicy out, and give weights to a model made on 'meta' first"
             )
 
 

@@ -1,11 +1,8 @@
-"""What a `PackedLoader` reads, from what people have in their hands: data, and a tokeniser.
+"""What a `PackedLoader` reads: data (a path, a configuration or a Hugging Face data set) and a tokeniser.
 
-Data are a path, a configuration or a Hugging Face data set. A tokeniser is a path, one of ours, or a fast one of
-transformers, which is written to a directory for a moment and read back as `tokenizer.json`: content, end of document
-and chat template are those that transformers would load.
-
-What is refused here would otherwise be a surprise later: options of other loaders that have no meaning here, a document
-limit above a pack's, an evaluation that would leave something out.
+A fast tokeniser of transformers is written to a temporary directory and read back as `tokenizer.json`, so content, end
+of document and chat template are those that transformers would load. Options of other loaders are refused by the name
+that they have here.
 """
 
 import tempfile
@@ -26,15 +23,11 @@ DATASET_NAME = "dataset"
 """Source name of a data set object."""
 
 _KNOWN_ELSEWHERE = {
-    "packing": "packing is what this loader does; leave it out",
+    **dict.fromkeys(("packing", "sample_packing"), "packing is what this loader does; leave it out"),
     "packing_strategy": "it is called strategy here",
     "padding_free": "packs are always free of padding, but for strategy padded; leave it out",
-    "sample_packing": "packing is what this loader does; leave it out",
     "neat_packing": "documents never attend to each other; leave it out",
-    "max_length": "it is called max_tokens here",
-    "max_seq_length": "it is called max_tokens here",
-    "sequence_len": "it is called max_tokens here",
-    "cutoff_len": "it is called max_tokens here; what happens to longer documents is overlong",
+    **dict.fromkeys(("max_length", "max_seq_length", "sequence_len", "cutoff_len"), "it is called max_tokens here"),
     "batch_size": "a step is batch_documents or batch_tokens, over all ranks",
     "num_workers": "it is called workers here",
     "prefetch_factor": "it is called prefetch_steps here",
@@ -62,7 +55,7 @@ _EVALUATION_REFUSES = {
 
 
 def data_config(
-    data: Any, settings: Mapping[str, Any], *, max_tokens: int, default_batch_tokens: int, evaluation: bool
+    data: Any, settings: dict[str, Any], *, max_tokens: int, default_batch_tokens: int, evaluation: bool
 ) -> tuple[DataConfig, dict[str, Any]]:
     """Return the data settings, and the data set objects that they name.
 
@@ -75,8 +68,12 @@ def data_config(
     Raises:
         ConfigError: unknown or contradicting settings; a data set whose columns do not show what a record is.
     """
-    settings = dict(settings)
-    _check_names(settings)
+    for name in settings:
+        if name in _KNOWN_ELSEWHERE:
+            raise ConfigError(f"PackedLoader has no '{name}': {_KNOWN_ELSEWHERE[name]}")
+        if name not in DataConfig.__struct_fields__:
+            hint = did_you_mean(name, DataConfig.__struct_fields__)
+            raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
     base: dict[str, Any] = {"max_document_tokens": max_tokens}
     datasets: dict[str, Any] = {}
     if isinstance(data, DataConfig):
@@ -99,24 +96,10 @@ def data_config(
         )
     if evaluation:
         base |= _evaluation(data, base | settings, settings, default_batch_tokens)
-    every: dict[str, Any] = base | settings
-    return DataConfig(**every), datasets
-
-
-def _check_names(settings: Mapping[str, Any]) -> None:
-    for name in settings:
-        if name in DataConfig.__struct_fields__:
-            continue
-        if name in _KNOWN_ELSEWHERE:
-            raise ConfigError(f"PackedLoader has no '{name}': {_KNOWN_ELSEWHERE[name]}")
-        hint = did_you_mean(name, DataConfig.__struct_fields__)
-        raise ConfigError(
-            f"PackedLoader has no '{name}'; {hint}it takes its own arguments and the fields of DataConfig"
-        )
+    return DataConfig(**(base | settings)), datasets
 
 
 def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a data set's records hold, by its columns, where the caller gives none."""
     if "record" in settings or data.column_names is None:
         return {}
     columns = set(data.column_names)
@@ -125,8 +108,8 @@ def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"record": found[0]}
     kinds = ", ".join(found) or "none of the kinds"
     raise ConfigError(
-        f"the data set's columns {sorted(columns)} could be records of {kinds}; set record to one of text, messages, "
-        "prompt_completion, tokens, and the names of its columns where they are others"
+        f"the data set's columns {sorted(columns)} could be records of {kinds}; set record to one of "
+        f"{', '.join(_KIND_COLUMNS)}, and the names of its columns where they are others"
     )
 
 
@@ -194,12 +177,9 @@ def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -
 def tokenizer_fact(config: DataConfig, given: Any, opened: DocumentTokenizer, vocab_size: int | None) -> str:
     """Describe the tokeniser in use (`opened`) for the log, and whether the caller chose it."""
     if trains_given_ids(config):
-        known = (
-            "not checked, as the model is not known" if vocab_size is None else f"checked to be below {vocab_size:,}"
-        )
-        return f"none: records hold token ids, {known}"
+        checked = "not checked, as the model is not known" if vocab_size is None else f"checked: below {vocab_size:,}"
+        return f"none: records hold token ids, {checked}"
     chosen = ", because none was given" if given is None and config.tokenizer is None else ""
-    origin = ""
-    if hasattr(given, "save_pretrained"):
-        origin = str(getattr(given, "name_or_path", "") or type(given).__name__)
+    is_loaded = hasattr(given, "save_pretrained")
+    origin = str(getattr(given, "name_or_path", "") or type(given).__name__) if is_loaded else ""
     return describe_tokenizer(opened, origin) + chosen

@@ -1,8 +1,7 @@
 """How a `PackedLoader` packs (`LoaderOptions`), and which rank it serves (`LoaderPlace`).
 
 A caller's loop runs forward and backward of a whole micro-batch and knows documents only. So strategies that cut
-documents are refused unless the caller declares that its attention reads the keys of earlier slices. Contradictions are
-refused before anything is opened.
+documents are refused unless the caller declares that its attention reads the keys of earlier slices.
 
 | the caller gives | ranks that share a global batch | reading |
 |---|---|---|
@@ -29,7 +28,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batches import Alone, Peers
 from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
-from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, resolve_format
+from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, require_format
 from evenload.integrations.catalog import LOOP, engine_named
 from evenload.integrations.engine_profile import BEST, EngineProfile, require_auto, require_strategy
 from evenload.integrations.projection import StepShape
@@ -46,34 +45,31 @@ class LoaderOptions:
 
     Args:
         max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` has less.
-        tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or one of ours. No
-            special tokens are added but the end of a document. Default: that of a `DataConfig`, else bytes; the first
-            lines name it. Has to be given where `model` is the caller's own and records are to be tokenised.
+        tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or one of ours.
+            Default: that of a `DataConfig`, else bytes. Required where `model` is the caller's own and records are
+                tokenised.
         strategy: `balanced` (equal predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb`
             (may defer documents), `padded` (for comparison).
-        micro_batches: packs of every rank and step, always exactly so many (what a Trainer's
-            `gradient_accumulation_steps` wants); None = as many as the plan needs.
-        equal_micro_batches: with `micro_batches` = None, ranks short of work get packs of one padding token without a
-            loss, so that all ranks make equally many passes. Default: yes, or as the engine needs.
-        pack_multiple: the tokens of every pack are a multiple of it, by a document of padding at the end: the number
-            of tensor-parallel ranks where the loop splits sequences over them (Megatron-Core's sequence parallelism).
-        sequence_ranks: ranks that share every pack, each 1 / sequence_ranks of its tokens (DeepSpeed's Ulysses): so
-            many neighbours get the same packs, whose tokens are a multiple of it too.
-        fixed_shapes: every pack has `max_tokens` tokens, by padding (what a pipeline of torch.distributed needs).
+        micro_batches: packs of every rank and step, exactly (a Trainer's `gradient_accumulation_steps`); None = as many
+            as the plan needs.
+        equal_micro_batches: where `micro_batches` is None, ranks short of work get packs of padding without a loss, so
+            that all ranks make equally many passes. Default: yes, or as the engine needs.
+        pack_multiple: the tokens of every pack are padded to a multiple of it: the tensor-parallel ranks where the loop
+            splits sequences over them (Megatron-Core's sequence parallelism).
+        sequence_ranks: neighbouring ranks that share every pack, each 1 / sequence_ranks of its tokens (DeepSpeed's
+            Ulysses).
+        fixed_shapes: every pack is padded to `max_tokens` tokens (what a pipeline of torch.distributed needs).
         engine: the engine that trains the batches, a name of `catalog`: sets what is left out here, refuses the rest,
-            and the packs are balanced for how that engine runs them; `strategy="auto"` is then the fastest by its
-            price. None = a loop of which nothing is known.
-        format: names, shapes and label convention of the batches, see `batch_formats`; then as `resolve_format` has it.
-            Default: the engine's, else "hf".
-        model, costs: cost model for the balance, see `planner.make_planner`; without a model `ASSUMED_MODEL`, and the
-            loader says so. With the caller's own model (not a built-in name), token ids beyond its vocabulary are
-            corrupt records.
-        plan_options: further options of planning, as `[plan.options]` of a training configuration has them:
+            and balances packs for how it runs them; `strategy="auto"` is then the fastest by its price. None = unknown.
+        format: of the batches, see `batch_formats`. Default: the engine's, else "hf".
+        model, costs: cost model for the balance, see `planner.make_planner`; without a model `ASSUMED_MODEL`. Token ids
+            beyond the vocabulary of the caller's own model are corrupt records.
+        plan_options: further options of planning, as `[plan.options]` of a training configuration:
             `{"window": 4}`, `{"wlb": {"release": "queues"}}`.
         accept_slices: the loop can run slices that attend to keys of earlier packs.
         evaluation: everything exactly once an iteration, in order; the last batch is short.
         rank, world_size: place among the ranks that share a global batch. Default: `torch.distributed`'s, if it is
-            initialised, else alone. Given, the ranks do not talk: each reads all data by itself.
+            initialised, else alone. Given, each rank reads all data by itself.
         group: the ranks that share a global batch, such as the data-parallel group; they read together.
         peer_timeout_s: how long a rank waits for another.
 
@@ -104,16 +100,14 @@ class LoaderOptions:
     def __post_init__(self) -> None:
         if self.engine is not None:
             self._check_engine(self.profile)
-        if self.format is None:
-            self.format = "hf" if self.engine is None else self.profile.formats[0]  # type: ignore[bad-assignment]
-        self.format = resolve_format(self.batch_format)
+        self.format = self.format or self.profile.formats[0]  # type: ignore[bad-assignment]
+        require_format(self.batch_format)
         if self.equal_micro_batches is None:
             self.equal_micro_batches = self.engine is None or self.profile.equal_counts
         for name in ("max_tokens", "micro_batches", "pack_multiple", "sequence_ranks"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                optional = ", or None" if name == "micro_batches" else ""
-                raise ConfigError(f"{name} is {value}, must be at least 1{optional}")
+                raise ConfigError(f"{name} is {value}, must be at least 1")
         if self.max_tokens % self.row_multiple:
             raise ConfigError(
                 f"max_tokens is {self.max_tokens}, pack_multiple {self.pack_multiple}, sequence_ranks "
@@ -127,18 +121,18 @@ class LoaderOptions:
 
     @functools.cached_property
     def profile(self) -> EngineProfile:
-        """Of the engine; `LOOP` where none is named. A `ConfigError` for an unknown name."""
+        """Return the engine's profile; `LOOP` where none is named. A `ConfigError` for an unknown name."""
         return LOOP if self.engine is None else engine_named(self.engine)
 
     @property
     def batch_format(self) -> BatchFormat:
-        """`format`, which is set when the options are made."""
+        """Return `format`, which is set when the options are made."""
         assert self.format is not None
         return self.format
 
     @property
     def shape(self) -> StepShape:
-        """What these options fix of a step's micro-batches."""
+        """Return what these options fix of a step's micro-batches."""
         return StepShape(
             micro_batches=self.micro_batches,
             pack_multiple=self.row_multiple,
@@ -148,17 +142,17 @@ class LoaderOptions:
 
     @property
     def row_multiple(self) -> int:
-        """The tokens of every pack are a multiple of it."""
+        """Return the number of which the tokens of every pack are a multiple."""
         return math.lcm(self.pack_multiple, self.sequence_ranks)
 
     @property
     def has_equal_counts(self) -> bool:
-        """All ranks run equally many micro-batches in every step."""
+        """Return whether all ranks run equally many micro-batches in every step."""
         return bool(self.equal_micro_batches) or self.micro_batches is not None
 
     @property
     def keeps_whole(self) -> bool:
-        """Packs hold whole documents."""
+        """Return whether packs hold whole documents."""
         return self.engine is not None or strategy_named(self.strategy).keeps_whole
 
     def planning(self) -> PlanOptions:
@@ -187,18 +181,16 @@ class LoaderOptions:
                 )
         if strategy_named(self.strategy).needs_solver and place.reads_alone and place.world_size > 1:
             raise ConfigError(
-                f"strategy '{self.strategy}' depends on the time its solver takes, and ranks that do not talk (rank "
-                "and world_size given) would plan differently; use fixed_greedy, or group"
+                f"strategy '{self.strategy}' depends on the time its solver takes, and ranks that do not communicate "
+                "(rank and world_size given) would plan differently; use fixed_greedy, or group"
             )
         if self.evaluation and (self.micro_batches is not None or not self.equal_micro_batches):
             raise ConfigError(
                 f"evaluation=True with micro_batches = {self.micro_batches}, equal_micro_batches = "
-                f"{self.equal_micro_batches}; in evaluation every rank runs as many as the rank with the most: leave "
-                "both out"
+                f"{self.equal_micro_batches}; every rank runs as many as the rank with the most: leave both out"
             )
 
     def _check_engine(self, engine: EngineProfile) -> None:
-        """Refuse what the engine cannot run, and options that contradict its needs."""
         planning = self.planning()
         require_strategy(engine, self.strategy, planning, even_layout(1, cp=max(1, self.sequence_ranks)))
         if self.strategy == BEST:
@@ -218,7 +210,6 @@ class LoaderOptions:
             engine.refuse("counts", "micro_batches is left out")
 
     def _check_shared(self) -> None:
-        """Refuse ranks that share packs where the engine has none, or in a format that cannot be cut for them."""
         request = f"sequence_ranks is {self.sequence_ranks}"
         if self.profile.context_parallel == "none":
             self.profile.refuse("context", request)
@@ -233,30 +224,29 @@ class LoaderOptions:
             )
 
     def _check_strategy(self) -> None:
-        whole = ", ".join(whole_strategies())
         if strategy_named(self.strategy).changes_layout:
             raise ConfigError(
                 f"strategy '{self.strategy}' changes the pipeline's layout; a loader alone has none to change"
             )
         if self.keeps_whole:
             return
+        cuts, whole = f"strategy '{self.strategy}' cuts documents", ", ".join(whole_strategies())
         if self.pack_multiple > 1 or self.fixed_shapes:
             raise ConfigError(
-                f"pack_multiple is {self.pack_multiple}, fixed_shapes {self.fixed_shapes}, and strategy "
-                f"'{self.strategy}' cuts documents, so that later packs attend to tokens of earlier ones; packs can be "
-                f"padded only where documents stay whole: choose one of {whole}, or leave both out"
+                f"pack_multiple is {self.pack_multiple}, fixed_shapes {self.fixed_shapes}, and {cuts}, so that later "
+                "packs attend to tokens of earlier ones; packs can be padded only where documents stay whole: choose "
+                f"one of {whole}, or leave both out"
             )
         if not self.accept_slices:
             raise ConfigError(
-                f"strategy '{self.strategy}' cuts documents: a micro-batch holds tokens whose keys and values are in "
-                "an earlier one, and its backward passes come in another order, which a plain loop runs wrong "
-                f"silently. Choose one of {whole}, train with 'evenload train', or give accept_slices=True if your "
-                "loop keeps keys and values of earlier slices and follows step.plan"
+                f"{cuts}: a micro-batch needs keys and values of an earlier one, which a plain loop does not keep. "
+                f"Choose one of {whole}, train with 'evenload train', or give accept_slices=True if your loop keeps "
+                "them and follows step.plan"
             )
         if self.format not in PREFIX_FORMATS:
             raise ConfigError(
-                f"strategy '{self.strategy}' cuts documents, and format '{self.format}' cannot express that a slice "
-                f"attends to more keys than it has queries; use format {' or '.join(PREFIX_FORMATS)}"
+                f"{cuts}, and format '{self.format}' cannot express that a slice attends to more keys than it has "
+                f"queries; use format {' or '.join(PREFIX_FORMATS)}"
             )
 
 

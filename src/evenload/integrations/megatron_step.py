@@ -4,14 +4,10 @@
     for step in loader.steps():
         report = train_step(step)
 
-Megatron-Core takes all that a plan of whole documents needs: a number of micro-batches that may differ from replica to
-replica (1F1B of one never waits for another), lengths that may differ (`variable_seq_lengths`), documents inside a pack
-(`PackedSeqParams`), and a loss that is a sum (`calculate_per_token_loss`), which `finalize_model_grads` divides by the
-label tokens of all replicas. Settings with which loss and gradient would not be those of the documents one by one are
-refused (`require_runnable`).
-
-Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
-Written from the sources of Megatron-Core 0.16.1, and trained on it by tests/integrations/test_megatron_step.py.
+Megatron-Core takes all that a plan of whole documents needs: numbers of micro-batches that differ from replica to
+replica, lengths that differ (`variable_seq_lengths`), documents inside a pack (`PackedSeqParams`), and a loss that is a
+sum (`calculate_per_token_loss`), which `finalize_model_grads` divides by the label tokens of all replicas. Every rank
+of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
 """
 
 import math
@@ -53,8 +49,7 @@ class MegatronReport:
         num_label_tokens: of the global batch.
         was_updated: False where Megatron left the update out, because gradients overflowed in fp16.
         grad_norm: of all parameters, before clipping; None where the optimizer does not compute it.
-        num_micro_batches: that this replica ran.
-        num_without_work: of these, packs of padding.
+        num_micro_batches, num_without_work: that this replica ran, and of these packs of padding.
     """
 
     loss: float
@@ -68,21 +63,20 @@ class MegatronReport:
 class MegatronTrainStep:
     """Trains the steps of a loader on Megatron-Core; collective in all its calls.
 
-    Completes the model's configuration where Megatron's own training script does, and where nothing is set:
-    `grad_scale_func` (the optimizer divides by its loss scale) and, with `overlap_grad_reduce`, `no_sync_func`
-    (gradients are summed in the last micro-batch only).
+    Completes the model's configuration where nothing is set, as Megatron's own training script does: `grad_scale_func`
+    (the optimizer divides by its loss scale) and, with `overlap_grad_reduce`, `no_sync_func` (gradients are summed in
+    the last micro-batch only).
 
     Args:
         model: as Megatron-Core's `DistributedDataParallel` wraps it.
         optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
-        loader: with `engine="megatron"`, made on the data-parallel group; made without a model, its packs are balanced
-            for this one.
-        forward_step: of the caller's own model, in place of `gpt_forward_step`. Its loss function returns what
-            `sum_of_losses` returns.
+        loader: with `engine="megatron"`, made on the data-parallel group; made without a model, it is balanced for
+        this.
+        forward_step: in place of `gpt_forward_step`. Its loss function returns what `sum_of_losses` returns.
 
     Raises:
-        ConfigError: settings with which Megatron-Core would train something else, or stop: see `require_runnable`; a
-            loader of another place than this rank's among the replicas.
+        ConfigError: settings that `require_runnable` refuses; a loader of another place than this rank's among
+        replicas.
     """
 
     def __init__(
@@ -98,14 +92,13 @@ class MegatronTrainStep:
         balance_for_trained(loader, lambda: model_of(model, self._config))
         if self._config.grad_scale_func is None:
             self._config.grad_scale_func = optimizer.scale_loss
-        # Without it Megatron counts the gradients of its first step's micro-batches, and in a step of more of them sums
-        # a bucket over replicas before the last ones are in it.
+        # Without it Megatron sums a bucket over replicas after as many micro-batches as the first step had.
         wrapped: Any = model
         if wrapped.ddp_config.overlap_grad_reduce and self._config.no_sync_func is None:
             self._config.no_sync_func = wrapped.no_sync
 
     def __call__(self, step: PackedStep) -> MegatronReport:
-        """One update: gradients of the global batch, summed over replicas, and the optimizer's step."""
+        """Make one update: gradients of the global batch, summed over replicas, and the optimizer's step."""
         loss = self.accumulate(step)
         was_updated, grad_norm = self.update()
         return MegatronReport(
@@ -202,14 +195,13 @@ def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: tor
     total, count, missing = sums.tolist()
     if missing:
         raise ConfigError(
-            f"the loss function of forward_step returned no '{_LOSS}' for {missing:.0f} packs; it has to return what "
-            "megatron_step.sum_of_losses returns, whose third part holds the sum and the count of a pack's losses"
+            f"the loss function of forward_step returned no '{_LOSS}' for {missing:.0f} packs; return what "
+            "megatron_step.sum_of_losses returns"
         )
     if count != step.num_label_tokens:
         raise DataError(
-            f"step {step.plan.step}: the losses are of {count:.0f} label tokens, the plan of all replicas has "
-            f"{step.num_label_tokens}; make the loader with group= the data-parallel group on every rank, and mask "
-            "no further tokens in forward_step"
+            f"step {step.plan.step}: the losses are of {count:.0f} label tokens, the plan has {step.num_label_tokens}; "
+            "make the loader with group= the data-parallel group, and mask no further tokens in forward_step"
         )
     return total / max(1, count)
 
@@ -222,8 +214,7 @@ def _require_place(loader: PackedLoader) -> None:
     if (loader.rank, loader.world_size) != place:
         raise ConfigError(
             f"the loader is rank {loader.rank} of {loader.world_size}, Megatron-Core's data-parallel rank is "
-            f"{place[0]} of {place[1]}: stages of one replica would wait for each other's packs for ever, or train "
-            "documents twice. Make it with PackedLoader(..., group=parallel_state.get_data_parallel_group())"
+            f"{place[0]} of {place[1]}; make it with PackedLoader(group=parallel_state.get_data_parallel_group())"
         )
 
 
@@ -249,15 +240,9 @@ def rows_multiple(config: Any) -> int:
 
 def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
     if options.format != "megatron":
-        yield (
-            f"format of the loader is '{options.format}', Megatron-Core reads 'megatron'; make it with "
-            'PackedLoader(..., engine="megatron", group=parallel_state.get_data_parallel_group())'
-        )
+        yield f"format of the loader is '{options.format}'; make it with PackedLoader(..., engine=\"megatron\")"
     if not config.calculate_per_token_loss:
-        yield (
-            "calculate_per_token_loss is False: Megatron-Core would take the mean of the means of micro-batches, in "
-            "which a label token of a small pack counts more than one of a large pack; set it to True"
-        )
+        yield "calculate_per_token_loss is False: the loss would be a mean of micro-batches' means; set it to True"
     if config.finalize_model_grads_func is None:
         yield (
             "finalize_model_grads_func is None: gradients would be neither summed over replicas nor divided by the "
@@ -271,7 +256,7 @@ def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
     if config.context_parallel_size > 1:
         yield (
             f"context_parallel_size is {config.context_parallel_size}, and every rank would train whole packs as if "
-            "they were its part; set it to 1, or train with 'evenload train', which shares documents"
+            "they were its part; set it to 1, or train with 'evenload train'"
         )
     if options.pack_multiple % (multiple := rows_multiple(config)):
         yield (
@@ -281,13 +266,12 @@ def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
     if config.num_moe_experts is not None:
         yield (
             f"num_moe_experts is {config.num_moe_experts}: a router counts the tokens of a micro-batch, so gradients "
-            "depend on how documents are packed, and a replica with fewer micro-batches leaves the experts of others "
-            "waiting for ever. Train a dense model here, mixtures of experts with 'evenload train'"
+            "depend on packing; train a dense model here, mixtures of experts with 'evenload train'"
         )
     if (virtual := config.virtual_pipeline_model_parallel_size) is not None:
         yield (
-            f"virtual_pipeline_model_parallel_size is {virtual}: with two pipeline ranks the interleaved schedule "
-            "waits for ever for shapes, since those for both neighbours go to one rank; leave it out, so that 1F1B runs"
+            f"virtual_pipeline_model_parallel_size is {virtual}, whose schedule waits for ever for shapes; leave it "
+            "out, so that 1F1B runs"
         )
 
 
@@ -370,13 +354,10 @@ class DocumentAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
     ) -> Tensor:
-        """Return the attention of one pack.
+        """Return the attention of one pack, [T, H · D].
 
         Args:
             query: [T, H, D]; key, value: [T, G, D]. settings: of them `packed_seq_params` with cumulative lengths.
-
-        Returns:
-            [T, H · D].
 
         Raises:
             ConfigError: the batch is not a pack.

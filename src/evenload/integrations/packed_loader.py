@@ -35,7 +35,7 @@ from evenload.errors import ConfigError, DataError
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.integrations.batch_formats import BatchFormat, format_pack
+from evenload.integrations.batch_formats import format_pack
 from evenload.integrations.engine_profile import BEST
 from evenload.integrations.loader_inputs import data_config, require_choice, tokenizer_fact, tokenizer_settings
 from evenload.integrations.loader_options import LoaderOptions, LoaderPlace, find_place
@@ -78,27 +78,13 @@ class PackedStep:
 
     @property
     def plan(self) -> StepPlan:
-        """Of all ranks."""
+        """Return the plan of all ranks."""
         return self.planned.plan
 
     @property
     def num_label_tokens(self) -> int:
-        """Of the global batch, all ranks together: what the sum of the losses is divided by."""
+        """Return the label tokens of the global batch, by which the sum of the losses is divided."""
         return self.plan.num_label_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that this rank trains, without padding."""
-        return sum(pack.num_tokens - pack.num_padding_tokens for pack in self.packs)
-
-    @property
-    def num_padding_tokens(self) -> int:
-        """Tokens that this rank computes for nothing."""
-        return sum(pack.num_padding_tokens for pack in self.packs)
-
-    def after(self, given: int) -> "PackedStep":
-        """Return the step without its first micro-batches."""
-        return replace(self, packs=self.packs[given:], batches=self.batches[given:])
 
 
 class _MidStep(NamedTuple):
@@ -114,7 +100,7 @@ class PackedLoader:
     Args:
         data: a path, directory, glob or fsspec URL, or a list of them; a `DataConfig` (mixtures); a Hugging Face
             `Dataset` or `IterableDataset`.
-        max_tokens, tokenizer, strategy, format, model, evaluation: see `LoaderOptions`.
+        max_tokens: most tokens of a pack.
         settings: all other `LoaderOptions`, and fields of `DataConfig`: `batch_documents` or `batch_tokens` (of the
             global batch), `seed`, `epochs`, `shuffle_window`, `overlong`, `workers`, `prefetch_steps`, `record`, ...
 
@@ -123,7 +109,7 @@ class PackedLoader:
         config: the data settings, as resolved.
         rank, world_size: of this loader among those that share a global batch; ranks of a sequence group
             (`sequence_ranks`) have the same.
-        model_is_assumed: packs are balanced for `ASSUMED_MODEL`, because nobody has named the model that is trained.
+        model_is_assumed: packs are balanced for `ASSUMED_MODEL`, because no model was given.
         start_lines: what was logged at the start.
         epoch: of the current iteration, or of the next one if none has begun or the last one ended.
         has_ended: all `epochs` were given out.
@@ -133,63 +119,42 @@ class PackedLoader:
         ConfigError: settings that cannot work, with the reason. Collective where ranks read together.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        *,
-        max_tokens: int,
-        tokenizer: Any = None,
-        strategy: str = "balanced",
-        format: BatchFormat | None = None,
-        model: Any = None,
-        evaluation: bool = False,
-        **settings: Any,
-    ) -> None:
-        further = {field.name: settings.pop(field.name) for field in fields(LoaderOptions) if field.name in settings}
-        options = LoaderOptions(
-            max_tokens=max_tokens,
-            tokenizer=tokenizer,
-            strategy=strategy,
-            format=format,
-            model=model,
-            evaluation=evaluation,
-            **further,
-        )
-        place = find_place(options)
+    def __init__(self, data: Any, *, max_tokens: int, **settings: Any) -> None:
+        named = {field.name: settings.pop(field.name) for field in fields(LoaderOptions) if field.name in settings}
+        self.options = options = LoaderOptions(max_tokens=max_tokens, **named)
+        self._place = place = find_place(options)
         config, datasets = data_config(
             data,
             settings,
             max_tokens=max_tokens,
             default_batch_tokens=max_tokens * place.world_size,
-            evaluation=evaluation,
+            evaluation=options.evaluation,
         )
         options.check_data(config, place)
+        model, tokenizer = options.model, options.tokenizer
         vocab_size = known_vocabulary(model)
         require_choice(config, tokenizer, vocab_size)
-        with tokenizer_settings(config, tokenizer) as (named, own):
-            self._loader = GlobalBatchLoader(named, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
+        with tokenizer_settings(config, tokenizer) as (resolved, own):
+            self._loader = GlobalBatchLoader(resolved, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
             opened = self._loader.tokenizer
             if isinstance(opened, FileTokenizer) and not hasattr(tokenizer, "save_pretrained") and opened.has_settings:
                 from evenload.runtime.model.export_files import require_same_ids  # transformers takes seconds to import
 
                 require_same_ids(opened)
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
-            unstopped = stop_warnings(named, self._loader.tokenizer, ends)
+            unstopped = stop_warnings(resolved, opened, ends)
         planner = _planner_of(model, options, place)
         self._maker = StepMaker(
-            self._loader,
-            planner,
-            replicas=lambda layout: place.replicas,
-            max_pack_tokens=max_tokens,
+            self._loader, planner, replicas=lambda layout: place.replicas, max_pack_tokens=max_tokens
         )
-        self.options, self.config, self._place = options, self._loader.config, place
+        self.config = self._loader.config
         self.rank, self.world_size = place.rank, place.world_size
         self.model_is_assumed = model is None
         self.ledger_lines: tuple[str, ...] = ()
         self._ahead: ReadAhead[PackedStep] | None = None
         self._has_logged = False
         self._stand_at(self._loader.state(), DelayState(), 0)
-        fact = tokenizer_fact(config, tokenizer, self._loader.tokenizer, vocab_size)
+        fact = tokenizer_fact(config, tokenizer, opened, vocab_size)
         self.start_lines: Sequence[str] = _start_lines(config, fact, options, place, planner.planner.costs)
         if place.is_first:
             self.start_lines = [*self.start_lines, *(f"source        {line}" for line in self._loader.source_lines())]
@@ -204,8 +169,8 @@ class PackedLoader:
             model: as the constructor's.
 
         Raises:
-            ConfigError: not a model; no tokeniser was given, and the model's vocabulary is not one of bytes; steps have
-                been made already.
+            ConfigError: not a model; no tokeniser was given, and the model's vocabulary is not one of bytes; steps were
+                made already.
         """
         require_choice(self.config, self.options.tokenizer, known_vocabulary(model))
         if self._ahead is not None:
@@ -235,13 +200,13 @@ class PackedLoader:
         """
         while (step := self._current_step()) is not None:
             given, self._given = self._given, len(step)
-            yield step.after(given) if given else step
+            yield replace(step, packs=step.packs[given:], batches=step.batches[given:]) if given else step
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration reads; do nothing where it is that one already.
 
         Raises:
-            ConfigError: an epoch is in its middle: another one would leave out the rest of it.
+            ConfigError: no such epoch, or an epoch is in its middle, the rest of which would be left out.
         """
         if epoch == self.epoch:
             return
@@ -280,8 +245,8 @@ class PackedLoader:
         """Go on exactly where a state was made. Reads nothing yet.
 
         Raises:
-            ConfigError: not a state of this loader; other data or settings (named); a state inside a step under
-                another number of ranks.
+            ConfigError: not a state of this loader; other data or settings (named); a state inside a step under another
+                number of ranks.
         """
         missing = {"version", "epoch", "loader", "planner", "given", "world_size", "plan_digest"} - set(state_dict)
         if missing or state_dict["version"] != STATE_VERSION:
@@ -402,12 +367,9 @@ def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPl
 
 def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
     """This rank's micro-batches of a step; on every rank a `ConfigError` where one needs more than `micro_batches`."""
-    counts = [len(packs.forward) for packs in step.plan.pack_plans]
-    if options.micro_batches is not None and max(counts) > options.micro_batches:
-        raise ConfigError(_too_many(step.plan, counts, options.micro_batches, options.max_tokens))
-    projected = project(step.plan, options.profile, options.shape)
+    _require_room(step.plan, options)
+    micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
     forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
-    micro_batches = projected.replicas[place.rank]
     packs = tuple(
         pad_pack(forward[one.pack], one.padded_tokens) if one.doc_ids else zero_weight_pack(one.padded_tokens)
         for one in micro_batches
@@ -416,25 +378,26 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
         planned=step,
         packs=packs,
         backward_packs=backward,
-        batches=tuple(format_pack(pack, options.batch_format, projected.num_label_tokens) for pack in packs),
+        batches=tuple(format_pack(pack, options.batch_format, step.plan.num_label_tokens) for pack in packs),
         num_zero_weight=sum(not one.doc_ids for one in micro_batches),
     )
 
 
-def _too_many(plan: StepPlan, counts: list[int], micro_batches: int, max_tokens: int) -> str:
-    tokens, world_size = sum(document.num_tokens for document in plan.documents), len(counts)
-    rank = max(range(world_size), key=counts.__getitem__)
-    return (
-        f"step {plan.step}: rank {rank} needs {counts[rank]} packs of at most max_tokens = {max_tokens}, micro_batches "
-        f"is {micro_batches}. The batch has {tokens} tokens in {len(plan.documents)} documents; {world_size} ranks x "
-        f"{micro_batches} x {max_tokens} = {micro_batches * world_size * max_tokens} hold at most that many, and less "
-        f"where whole documents leave gaps (strategy {plan.strategy}). Lower batch_tokens or batch_documents, or raise "
-        "max_tokens or micro_batches"
+def _require_room(plan: StepPlan, options: LoaderOptions) -> None:
+    counts = [len(packs.forward) for packs in plan.pack_plans]
+    if (limit := options.micro_batches) is None or max(counts) <= limit:
+        return
+    tokens, ranks, longest = sum(document.num_tokens for document in plan.documents), len(counts), options.max_tokens
+    raise ConfigError(
+        f"step {plan.step}: rank {counts.index(max(counts))} needs {max(counts)} packs of at most max_tokens = "
+        f"{longest}, micro_batches is {limit}. The batch has {tokens} tokens in {len(plan.documents)} documents; "
+        f"{ranks} ranks x {limit} x {longest} hold at most {limit * ranks * longest}, and less where whole documents "
+        "leave gaps. Lower batch_tokens or batch_documents, or raise max_tokens or micro_batches"
     )
 
 
 def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
-    """Return padding tokens, one document, without a loss.
+    """Return one document of padding tokens without a loss.
 
     It makes a forward and a backward pass like any other, so collectives inside a model meet; its gradient is 0.
     """
@@ -530,7 +493,6 @@ def _start_lines(
 
 
 def _balance_line(costs: PackCosts, *, assumed: bool) -> str:
-    """By whose times packs are balanced."""
     line = f"balance       packs of equal time for {costs.model.name}"
     if assumed:
         line += ", which is assumed: give the model you train as PackedLoader(model=...), since the share of attention"

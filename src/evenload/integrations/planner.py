@@ -3,10 +3,8 @@
 The strategies are Evenload's own, under what the engine can run: whole documents, nothing shared among replicas, one
 layout, all activations stored. An engine's `auto` is not the strategy of that name, which searches for Evenload's
 runtime: every strategy that the engine can run plans the step, `balanced` also with more micro-batches than it would
-take, and the fastest by the engine's own price is kept.
-
-Memory is not among the limits: what an engine holds depends on its settings (sharding, checkpointing of activations),
-which the planner does not know. `max_pack_tokens` bounds what a micro-batch holds.
+take, and the fastest by the engine's own price is kept. Memory is not among the limits: what an engine holds depends on
+its own settings; `max_pack_tokens` bounds what a micro-batch holds.
 """
 
 import copy
@@ -91,6 +89,12 @@ class EnginePlanner(StepPlanner):
         other._made = {}
         return other
 
+    def at_count(self, count: int) -> "EnginePlanner":
+        """Return a copy that fixes the number of micro-batches of every rank."""
+        other = copy.copy(self)
+        other.shape = msgspec.structs.replace(self.shape, micro_batches=count)
+        return other
+
     def price(self, proposal: Proposal) -> EnginePrice:
         """Predict what the plan takes on the engine."""
         return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
@@ -134,30 +138,17 @@ class EnginePlanner(StepPlanner):
             proposal = try_one(self, name)
             if name == BALANCED.name and proposal is not None:
                 count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
-        for planner in self._with_more_micro_batches(count, len(asked.documents)):
-            try_one(planner, BALANCED.name)
+        # Not where the user fixed the number, or one holds for all steps, which a single step cannot choose.
+        if self.options.micro_batches is None and count and not self.profile.is_constant_in(self.layout):
+            for more in sorted({math.ceil(factor * count) for factor in MORE_MICRO_BATCHES} - {count}):
+                if more * self.layout.dp <= len(asked.documents):
+                    options = msgspec.structs.replace(self.options, micro_batches=more)
+                    costs = self.costs
+                    planner = StepPlanner(costs.model, costs.coefficients, self.layout, None, options, host=self.host)
+                    try_one(planner, BALANCED.name)
         if not found:
             raise failed[0]
         return min(found, key=lambda one: one[0])[1]
-
-    def _with_more_micro_batches(self, count: int, num_documents: int) -> list[StepPlanner]:
-        """Planners with fixed numbers of micro-batches above one; none where the user fixed it, documents lack, or one
-        number holds for all steps, which a single step cannot choose."""
-        if self.options.micro_batches is not None or not count or self.profile.is_constant_in(self.layout):
-            return []
-        model, coefficients = self.costs.model, self.costs.coefficients
-        return [
-            StepPlanner(
-                model,
-                coefficients,
-                self.layout,
-                None,
-                msgspec.structs.replace(self.options, micro_batches=more),
-                host=self.host,
-            )
-            for more in sorted({math.ceil(factor * count) for factor in MORE_MICRO_BATCHES} - {count})
-            if more * self.layout.dp <= num_documents
-        ]
 
 
 def make_planner(
@@ -175,8 +166,8 @@ def make_planner(
     Args:
         model: a built-in name, a `config.json` or its directory, a `ModelSpec`, or an object with a transformers
             configuration; None = `ASSUMED_MODEL`, whose heads do not decide whether ranks can share the model's.
-        costs: measured coefficients (`cost.json`) instead of a data sheet's of H100s. Links that a file lacks are an
-            H100 node's: they count in predicted step times, not in the balance.
+        costs: measured coefficients (`cost.json`); None = a data sheet's of H100s. Links that a file lacks are an H100
+            node's: they count in predicted step times, not in the balance.
         engine, shape: that trains the steps, and what the loader fixes of them; None = an unknown loop.
 
     Raises:

@@ -2,10 +2,10 @@
 
     StepPlan ─► project ─► packs as the engine pads them ─► seconds ─► its order ─► its waiting ─► its step's end
 
-What is the engine's own: which micro-batches there are and how long they are (`projection`), the order in which a
-pipeline runs them, whether a rank computes while it sends, whether ranks wait for each other in every micro-batch, when
-gradients are reduced and weights gathered, and who updates what. Seconds of compute are those of Evenload's runtime
-with all activations stored; docs/engines.md lists what that leaves out. O(documents + micro-batches · stages).
+What is the engine's own: micro-batches and their lengths (`projection`), the order in which a pipeline runs them,
+whether a rank computes while it sends, whether ranks wait for each other in every micro-batch, when gradients are
+reduced and weights gathered, and who updates what. Seconds of compute are those of Evenload's runtime with all
+activations stored; docs/engines.md lists what that leaves out. O(documents + micro-batches · stages).
 """
 
 import itertools
@@ -43,7 +43,7 @@ class EnginePrice(Frozen):
         end_s: what comes after: reductions that nothing hides, update, gather of weights.
         idle_fraction: share of all ranks' step time in which no micro-batch is computed.
         padding_fraction: share of the computed tokens that are padding.
-        micro_batches: of all replicas; empty_micro_batches: of these, without documents.
+        micro_batches, empty_micro_batches: of all replicas; of these, without documents.
         max_padded_tokens: of the longest micro-batch.
     """
 
@@ -59,8 +59,6 @@ class EnginePrice(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class _Replica:
-    """Micro-batches of one replica: as packs, and their seconds."""
-
     columns: SliceColumns
     tasks: PipelineTasks
 
@@ -78,19 +76,18 @@ def engine_price(
     Raises:
         ConfigError: the engine cannot run the plan (`project`).
     """
-    step = project(plan, profile, shape or StepShape())
+    projected = project(plan, profile, shape or StepShape())
     costs, layout = engine_costs(profile, costs), costs.layout
-    replicas = [_replica(profile, costs, micro_batches) for micro_batches in step.replicas]
+    replicas = [_replica(profile, costs, micro_batches) for micro_batches in projected]
     busy_s = sum(float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()) for one in replicas)
     running = [_slowest(profile, costs, replicas)] if profile.waits_in(layout) else replicas
     packs_s, end_s = _step_end(profile, costs, [_simulated(profile, costs, one, schedule) for one in running])
-    step_time_s = packs_s + end_s
-    all_s = len(replicas) * layout.pipeline_ranks * step_time_s
-    every = list(itertools.chain.from_iterable(step.replicas))
+    all_s = len(replicas) * layout.pipeline_ranks * (packs_s + end_s)
+    every = list(itertools.chain.from_iterable(projected))
     real_tokens = sum(document.num_tokens for document in plan.documents)
     computed_tokens = sum(one.padded_tokens for one in every)
     return EnginePrice(
-        step_time_s=step_time_s,
+        step_time_s=packs_s + end_s,
         packs_s=packs_s,
         end_s=end_s,
         idle_fraction=1.0 - busy_s / all_s if all_s else 0.0,
@@ -125,11 +122,9 @@ def _with_coefficients(costs: PackCosts, **changes: object) -> PackCosts:
 
 
 def _replica(profile: EngineProfile, costs: PackCosts, micro_batches: Sequence[EngineMicroBatch]) -> _Replica:
-    """Padding behind the documents of a micro-batch is a document of its own, which attends to itself."""
-    tokens: list[list[int]] = []
-    for one in micro_batches:
-        rest = one.padded_tokens - sum(one.document_tokens)
-        tokens.append([*one.document_tokens, *([rest] if rest else [])])
+    # Padding behind the documents of a micro-batch is a document of its own, which attends to itself.
+    rests = [one.padded_tokens - sum(one.document_tokens) for one in micro_batches]
+    tokens = [[*one.document_tokens, *[rest] * (rest > 0)] for one, rest in zip(micro_batches, rests, strict=True)]
     sizes = np.array([len(own) for own in tokens], np.int64)
     stop = np.array(list(itertools.chain.from_iterable(tokens)), np.int64)
     columns = SliceColumns(
@@ -152,7 +147,7 @@ def _replica(profile: EngineProfile, costs: PackCosts, micro_batches: Sequence[E
 
 def _slowest(profile: EngineProfile, costs: PackCosts, replicas: Sequence[_Replica]) -> _Replica:
     """All replicas that wait for each other in every micro-batch, as one that takes the longest of each."""
-    moved = [replace(one, tasks=with_pass_transfers(costs, one.columns, one.tasks, profile)) for one in replicas]
+    moved = [replace(one, tasks=_with_pass_transfers(costs, one.columns, one.tasks, profile)) for one in replicas]
     slowest = max(moved, key=lambda one: float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()))
     columns = ("forward_s", "backward_s", "p2p_forward_s", "p2p_backward_s")
     longest = {name: np.max([getattr(one.tasks, name) for one in moved], axis=0) for name in columns}
@@ -160,27 +155,21 @@ def _slowest(profile: EngineProfile, costs: PackCosts, replicas: Sequence[_Repli
 
 
 def _simulated(profile: EngineProfile, costs: PackCosts, one: _Replica, schedule: str) -> SimulatedReplica:
-    tasks = one.tasks
-    if profile.blocking_sends and costs.layout.num_stages > 1:
-        tasks = _with_blocking_sends(costs, tasks)
-    usual = "interleaved" if costs.layout.num_stages > costs.layout.pp else "1f1b"
+    tasks, layout = one.tasks, costs.layout
+    if profile.blocking_sends and layout.num_stages > 1:
+        # The sender's seconds contain the transfer and that of its shape; the receiver may begin when they end.
+        shapes_s = costs.coefficients.p2p_latency_s
+        forward_s, backward_s = tasks.forward_s.copy(), tasks.backward_s.copy()
+        forward_s[:, :-1] += (tasks.p2p_forward_s + shapes_s)[:, None]
+        backward_s[:, 1:] += (tasks.p2p_backward_s + shapes_s)[:, None]
+        sends = {
+            "p2p_forward_s": np.zeros_like(tasks.p2p_forward_s),
+            "p2p_backward_s": np.zeros_like(tasks.p2p_backward_s),
+        }
+        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s, **sends)
+    usual = "interleaved" if layout.num_stages > layout.pp else "1f1b"
     actions = SCHEDULES.named(usual if schedule == CHOOSE else schedule).actions(tasks, None)
     return SimulatedReplica(one.columns, one.columns, tasks, actions, simulate(tasks, actions))
-
-
-def _with_blocking_sends(costs: PackCosts, tasks: PipelineTasks) -> PipelineTasks:
-    """The sender's seconds contain the transfer and that of its shape; the receiver may begin when they end."""
-    shapes_s = costs.coefficients.p2p_latency_s
-    forward_s, backward_s = tasks.forward_s.copy(), tasks.backward_s.copy()
-    forward_s[:, :-1] += (tasks.p2p_forward_s + shapes_s)[:, None]
-    backward_s[:, 1:] += (tasks.p2p_backward_s + shapes_s)[:, None]
-    return replace(
-        tasks,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        p2p_forward_s=np.zeros_like(tasks.p2p_forward_s),
-        p2p_backward_s=np.zeros_like(tasks.p2p_backward_s),
-    )
 
 
 def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[SimulatedReplica]) -> tuple[float, float]:
@@ -211,10 +200,9 @@ def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[Simu
 # that LoRA does not train; gradients are of trained ones only.
 
 
-def with_pass_transfers(
+def _with_pass_transfers(
     costs: PackCosts, columns: SliceColumns, tasks: PipelineTasks, profile: EngineProfile
 ) -> PipelineTasks:
-    """Return the same packs of one stage with the transfers of every pass in their seconds."""
     if not columns.num_packs:
         return tasks
     features = pack_features(costs, [(columns, pack) for pack in range(columns.num_packs)])
@@ -243,23 +231,21 @@ def with_pass_transfers(
 
 def _unit_gathers(costs: PackCosts) -> dict[int, float]:
     """Seconds in which all weights of each unit of the one stage are gathered, by the unit's number."""
-    model = costs.model
-    # As if all were trained: what a unit holds without its adapters.
+    model, found = costs.model, {}
+    # As if all were trained: what a unit holds without its adapters; then the adapters.
     whole = msgspec.structs.replace(model, adapter_parameters_per_layer=0)
-    transfers = unit_transfers(whole, costs.coefficients, costs.layout, 0)
-    found = dict(zip(transfers.unit.tolist(), transfers.gather_s.tolist(), strict=True))
-    if model.adapter_parameters_per_layer:
-        adapters = unit_transfers(model, costs.coefficients, costs.layout, 0)
-        for unit, seconds in zip(adapters.unit.tolist(), adapters.gather_s.tolist(), strict=True):
-            found[unit] += seconds
+    for spec in (whole, model) if model.adapter_parameters_per_layer else (whole,):
+        transfers = unit_transfers(spec, costs.coefficients, costs.layout, 0)
+        for unit, seconds in zip(transfers.unit.tolist(), transfers.gather_s.tolist(), strict=True):
+            found[unit] = found.get(unit, 0.0) + seconds
     return found
 
 
 def _bucket_reductions(costs: PackCosts, bucket_parameters: int) -> dict[int, float]:
     """Seconds in which gradients are reduced, at the unit of a bucket that comes last in a backward.
 
-    A bucket is reduced when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`), so during that
-    unit's backward, and what is left after the last one's. Each unit's own latencies stay in it. 0 = unit by unit.
+    A bucket is reduced when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`), and what is left
+    after the last one's backward. Each unit's own latencies stay in it. 0 = unit by unit.
     """
     transfers = unit_transfers(costs.model, costs.coefficients, costs.layout, 0)
     sum_s = dict(zip(transfers.unit.tolist(), transfers.sum_s.tolist(), strict=True))

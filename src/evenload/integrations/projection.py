@@ -1,10 +1,10 @@
 """Project a plan to what an engine runs: for every data-parallel replica its micro-batches of documents, with lengths.
 
-    StepPlan ─► packs of documents ─► order ─► empty micro-batches ─► padded lengths ─► EngineStep
+    StepPlan ─► packs of documents ─► order ─► empty micro-batches ─► padded lengths
 
 A projection trains every document of the plan once. It leaves out what an engine decides itself (schedules, transfers)
-and adds padding, and micro-batches without documents where counts have to agree. It is pure, so every rank can make it
-from the plan alone. O(documents).
+and adds padding, and micro-batches without documents where counts have to agree. Every rank can make it from the plan
+alone. O(documents).
 """
 
 import math
@@ -15,7 +15,7 @@ import msgspec
 from evenload.errors import ConfigError
 from evenload.integrations.engine_profile import EngineProfile, require_layout
 from evenload.types.base import Frozen
-from evenload.types.document import MicroPack, PackPlan
+from evenload.types.document import PackPlan
 from evenload.types.plan import StepPlan
 
 
@@ -25,8 +25,8 @@ class StepShape(Frozen):
     Args:
         micro_batches: of every rank, exactly; None = as many as the plan and the engine need.
         pack_multiple: padded lengths are a multiple of it.
-        pack_tokens: length of all micro-batches; None = each its own, or that of the longest where the engine's shapes
-            are fixed.
+        pack_tokens: length of all micro-batches; None = each its own, or the longest's where the engine's shapes are
+        fixed.
         equal_counts: on all ranks; None = as the engine needs.
     """
 
@@ -52,20 +52,8 @@ class EngineMicroBatch(Frozen, gc=False):
     pack: int = -1
 
 
-class EngineStep(Frozen):
-    """Holds one optimizer step as an engine runs it.
-
-    Args:
-        replicas: of every data-parallel replica its micro-batches in order.
-        num_label_tokens: of the global batch: what the sum of all losses is divided by.
-    """
-
-    replicas: tuple[tuple[EngineMicroBatch, ...], ...]
-    num_label_tokens: int
-
-
-def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> EngineStep:
-    """Return the plan as the engine runs it.
+def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> tuple[tuple[EngineMicroBatch, ...], ...]:
+    """Return the micro-batches of every replica, in order, as the engine runs them.
 
     Raises:
         ConfigError: the plan holds what the engine cannot run (slices, documents shared among replicas or kept on one
@@ -73,23 +61,26 @@ def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> EngineS
             `shape` has.
     """
     require_layout(profile, plan.layout)
-    replicas = [_replica(plan, packs, profile) for packs in plan.pack_plans]
+    # The rows that a context-parallel group shares are a multiple of it.
+    group_rows = profile.document_chunks * plan.layout.cp if plan.layout.cp > 1 else 1
+    # Where a group shares heads, or there is none, a document needs no padding of its own.
+    chunk = group_rows if profile.context_parallel == "fixed" else 1
+    replicas = [_replica(plan, packs, profile, chunk) for packs in plan.pack_plans]
     counts = _counts([len(replica) for replica in replicas], plan, profile, shape)
     length = _fixed_length(replicas, plan, profile, shape)
-    multiple = math.lcm(shape.pack_multiple, _rows_of_group(plan, profile))
-    padded = [
-        tuple(_padded(one, length, multiple) for one in [*replica, *[EngineMicroBatch()] * (count - len(replica))])
+    multiple = math.lcm(shape.pack_multiple, group_rows)
+
+    def padded(one: EngineMicroBatch) -> EngineMicroBatch:
+        tokens = max(1, one.padded_tokens) if length is None else length
+        return msgspec.structs.replace(one, padded_tokens=-(-tokens // multiple) * multiple)
+
+    return tuple(
+        tuple(map(padded, [*replica, *[EngineMicroBatch()] * (count - len(replica))]))
         for replica, count in zip(replicas, counts, strict=True)
-    ]
-    return EngineStep(replicas=tuple(padded), num_label_tokens=plan.num_label_tokens)
+    )
 
 
-def _rows_of_group(plan: StepPlan, profile: EngineProfile) -> int:
-    """What the rows that a context-parallel group shares are a multiple of."""
-    return profile.document_chunks * plan.layout.cp if plan.layout.cp > 1 else 1
-
-
-def _replica(plan: StepPlan, packs: PackPlan, profile: EngineProfile) -> list[EngineMicroBatch]:
+def _replica(plan: StepPlan, packs: PackPlan, profile: EngineProfile, chunk: int) -> list[EngineMicroBatch]:
     """Micro-batches of a replica in order; lengths without the padding behind the documents."""
     order: Sequence[int] = range(len(packs.forward))
     if profile.waits_in(plan.layout):
@@ -99,9 +90,13 @@ def _replica(plan: StepPlan, packs: PackPlan, profile: EngineProfile) -> list[En
         order = sorted(order, key=lambda at: -seconds[at])
     if not profile.slices:
         _require_whole(plan, packs, profile)
-    # Where a group shares heads, or there is none, a document needs no padding of its own.
-    chunk = _rows_of_group(plan, profile) if profile.context_parallel == "fixed" else 1
-    return [_micro_batch(packs.forward[at], chunk) for at in order]
+    found = []
+    for pack in (packs.forward[at] for at in order):
+        tokens = tuple(-(-(pack.pad_to or piece.num_tokens) // chunk) * chunk for piece in pack.slices)
+        doc_ids = tuple(piece.doc_id for piece in pack.slices)
+        index = pack.index if doc_ids else -1
+        found.append(EngineMicroBatch(doc_ids=doc_ids, document_tokens=tokens, padded_tokens=sum(tokens), pack=index))
+    return found
 
 
 def _require_whole(plan: StepPlan, packs: PackPlan, profile: EngineProfile) -> None:
@@ -121,18 +116,7 @@ def _require_whole(plan: StepPlan, packs: PackPlan, profile: EngineProfile) -> N
             profile.refuse("mixed_context", f"{name} has documents whole on one rank of a context group")
 
 
-def _micro_batch(pack: MicroPack, chunk: int) -> EngineMicroBatch:
-    tokens = tuple(-(-(pack.pad_to or piece.num_tokens) // chunk) * chunk for piece in pack.slices)
-    return EngineMicroBatch(
-        doc_ids=tuple(piece.doc_id for piece in pack.slices),
-        document_tokens=tokens,
-        padded_tokens=sum(tokens),
-        pack=pack.index if pack.slices else -1,
-    )
-
-
 def _counts(counts: Sequence[int], plan: StepPlan, profile: EngineProfile, shape: StepShape) -> list[int]:
-    """Micro-batches of every replica."""
     multiple = profile.count_multiple_in(plan.layout)
     most = -(-max(counts) // multiple) * multiple
     if shape.micro_batches is not None:
@@ -161,8 +145,3 @@ def _fixed_length(
             f"{shape.pack_tokens}; raise it, or lower max_pack_tokens to it"
         )
     return max(longest, 1) if shape.pack_tokens is None else shape.pack_tokens
-
-
-def _padded(one: EngineMicroBatch, length: int | None, multiple: int) -> EngineMicroBatch:
-    tokens = max(1, one.padded_tokens) if length is None else length
-    return msgspec.structs.replace(one, padded_tokens=-(-tokens // multiple) * multiple)

@@ -7,12 +7,10 @@
 
     torchrun ... -m torchtitan.train --module my_package.configs --config my_model
 
-A step makes as many micro-batches as its plan has, the same number on all ranks, each a pack of its own length. All
-else is torchtitan's: it divides the *sum* of the losses by the label tokens of all data-parallel ranks, so loss and
-gradients are those of one document after the other. Attention learns the boundaries from `positions`, which begin at 0
-in every document. A step in which a rank has nothing with a loss logs nan as `global_max_loss`.
-
-Tried with torchtitan 0.3.0; what it cannot do, or has not been tried, is refused at start.
+A step makes as many micro-batches as its plan has, equally many on all ranks, each a pack of its own length. torchtitan
+divides the *sum* of the losses by the label tokens of all data-parallel ranks, so loss and gradients are those of one
+document after the other. Attention learns the boundaries from `positions`, which begin at 0 in every document. A step
+in which a rank has nothing with a loss logs nan as `global_max_loss`. Tested with torchtitan 0.3.0.
 """
 
 import json
@@ -24,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, DataError
-from evenload.integrations.batch_formats import resolve_format
 from evenload.integrations.engine_loop import balance_for_trained
 from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.types.model import ModelSpec
@@ -41,25 +38,20 @@ try:
 except ImportError as err:
     raise ConfigError(
         f"torchtitan cannot be imported ({err}); install it: pip install 'evenload[torchtitan]'. Its batches alone "
-        'need no torchtitan: PackedLoader(format="torchtitan_batched")'
+        'need no torchtitan: PackedLoader(format="torchtitan")'
     ) from err
 
 _STATE = "evenload"
 _OF_TORCHTITAN = {
     **dict.fromkeys(("rank", "world_size", "group"), "torchtitan's mesh defines which ranks share a global batch"),
-    **dict.fromkeys(("engine", "format", "equal_micro_batches"), "the installed torchtitan determines it"),
+    **dict.fromkeys(("engine", "format", "equal_micro_batches"), "torchtitan determines it"),
     "accept_slices": "torchtitan's attention reads the keys of its own micro-batch alone",
-    "evaluation": "not tried with torchtitan's Validator, which takes a loader of its own in validator.dataloader",
+    "evaluation": "not tested with torchtitan's Validator, which takes a loader of its own in validator.dataloader",
 }
 _PARALLEL = {
-    "pipeline_parallel_degree": "its stages exchange tensors of one shape; Megatron-Core (engine megatron) and "
-    "'evenload train' pipeline packs of any length",
-    "context_parallel_degree": "it cuts every micro-batch by one mask of a fixed length; 'evenload train' shares long "
-    "documents",
-    **dict.fromkeys(
-        ("tensor_parallel_degree", "expert_parallel_degree"),
-        "not tried with packs; use data-parallel ranks (data_parallel_shard_degree)",
-    ),
+    "pipeline_parallel_degree": "its stages exchange tensors of one shape; use engine megatron or 'evenload train'",
+    "context_parallel_degree": "it cuts every micro-batch by one mask of fixed length; use 'evenload train'",
+    **dict.fromkeys(("tensor_parallel_degree", "expert_parallel_degree"), "not tested; use data-parallel ranks"),
 }
 
 
@@ -69,8 +61,8 @@ class PackedDataLoader(BaseDataLoader):
     Args:
         config: see `Config`.
         dp_world_size, dp_rank: as torchtitan has them.
-        tokenizer: torchtitan's; its directory is our tokeniser's where `config.loader` names none.
-        sizes: of torchtitan's batches; only the longest context is read (`seq_len`, later `max_context_length`).
+        tokenizer: torchtitan's; its directory is the default tokeniser of `config.loader`.
+        sizes: of torchtitan's batches, of which `seq_len` is read.
 
     Attributes:
         loader: the `PackedLoader`.
@@ -156,12 +148,10 @@ class PackedDataLoader(BaseDataLoader):
 
     def _next_step(self) -> PackedStep | None:
         """The step that has micro-batches left, or the next one."""
-        if self._step is not None and self._given < len(self._step):
-            return self._step
-        self._step = next(self.loader.steps(), None)
-        if self._step is None and not self.loader.has_ended:
-            self._step = next(self.loader.steps(), None)
-        self._given = 0
+        if self._step is None or self._given >= len(self._step):
+            self._step, self._given = next(self.loader.steps(), None), 0
+            if self._step is None and not self.loader.has_ended:
+                self._step = next(self.loader.steps(), None)
         return self._step
 
 
@@ -172,20 +162,15 @@ def _loader_settings(given: dict[str, Any], tokenizer: Any, sizes: dict[str, Any
             raise ConfigError(f"loader[{name!r}] is not yours to set: {reason}; leave it out")
     if "data" not in given:
         raise ConfigError('PackedDataLoader needs loader={"data": ...}, what PackedLoader reads')
-    longest = sizes.get("seq_len", sizes.get("max_context_length"))
-    if longest is None:
-        raise ConfigError(
-            f"this torchtitan builds its loader with {sorted(sizes)}, and neither seq_len nor max_context_length; "
-            "0.3.0 is the version that is tested"
-        )
+    if (longest := sizes.get("seq_len")) is None:
+        raise ConfigError(f"this torchtitan builds its loader with {sorted(sizes)}, without seq_len; install 0.3.0")
     settings: dict[str, Any] = {"max_tokens": longest, "engine": "torchtitan"} | given
     if settings["max_tokens"] > longest:
         raise ConfigError(
             f"max_tokens is {settings['max_tokens']}, torchtitan's sequence length {longest}: its rotary embedding has "
             f"no positions beyond; set training.seq_len = {settings['max_tokens']}, or lower max_tokens"
         )
-    path = getattr(tokenizer, "tokenizer_path", None)
-    if path is not None:
+    if (path := getattr(tokenizer, "tokenizer_path", None)) is not None:
         settings.setdefault("tokenizer", path)
     return settings
 
@@ -220,16 +205,15 @@ def packed_config(config: Any, loader: dict[str, Any]) -> Any:
     """Return one of torchtitan's trainer configurations with a `PackedDataLoader`.
 
     Args:
-        config: a `Trainer.Config`, such as a function of a `config_registry` gives, or a `PackedTrainer.Config` or one
-            derived from it.
-        loader: arguments of `PackedLoader`; see `PackedDataLoader.Config`. `pack_multiple`, where it is left out, is
-            the number of chunks into which torchtitan's `ChunkedLossWrapper` cuts the tokens.
+        config: a `Trainer.Config`, or a `PackedTrainer.Config` or one derived from it.
+        loader: arguments of `PackedLoader`. The default of `pack_multiple` is the number of chunks into which
+            torchtitan's `ChunkedLossWrapper` cuts the tokens.
 
     Returns:
         `PackedTrainer.Config`, or of the type that was given; all else as it was.
 
     Raises:
-        ConfigError: of another trainer, which `PackedTrainer` would replace.
+        ConfigError: the configuration of another trainer, which `PackedTrainer` would replace.
     """
     settings = {"pack_multiple": _loss_chunks(config)} | loader
     if isinstance(config, PackedTrainer.Config):
@@ -237,9 +221,8 @@ def packed_config(config: Any, loader: dict[str, Any]) -> Any:
         return replace(own, dataloader=PackedDataLoader.Config(loader=settings))
     if type(config) is not Trainer.Config:
         raise ConfigError(
-            f"{type(config).__qualname__} is the configuration of another trainer than torchtitan's Trainer, and "
-            "PackedTrainer would train without what is its own; derive that trainer from PackedTrainer, its Config "
-            "from PackedTrainer.Config, and give packed_config one of these"
+            f"{type(config).__qualname__} is the configuration of another trainer than torchtitan's Trainer; derive "
+            "that trainer from PackedTrainer, and its Config from PackedTrainer.Config"
         )
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return PackedTrainer.Config(**values | {"dataloader": PackedDataLoader.Config(loader=settings)})
@@ -257,12 +240,6 @@ def _loss_chunks(config: Any) -> int:
 
 
 def _untrainable(config: Any) -> Iterator[str]:
-    if resolve_format("torchtitan") != "torchtitan_batched":
-        yield (
-            "the installed torchtitan takes batches of shape [T], and PackedTrainer is tried with its release 0.3.0, "
-            "which takes [1, T]; PackedDataLoader.Config alone gives either shape, with loader['micro_batches'] equal "
-            "to the trainer's number of micro-batches a step"
-        )
     if not isinstance(config.dataloader, PackedDataLoader.Config):
         yield (
             f"dataloader is a {type(config.dataloader).__qualname__}; give PackedDataLoader.Config(loader={{...}}), or "
@@ -270,6 +247,9 @@ def _untrainable(config: Any) -> Iterator[str]:
         )
         return
     training = config.training
+    if not hasattr(training, "local_batch_size"):
+        yield "torchtitan's training has no local_batch_size: its batches are not [1, T]; install torchtitan==0.3.0"
+        return
     if training.local_batch_size != 1 or training.global_batch_size != -1:
         yield (
             f"training.local_batch_size is {training.local_batch_size} and global_batch_size "
@@ -287,19 +267,15 @@ def _untrainable(config: Any) -> Iterator[str]:
     for name, reason in _PARALLEL.items():
         if (degree := getattr(config.parallelism, name)) > 1:
             yield f"parallelism.{name} is {degree}: {reason}. Leave it at 1"
-    yield from _attending_across(config.model_spec)
-
-
-def _attending_across(model_spec: Any) -> Iterator[str]:
-    """Layers in which documents of a pack would see each other."""
+    model_spec = config.model_spec
     fix = 'take a decoder with attn_backend "flex" or "varlen" in all layers'
-    layers = getattr(model_spec.model, "layers", None)
+    layers = getattr(model_spec.model, "layers", None) or ()
     if not layers:
         yield (
             f"{model_spec.name} ({type(model_spec.model).__qualname__}) has no layers that could be checked, so "
             f"documents of a pack might see each other; {fix}"
         )
-    for index, layer in enumerate(layers or ()):
+    for index, layer in enumerate(layers):
         inner = getattr(getattr(layer, "attention", None), "inner_attention", None)
         if not isinstance(inner, FlexAttention.Config | VarlenAttention.Config):
             kind = "no attention that is known" if inner is None else type(inner).__qualname__
@@ -319,23 +295,18 @@ def model_of(name: str, config: Any) -> ModelSpec:
     Raises:
         ConfigError: another kind of model.
     """
+    fix = 'name the model for which packs are balanced: loader={"model": ...}'
     try:
-        layers = [_layer_of(layer, config.dim) for layer in config.layers]
+        layers = {_layer_of(layer, config.dim) for layer in config.layers}
         vocab_size, tied = config.vocab_size, config.enable_weight_tying
     except AttributeError as err:
-        raise ConfigError(
-            f"torchtitan's {name} is no dense decoder of alike layers ({err}); name the model for which packs are "
-            'balanced: loader={"model": ...}'
-        ) from err
-    if len(set(layers)) != 1:
-        raise ConfigError(
-            f"the layers of torchtitan's {name} differ: {sorted(set(layers))}; name the model for which packs are "
-            'balanced: loader={"model": ...}'
-        )
-    num_heads, num_kv_heads, head_dim, ffn_hidden_size = layers[0]
+        raise ConfigError(f"torchtitan's {name} is no dense decoder of alike layers ({err}); {fix}") from err
+    if len(layers) != 1:
+        raise ConfigError(f"the layers of torchtitan's {name} differ: {sorted(layers)}; {fix}")
+    num_heads, num_kv_heads, head_dim, ffn_hidden_size = layers.pop()
     return ModelSpec(
         name=name,
-        num_layers=len(layers),
+        num_layers=len(config.layers),
         hidden_size=config.dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -348,11 +319,6 @@ def model_of(name: str, config: Any) -> ModelSpec:
 
 def _layer_of(layer: Any, hidden_size: int) -> tuple[int, int, int, int]:
     """Heads, key/value heads, width of a head, inner width of the feed-forward block."""
-    attention = layer.attention
-    num_heads = attention.n_heads
-    return (
-        num_heads,
-        attention.n_kv_heads or num_heads,
-        attention.head_dim or hidden_size // num_heads,
-        layer.feed_forward.w1.out_features,
-    )
+    attention, width = layer.attention, layer.feed_forward.w1.out_features
+    heads = attention.n_heads
+    return heads, attention.n_kv_heads or heads, attention.head_dim or hidden_size // heads, width

@@ -4,10 +4,9 @@
     trainer = PackedTrainer(model, args, train_loader=loader, eval_loader=evaluation)
 
 The loader has distributed the data, so Accelerate does not; the loss is divided by the label tokens of the *global*
-batch, which the loader knows; a checkpoint holds the loader's state, so resuming reads nothing again; evaluation is the
-mean over all label tokens. Options that would do nothing, that draw random numbers, or whose effect depends on what
-else is in a row, are refused at start. Whether the model, with the attention that it was loaded with, keeps the
-documents of a row apart is tried before the first step.
+batch; a checkpoint holds the loader's state; evaluation is the mean over all label tokens. Options that would do
+nothing, that draw random numbers, or whose effect depends on what else is in a row, are refused at start. Whether the
+model, with the attention that it was loaded with, keeps the documents of a row apart is tried before the first step.
 """
 
 import dataclasses
@@ -36,19 +35,17 @@ _COUNT = "num_items_in_batch"
 
 _OTHERWISE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("packing", "packing_strategy", "eval_packing", "padding_free"), "the loader packs, by its strategy"
+        ("packing", "packing_strategy", "eval_packing", "padding_free"), "the loader packs by its strategy"
     ),
-    "pad_to_multiple_of": "the loader pads to its pack_multiple",
-    **dict.fromkeys(("max_length", "truncation_mode"), "the loader cuts, by its max_document_tokens and overlong"),
-    "shuffle_dataset": "the loader shuffles by its seed and shuffle_window",
-    "train_sampling_strategy": "the loader draws and balances the documents of a step",
-    "auto_find_batch_size": "the loader decides what a batch is; lower its max_tokens instead",
-    "dataset_text_field": "the loader reads the column text_column of its settings",
-    **dict.fromkeys(
-        ("completion_only_loss", "assistant_only_loss"), "the loader's setting record decides what has a loss"
-    ),
-    "chat_template_path": "the loader writes conversations by its setting chat_template",
-    "eos_token": "the loader ends documents with its setting eos_token; for generation set the tokeniser's",
+    "pad_to_multiple_of": "the loader has pack_multiple",
+    **dict.fromkeys(("max_length", "truncation_mode"), "the loader has max_document_tokens and overlong"),
+    "shuffle_dataset": "the loader has seed and shuffle_window",
+    "train_sampling_strategy": "the loader draws and balances documents",
+    "auto_find_batch_size": "lower the loader's max_tokens",
+    "dataset_text_field": "the loader has text_column",
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "the loader has record and loss_on"),
+    "chat_template_path": "the loader has chat_template",
+    "eos_token": "the loader has eos_token; for generation set the tokeniser's",
     "label_smoothing_factor": "not tested with packs",
     "neftune_noise_alpha": "its noise is random, and weaker the longer the row is",
 }
@@ -56,7 +53,7 @@ _OTHERWISE: Mapping[str, str] = {
 
 
 class PackedTrainerMixin:
-    """Put before `Trainer` or `SFTTrainer` among the bases.
+    """Trains from a loader; put it before `Trainer` or `SFTTrainer` among the bases.
 
     Args:
         train_loader: with `format="hf"` and `micro_batches = args.gradient_accumulation_steps`.
@@ -85,19 +82,20 @@ class PackedTrainerMixin:
         if eval_loader is not None:
             settings["eval_dataset"] = _placeholder()
         super().__init__(*arguments, **settings)
-        _refuse_trainer(self, train_loader)
+        trainer: Any = self
+        _refuse_trainer(trainer, train_loader)
         for loader in (train_loader, eval_loader):
             if loader is not None:
-                _refuse_model(self.model, loader)  # type: ignore[missing-attribute]
-                balance_for_trained(loader, lambda: model_spec_of(getattr(self.model, "config", None)))  # type: ignore[missing-attribute]
-        self.add_callback(_SaveLoader(train_loader))  # type: ignore[missing-attribute]
+                _refuse_model(trainer.model, loader)
+                balance_for_trained(loader, lambda: model_spec_of(getattr(trainer.model, "config", None)))
+        trainer.add_callback(_SaveLoader(train_loader))
 
     def get_train_dataloader(self) -> Any:
-        """The loader's micro-batches, epoch after epoch."""
+        """Return the loader's micro-batches, epoch after epoch."""
         return _TrainBatches(self._train_loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The evaluation loader's batches; a `ConfigError` where there is none, or another data set is given."""
+        """Return the evaluation loader's batches; a `ConfigError` where there is none, or another data set is given."""
         if self._eval_loader is None or eval_dataset not in (None, self.eval_dataset):  # type: ignore[missing-attribute]
             raise ConfigError(
                 f"evaluate({'' if eval_dataset is None else '...'}): give the data to PackedTrainer as "
@@ -106,14 +104,11 @@ class PackedTrainerMixin:
         return self._eval_loader
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Refuse `predict()`: a loader's evaluation makes a mean loss and keeps no predictions."""
-        raise ConfigError(
-            "predict(): a PackedTrainer keeps no predictions; evaluate() gives the mean loss of eval_loader, a plain "
-            "Trainer with a data set gives predictions"
-        )
+        """Refuse `predict()`."""
+        raise ConfigError("predict(): a PackedTrainer keeps no predictions; evaluate(), or use a plain Trainer")
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *rest: Any) -> tuple[list, Any]:
-        """The micro-batches of one step, and the label tokens of the global batch."""
+        """Return the micro-batches of one step, and the label tokens of the global batch."""
         samples = [dict(batch) for batch in itertools.islice(epoch_iterator, num_batches)]
         if not samples:
             return samples, None
@@ -124,11 +119,10 @@ class PackedTrainerMixin:
                 f"{[int(count) for count in counts]} label tokens: it has lost its place between two steps. Resume "
                 "from a checkpoint that was saved after a step"
             )
-        device = rest[0] if rest else self.args.device  # type: ignore[missing-attribute]
-        return samples, counts[0].to(device)
+        return samples, counts[0].to(rest[0] if rest else self.args.device)  # type: ignore[missing-attribute]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **settings: Any) -> Any:
-        """As the Trainer's; before the first one the model is tried on two documents."""
+        """Run the Trainer's step; before the first one the model is tried on two documents."""
         inputs = self._tried(model, inputs)
         return super().training_step(model, inputs, *rest, **settings)  # type: ignore[missing-attribute]
 
@@ -159,7 +153,7 @@ class PackedTrainerMixin:
     def evaluation_loop(
         self, dataloader: Any, description: str, *_: Any, metric_key_prefix: str = "eval", **__: Any
     ) -> EvalLoopOutput:
-        """Mean loss over the label tokens of everything the loader has."""
+        """Return the mean loss over the label tokens of everything the loader has."""
         trainer: Any = self
         model = trainer._wrap_model(trainer.model, training=False)
         if model is trainer.model and not trainer.is_in_train:
@@ -238,21 +232,15 @@ def _refuse_settings(
         raise ConfigError("train_loader must not, and eval_loader must be made with evaluation=True")
     for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "formatting_func"):
         if settings.get(name) is not None:
-            raise ConfigError(
-                f"{name} has no meaning with a loader: data come from train_loader and eval_loader, and evaluation "
-                "gives the mean loss; leave it out"
-            )
-    steps = args.gradient_accumulation_steps
-    micro_batches = train_loader.options.micro_batches
+            raise ConfigError(f"{name} has no meaning with train_loader and eval_loader; leave it out")
+    steps, micro_batches = args.gradient_accumulation_steps, train_loader.options.micro_batches
     if micro_batches != steps:
         raise ConfigError(
             f"gradient_accumulation_steps is {steps}, the loader makes {micro_batches or 'any number of'} "
             f"micro-batches a step; make it with micro_batches={steps}"
         )
     if args.max_steps <= 0:
-        raise ConfigError(
-            "the number of steps in an epoch is not known before it was read; set max_steps instead of num_train_epochs"
-        )
+        raise ConfigError("the steps of an epoch are not known before it is read; set max_steps, not num_train_epochs")
     for option in dataclasses.fields(args):
         value, why = getattr(args, option.name), _OTHERWISE.get(option.name)
         # TRL's own max_length is 1024 where nobody has set it.
@@ -263,31 +251,25 @@ def _refuse_settings(
 
 def _refuse_trainer(trainer: Any, loader: PackedLoader) -> None:
     args, accelerator = trainer.args, trainer.accelerator
+    ranks = accelerator.num_processes
     if args.n_gpu > 1:
-        raise ConfigError(
-            f"one process with {args.n_gpu} GPUs would cut packs across them (DataParallel); start one process a GPU "
-            "with torchrun"
-        )
-    if loader.world_size != accelerator.num_processes or loader.rank != accelerator.process_index:
+        raise ConfigError(f"one process has {args.n_gpu} GPUs (DataParallel); start one process a GPU with torchrun")
+    if (loader.rank, loader.world_size) != (accelerator.process_index, ranks):
         raise ConfigError(
             f"the loader is rank {loader.rank} of {loader.world_size}, the Trainer {accelerator.process_index} of "
-            f"{accelerator.num_processes}; make the loader after torch.distributed is initialised (after "
-            "TrainingArguments), or give it rank and world_size. Tensor, context and sequence parallel ranks are not "
-            "supported here"
+            f"{ranks}; make the loader after TrainingArguments, or give it rank and world_size. Tensor, context and "
+            "sequence parallel ranks are not supported here"
         )
     for size in ("get_tp_size", "get_cp_size", "get_sp_size"):
         if hasattr(trainer, size) and getattr(trainer, size)() > 1:
             raise ConfigError(f"{size[4:6]} = {getattr(trainer, size)()} is not tested with packs; leave it at 1")
     if not trainer.model_accepts_loss_kwargs:
         raise ConfigError(
-            f"{type(trainer.model).__name__} takes no num_items_in_batch, so its loss would be a mean of means over "
-            "micro-batches of different size; use a model whose forward takes loss keyword arguments"
+            f"{type(trainer.model).__name__} takes no num_items_in_batch, so its loss would be a mean of means; use a "
+            "model whose forward takes loss keyword arguments"
         )
-    if accelerator.num_processes > 1 and not args.average_tokens_across_devices:
-        raise ConfigError(
-            "average_tokens_across_devices is off, and gradients are averaged over ranks: they would be too small by "
-            f"a factor of {accelerator.num_processes}; switch it on"
-        )
+    if ranks > 1 and not args.average_tokens_across_devices:
+        raise ConfigError(f"average_tokens_across_devices is off: gradients would be {ranks} times too small; set it")
 
 
 def _refuse_model(model: Any, loader: PackedLoader) -> None:
@@ -297,8 +279,8 @@ def _refuse_model(model: Any, loader: PackedLoader) -> None:
         for key, value in vars(module).items():
             if type(value) in (int, float) and value > 0 and (is_dropout or re.search("drop|jitter|noise", key)):
                 raise UnsupportedModelError(
-                    f"{key} of {path or 'the model'} ({type(module).__name__}) is {value}, so a document's loss would "
-                    "be random; set dropout and noise to 0 in the configurations of model and adapters"
+                    f"{key} of {path or 'the model'} ({type(module).__name__}) is {value}: losses would be random; set "
+                    "it to 0 in the configuration of model or adapter"
                 )
     if not hasattr(config := getattr(model, "config", None), "get_text_config"):
         return
@@ -309,8 +291,8 @@ def _refuse_model(model: Any, loader: PackedLoader) -> None:
             continue
         if longest > (known := rope.get("original_max_position_embeddings") or config.max_position_embeddings):
             raise UnsupportedModelError(
-                f"rope_type '{kind}' turns a whole pack as its longest document wants it, if that has more than "
-                f"{known} tokens, and documents may have {longest}; make the loader with max_document_tokens = {known}"
+                f"rope_type '{kind}' turns a whole pack by its longest document beyond {known} tokens, and documents "
+                f"may have {longest}; make the loader with max_document_tokens = {known}"
             )
     if getattr(config, "attn_temperature_tuning", None) and loader.options.max_tokens >= config.floor_scale:
         raise UnsupportedModelError(
@@ -347,7 +329,7 @@ def _require_apart(trainer: Any, model: Any, token_ids: torch.Tensor) -> None:
 
 
 def _placeholder() -> Any:
-    """A data set that is never read: the Trainer wants one, TRL one of its own kind."""
+    """A data set that is never read, which the Trainer requires, and TRL of its own kind."""
     from datasets import Dataset
 
     return Dataset.from_list([{"input_ids": [0, 0], "labels": [-100, -100]}])

@@ -1,8 +1,4 @@
-"""Planners; and called, `evenload.plan(lengths, ...)`.
-
-The function of users and the package of planners have one name, and importing the package puts it into `evenload`, so
-the package itself is what can be called.
-"""
+"""Planners; the package itself is what users call, `evenload.plan(lengths, ...)`, because both have one name."""
 
 import sys
 from inspect import Signature, signature

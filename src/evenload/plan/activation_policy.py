@@ -1,8 +1,8 @@
 """Which documents store, recompute or offload their activations (FlexPipe §5's memory options).
 
-`choose` starts with `replay`, the fastest, and only where that does not fit memory tries, long documents first,
-the policies below; the fastest that fits is kept, else the one that misses memory by the least. Long documents go
-first because they alone decide the peak: their first backward waits for their last forward, however they are cut.
+`choose` starts with `replay`, the fastest, and only where that does not fit memory tries the policies below; the
+fastest that fits is kept, else the one that misses memory by the least. Long documents go first because they alone
+decide the peak: their first backward waits for their last forward, however they are cut.
 
     offload the longest      documents that hold 1/4, 1/2, 3/4 of the tokens; long attention hides their copies
     recompute the longest    the same
@@ -10,13 +10,9 @@ first because they alone decide the peak: their first backward waits for their l
     offload the longest half, recompute the others
     offload all
 
-Each is one column for the whole global batch, so every replica and every cut is planned under it. O(n log n), at most
-ten. `plan_under_policies` plans under every policy until all activations stored fits. `rank_policies` instead tells by
-a few trials of the heaviest replicas which policy will be best, so that a search runs once; it is what `slimpack` and
-`auto` use, whose search costs far more than a few trials.
-
-Where a plan's offloaded documents do not fit host memory, `policies_within_host` has what does: a node that lacks a
-tenth of what offloading all would take should not recompute half of the batch.
+Each is one column for the whole global batch. `plan_under_policies` plans under every policy in turn; `rank_policies`
+instead predicts by a few trials which will be best, for `slimpack` and `auto`, whose search costs far more.
+`policies_within_host` has policies that offload no more than host memory holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,12 +43,8 @@ MOST_RATED = 2
 def policies_in_order(
     num_tokens: NDArray[np.int64], option: PolicyOption, *, can_offload: bool
 ) -> list[NDArray[np.int8] | None]:
-    """Policy columns to try in order; int8[n] indices into `POLICIES`, None = all replay.
-
-    Args:
-        num_tokens: int64[n].
-        can_offload: the link to the host is known; without it "choose" leaves offloading out.
-    """
+    """Policy columns to try in order; int8[n] indices into `POLICIES`, None = all replay. "choose" offloads only where
+    the link to the host is known (`can_offload`)."""
     if option != "choose":
         code = POLICIES.index(option)
         return [np.full(len(num_tokens), code, np.int8) if code else None]
@@ -77,12 +69,10 @@ def policies_in_order(
 def policies_within_host(
     num_tokens: NDArray[np.int64], policy: NDArray[np.int8], share: float
 ) -> list[NDArray[np.int8]]:
-    """Policy columns for where the documents that `policy` offloads do not fit host memory: of these the longest, as
-    many as hold at most `share` of their tokens, are offloaded, the others stored, or recomputed. Short documents are
-    the cheapest to recompute, token by token.
+    """Policy columns for where the documents that `policy` offloads do not fit host memory; int8[n] each.
 
-    Returns:
-        int8[n] each; none where the longest alone holds more, or all of them hold less.
+    The longest of these that hold at most `share` of their tokens stay offloaded, the others are stored, or recomputed.
+    None where the longest alone holds more, or all of them hold less.
     """
     offloaded = policy == OFFLOAD
     order = np.argsort(-num_tokens, kind="stable")
@@ -108,13 +98,7 @@ def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.b
 
 
 class RankedPolicies(NamedTuple):
-    """What `rank_policies` says.
-
-    Args:
-        ranked: the most promising first.
-        close: how many are too close to tell apart.
-        others: not looked at, because one of the ranked promises to be as fast as can be.
-    """
+    """Policies by promise: the best first, how many of them are too close to tell apart, and those not looked at."""
 
     ranked: list[tuple[Estimate, StepProblem]]
     close: int
@@ -127,12 +111,11 @@ def plan_under_policies(
     can_fit: Callable[[StepProblem], bool] | None,
     enough_s: float = 0.0,
 ) -> tuple[StepProblem, DelayedChoice]:
-    """The best answer over policies: within memory, then the fastest.
+    """Return the best answer over policies: within memory, then the fastest.
 
     Args:
         problems: the step under every policy, all stored first; at least one.
-        can_fit: False where the strategy knows at a glance that a problem exceeds memory: planned only where no policy
-            fits.
+        can_fit: False where a problem is known to exceed memory: planned only where no policy fits.
         enough_s: a plan within memory that takes no longer is as good as any.
     """
     best: tuple[StepProblem, DelayedChoice] | None = None
@@ -154,11 +137,9 @@ def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
 
 
 def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> RankedPolicies:
-    """Policies with what they promise.
+    """Rank policies by what they promise, up to the first that fits and is as fast as without a memory limit.
 
-    It ends with the first policy that fits and is as fast as all activations stored would be without a memory limit:
-    no other can be faster. (The list schedule fits almost any step by holding forwards back, at the price of an idle
-    pipeline, so fitting alone says little.)
+    Fitting alone says little: the list schedule fits almost any step by holding forwards back.
     """
     if len(problems) == 1 or not len(problems[0].num_tokens):
         return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
@@ -197,7 +178,6 @@ def work_s(problem: StepProblem) -> float:
 
 
 def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
-    """Because of uneven work, and because of memory."""
     if not problem.options.dp_merge:
         return [], []
     outliers = merge_documents(problem)
@@ -222,5 +202,4 @@ def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> 
 
 
 def _best(rated: list[Estimate]) -> list[int]:
-    """Places of the best few."""
     return sorted(range(len(rated)), key=rated.__getitem__)[:MOST_RATED]

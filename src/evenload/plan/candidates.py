@@ -3,28 +3,25 @@
     cut               symmetric, asymmetric or whole, see below
     num_packs         packs aimed at, before tapering
     token_weight      what a token's linear work counts when cutting: 2 evens out tokens, hence memory (λ)
-    taper             halvings of the first forward and of the last backward pack: the fill of a pipeline costs (P - 1)
-                      forwards of the first pack, its drain (P - 1) backwards of the last
+    taper             halvings of the first forward and of the last backward pack: fill and drain of a pipeline cost
+                      (P - 1) times these
     order             an `Order` that the core knows, or any other registered schedule, which is rated in Python
     lookahead, split  of the list schedule (`schedule.packflow`); `split` is set, too, where a schedule splits backwards
 
 Three ways to cut, each by work, forward and backward seconds of the slowest stage (`types.columns`):
 
-    asymmetric  SlimPack §4.1: long documents are slimmed into slices, short ones packed whole, so that every pack
-                carries the same work; forward and backward packs by two calls with their own curves. All work lies on
-                one line, documents longest first; a pack ends where the line reaches its target, at the boundary
-                nearest to it: before a document, after it, or at a cut, found by bisection. Backward takes each
-                document from its end. SlimPack states a MILP; in a fixed order this fill is exact up to the alignment.
-                O(n + packs log length)
+    asymmetric  SlimPack §4.1: long documents are cut into slices, short ones packed whole, so that every pack carries
+                the same work; forward and backward packs by their own curves. All work lies on one line, documents
+                longest first; a pack ends at the boundary nearest to its target: before a document, after it, or at a
+                cut. Backward takes each document from its end. In a fixed order this equals SlimPack's MILP.
     symmetric   backward packs are the forward packs, slices reversed inside documents. A document of several targets
-                gives packs of one slice each; rests and short documents go longest first into the others. A pack with a
-                slice that its document goes on after holds nothing else, so no document waits for the middle of another
-                (a chain), as it does under sequential filling. O(n log n)
+                gives packs of one slice each; rests and short documents go longest first into the others, so no
+                document waits for the middle of another. O(n log n)
     whole       documents as they are, longest first (LPT)
 
-The core cuts, prices, schedules and simulates a trial in one go, many trials of many replicas in one call on several
-threads (`native/trials.cpp`), about 60 us a trial of 64 documents, 64 packs and 4 stages; only the chosen trial is made
-again as a `Candidate`. `tests/reference/cuts.py` and `trial_scores.py` are the same step by step in Python.
+The core cuts, prices, schedules and simulates many trials of many replicas in one call on several threads
+(`native/trials.cpp`), about 60 us a trial of 64 documents, 64 packs and 4 stages; only the chosen trial is made again
+as a `Candidate`. `tests/reference/cuts.py` and `trial_scores.py` are the same step by step in Python.
 """
 
 import functools
@@ -53,8 +50,7 @@ LOOKAHEADS: tuple[int | None, ...] = (None, 3, 0)
 TAPERS = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3))
 UNLIMITED_LOOKAHEAD = 2**31 - 1
 ALIGN_FROM_TILES = 16
-"""Cut at whole attention tiles where the shortest slices hold at least this many: a cut then moves by at most
-half a tile, 1/32 of the slice, which is what the incomplete tile would have cost."""
+"""Cut at whole attention tiles where the shortest slices hold so many: a cut then moves by at most 1/32 of a slice."""
 NO_TOKEN_LIMIT = 2**63 - 1
 NEAR_BOUND = 1.02
 """A replica whose makespan is within this of its work spread over its ranks is not searched further."""
@@ -65,18 +61,12 @@ PARALLEL_TRIALS = 8
 
 
 def usable_cores() -> int:
-    """Cores that the system lets this process use; all of the machine's where it cannot say (macOS, Windows)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Order(StrEnum):
-    """An order of packs that the core knows; listed as it numbers them (`native/trials.h`).
-
-    The memory-capped list schedule, backward or forward first after a backward; PackFlow's static order, catching up or
-    injecting forwards.
-    """
+    """An order of packs that the core knows, numbered as listed (`native/trials.h`): the memory-capped list schedule,
+    backward or forward first after a backward; PackFlow's static order, catching up or injecting forwards."""
 
     LIST = "list"
     LIST_ALTERNATE = "list alternate"
@@ -85,12 +75,10 @@ class Order(StrEnum):
 
     @property
     def is_static(self) -> bool:
-        """It follows from the packs alone."""
         return self in (Order.STATIC, Order.STATIC_INJECT)
 
     @property
     def schedule(self) -> str:
-        """Name of the registered schedule whose variant it is."""
         return STATIC.name if self.is_static else LIST.name
 
 
@@ -111,13 +99,7 @@ class Trial(NamedTuple):
     lookahead: int | None = None
     split: bool = False
 
-    @property
-    def in_core(self) -> bool:
-        """The core can rate it."""
-        return isinstance(self.order, Order)
-
     def rule(self) -> ScheduleRule:
-        """The schedule, with the settings of the trial."""
         if isinstance(self.order, ScheduleRule):
             return self.order
         if self.order.is_static:
@@ -130,10 +112,6 @@ class Trial(NamedTuple):
                 tasks, cap_bytes=cap_bytes, alternate=alternate, lookahead=lookahead, split=split
             ),
         )
-
-    def with_count(self, count: int) -> "Trial":
-        """The same with another number of packs."""
-        return self._replace(setting=self.setting._replace(num_packs=count))
 
     def describe(self) -> str:
         setting = self.setting
@@ -156,7 +134,6 @@ def orders_of(schedule: str) -> tuple[Order | ScheduleRule, ...]:
 
 
 def trial_under(setting: Setting, order: Order | ScheduleRule) -> Trial:
-    """Packs under an order of `orders_of`."""
     return Trial(setting, order, split=isinstance(order, ScheduleRule) and order.splits_backward)
 
 
@@ -183,12 +160,7 @@ def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
 def neighbours(
     trial: Trial, *, pp: int, cuts: tuple[Cut, ...], may_split: bool, may_reorder: bool = True
 ) -> Iterator[Trial]:
-    """Trials that differ in one coordinate; the cheap ones, which keep the packs, first.
-
-    Args:
-        may_split: backwards may run as I and W.
-        may_reorder: other settings of the list schedule may be tried.
-    """
+    """Trials that differ in one coordinate; the cheap ones, which keep the packs, first."""
     setting = trial.setting
     if pp > 1 and may_reorder:
         yield trial._replace(order=Order.LIST_ALTERNATE if trial.order is Order.LIST else Order.LIST)
@@ -214,12 +186,7 @@ def neighbours(
 
 @dataclass(frozen=True)
 class CutRules:
-    """What all cuts of a step have in common.
-
-    Args:
-        forward, backward: work on the slowest stage.
-        tile: rows of an attention block.
-    """
+    """What all cuts of a step have in common: work on the slowest stage, rows of an attention block, and limits."""
 
     forward: WorkCurve
     backward: WorkCurve
@@ -228,11 +195,15 @@ class CutRules:
     max_pack_tokens: int | None
 
     def native_curves(self) -> tuple[tuple, tuple]:
-        """Both curves as the core takes them."""
-        forward, backward = (
-            (curve.linear_s, curve.attention_s, curve.slice_s) for curve in (self.forward, self.backward)
+        forward, backward = self.forward, self.backward
+        return (
+            (forward.linear_s, forward.attention_s, forward.slice_s),
+            (backward.linear_s, backward.attention_s, backward.slice_s),
         )
-        return forward, backward
+
+    def native_limits(self) -> tuple[int, int, int]:
+        limit = NO_TOKEN_LIMIT if self.max_pack_tokens is None else self.max_pack_tokens
+        return self.min_slice_tokens, limit, ALIGN_FROM_TILES
 
 
 def cut_rules(problem: StepProblem) -> CutRules:
@@ -254,15 +225,8 @@ def trial_packs(
 ) -> tuple[SliceColumns, SliceColumns] | None:
     """Forward and backward packs of at least one document, every slice shared by `ranks`; None where the token limit
     rules the setting out."""
-    found = _native.cut_packs(
-        problem.costs.native,
-        num_tokens,
-        trial_rows([Trial(setting)])[0],
-        *rules.native_curves(),
-        rules.min_slice_tokens,
-        NO_TOKEN_LIMIT if rules.max_pack_tokens is None else rules.max_pack_tokens,
-        ALIGN_FROM_TILES,
-    )
+    row, native = trial_rows([Trial(setting)])[0], problem.costs.native
+    found = _native.cut_packs(native, num_tokens, row, *rules.native_curves(), *rules.native_limits())
     return None if found is None else (_columns(found[0], ranks), _columns(found[1], ranks))
 
 
@@ -273,12 +237,8 @@ def _columns(cut: tuple[NDArray[Any], ...], ranks: int) -> SliceColumns:
 
 
 class TrialScore(NamedTuple):
-    """What a trial is worth; `excess_bytes` and `makespan_s` first, so that smaller is better.
-
-    Args:
-        excess_bytes: above the memory limit on the worst rank.
-        imbalance_forward, imbalance_backward: max/mean pack time on the slowest stage.
-    """
+    """What a trial is worth, smaller is better: bytes above the memory limit on the worst rank, seconds, and max/mean
+    pack time on the slowest stage, forward and backward."""
 
     excess_bytes: int
     makespan_s: float
@@ -293,11 +253,8 @@ NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
 
 
 def known_scores(problem: StepProblem) -> KnownScores:
-    """What all searches of a problem found so far, kept as long as the problem.
-
-    `slimpack` and `auto` rate nearly the same trials, and a step that exceeds host memory is searched again under
-    policies that were rated before.
-    """
+    """What all searches of a problem found so far: `slimpack` and `auto` rate nearly the same trials, and a step that
+    exceeds host memory is searched again under policies that were rated before."""
     return _KNOWN_SCORES.setdefault(problem, {})
 
 
@@ -306,10 +263,9 @@ def by_time(score: TrialScore) -> tuple[int, float]:
 
 
 class ReplicaSearch:
-    """What is known about some documents.
+    """What is known about some documents (int64[k], indices into the problem's arrays).
 
     Args:
-        documents: int64[k], indices into the problem's arrays.
         ranks: that share every slice; default: the context-parallel ranks of the layout.
         score_key: how trials are ranked, smaller is better.
         known: scores that other searches of the same problem found, and where this one leaves its own.
@@ -353,7 +309,6 @@ class ReplicaSearch:
         return (*sliced, "whole") if whole else sliced
 
     def add(self, trial: Trial, found: TrialScore | None) -> None:
-        """Record what a trial is worth; None = its packs do not exist."""
         self.scores[trial] = self.known[trial] = found
         self._ranking = None
 
@@ -374,11 +329,8 @@ class ReplicaSearch:
         return (self.scores[ranking[0]] or NO_SCORE) if ranking else NO_SCORE
 
     def is_near_bound(self) -> bool:
-        """Within memory and within `NEAR_BOUND` of the work on every rank.
-
-        Not of "work + first forward + last backward": those are the candidate's own packs, so few large
-        packs would pass.
-        """
+        """Within memory and within `NEAR_BOUND` of the work on every rank (without first forward and last backward:
+        those are the candidate's own packs, so few large packs would pass)."""
         best = self.best()
         return not best.excess_bytes and best.makespan_s <= NEAR_BOUND * self.work_s / self.problem.layout.pp
 
@@ -396,41 +348,26 @@ class ReplicaSearch:
         return []
 
     def build(self, trial: Trial, *, split: bool = False) -> Candidate | None:
-        """The trial as a candidate; None where the token limit rules its packs out.
-
-        Args:
-            split: price I and W even where the trial runs backwards whole.
-        """
+        """The trial as a candidate; None where the token limit rules its packs out. `split`: price I and W anyway."""
         problem = self.problem
         packs = trial_packs(problem, cut_rules(problem), self.num_tokens, trial.setting, self.ranks)
-        if packs is None or (trial.in_core and trial.split and problem.layout.num_stages == 1):
+        if packs is None or (isinstance(trial.order, Order) and trial.split and problem.layout.num_stages == 1):
             return None
         forward, backward = packs
-        tasks = pipeline_tasks(
-            problem.costs,
-            forward,
-            backward,
-            self.num_tokens,
-            self.policy,
-            split=split or trial.split,
-        )
+        is_split = split or trial.split
+        tasks = pipeline_tasks(problem.costs, forward, backward, self.num_tokens, self.policy, split=is_split)
         label = f"{forward.num_packs} forward and {backward.num_packs} backward packs, {trial.describe()}"
         return scheduled_candidate(label, forward, backward, tasks, trial.rule(), problem.cap_bytes, self.policy)
 
 
 def idle_candidate(problem: StepProblem) -> Candidate:
-    """Of a replica without documents."""
     empty = whole_document_columns([], problem.num_tokens[:0])
     tasks = pipeline_tasks(problem.costs, empty, empty, problem.num_tokens[:0])
     return scheduled_candidate("no documents", empty, empty, tasks, LIST, problem.cap_bytes)
 
 
 def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
-    """Rate trials that were not rated yet, all that the core knows in one call; how many were.
-
-    Args:
-        wanted: searches of one step, each with documents, and their trials.
-    """
+    """Rate trials that were not rated yet, all that the core knows in one call; how many were."""
     by_costs: dict[int, list[tuple[ReplicaSearch, list[Trial]]]] = {}
     count = 0
     for search, trials in wanted:
@@ -442,7 +379,7 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
                 search.add(trial, search.known[trial])
                 continue
             count += 1
-            if trial.in_core:
+            if isinstance(trial.order, Order):
                 by_setting.setdefault(trial.setting, []).append(trial)
             else:
                 search.add(trial, score_of(search.build(trial)))
@@ -455,7 +392,6 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
 
 
 def score_of(found: Candidate | None) -> TrialScore | None:
-    """What a candidate is worth; None where there is none."""
     if found is None:
         return None
     tasks = found.tasks
@@ -463,29 +399,21 @@ def score_of(found: Candidate | None) -> TrialScore | None:
 
 
 def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
-    """Of searches with the same costs."""
     problem = jobs[0][0].problem
-    count = sum(len(trials) for _, trials in jobs)
     rules, empty = cut_rules(problem), np.empty(0, np.int8)
     for search, _ in jobs:
         require_links_of_group(problem.costs, search.ranks, search.policy)
+    policies = (empty if search.policy is None else np.ascontiguousarray(search.policy) for search, _ in jobs)
     found = _native.score_trials(
         problem.costs.native,
         [
-            (
-                search.num_tokens,
-                empty if search.policy is None else np.ascontiguousarray(search.policy),
-                search.ranks,
-                trial_rows(trials),
-            )
-            for search, trials in jobs
+            (search.num_tokens, policy, search.ranks, trial_rows(trials))
+            for (search, trials), policy in zip(jobs, policies, strict=True)
         ],
         *rules.native_curves(),
         np.empty(0, np.int64) if problem.cap_bytes is None else problem.cap_bytes,
-        rules.min_slice_tokens,
-        NO_TOKEN_LIMIT if rules.max_pack_tokens is None else rules.max_pack_tokens,
-        ALIGN_FROM_TILES,
-        1 if count < PARALLEL_TRIALS else usable_cores(),
+        *rules.native_limits(),
+        1 if sum(len(trials) for _, trials in jobs) < PARALLEL_TRIALS else usable_cores(),
     )
     for (search, trials), columns in zip(jobs, found, strict=True):
         rows = zip(*(column.tolist() for column in columns), strict=True)

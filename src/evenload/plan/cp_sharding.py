@@ -5,32 +5,26 @@ Rules, decided when a plan is made (WLB §5):
     per_sequence, per_document   as `stepplan.rank_ranges` has them
     adaptive                     of every pack the faster of the two (WLB §5.3)
     mixed                        long slices per document, short ones whole on one rank, longest first to the least
-                                 loaded; where long begins, and whether one of the two above is faster, is tried.
-                                 Beyond WLB.
+                                 loaded; where long begins, and whether one of the two above is faster, is tried
 
-A plan says what was decided (`MicroPack.sharding`): per_sequence, per_document or an owner for every slice, so nobody
-needs prices to run it. Skrull's owners (DACP) come from `plan.dacp`.
+A plan says what was decided (`MicroPack.sharding`), so nobody needs prices to run it. Skrull's owners (DACP) come from
+`plan.dacp`.
 
-Searches compare thousands of packings by the mean over the ranks that share a pack; what runs waits for the slowest. So
-before candidates of different kinds are compared, and before a plan promises a time, shared packs are given their
-sharding and repriced rank by rank (`cost.ranked_packs`), and the pipeline is simulated again in the same order of
-actions (`repriced`). Some numpy calls a replica, about 2 ms for 512 documents, two to three times as much where a rule
-chooses; nothing where no rank shares anything. Bytes stay as they are: `cost.memory` charges the fullest rank.
+Searches compare packings by the mean over the ranks that share a pack; what runs waits for the slowest. So before
+candidates of different kinds are compared, and before a plan promises a time, shared packs are given their sharding and
+repriced rank by rank, and the pipeline is simulated again (`repriced`): about 2 ms for 512 documents, two to three
+times as much where a rule chooses, nothing where no rank shares anything.
 
-What a replica runs alone begins in the gaps that packs shared with other replicas leave (`run_ahead`). Packs of larger
-blocks come first, and a pipeline that runs one phase after the other drains before it fills again. While it drains,
-ranks wait for gradients; there the next phase's first forwards can run:
+What a replica runs alone begins in the gaps that packs shared with other replicas leave (`run_ahead`):
 
     rank 0   F F F F . . . B . B . B . B f f f f . . .        one after the other
     rank 0   F F F F f f f B f B . B . B . . .                in the gaps
 
 Members of a block must meet at every shared pack without waiting for each other, and replicas are simulated apart. So a
 shared action never moves: an action is put before one only where it ends before that one starts, within memory, and
-never before shared packs of its own stage and direction, because packs pass every channel in index order. Every action
-stands in each rank's list as in one timeline in which shared packs run at the same times on all members, so no two can
-wait for each other in a circle, whatever they really take. Of several phases each runs ahead into those before it,
-which are alike on all its members. The order of every rank within a phase stays, so nothing starts later than one phase
-after the other. The core runs it, O(actions · phases); `tests/reference/phase_overlap.py` is the same in Python.
+never before shared packs of its own stage and direction, because packs pass every channel in index order. So no two
+actions can wait for each other in a circle, whatever they really take. O(actions · phases) in the core;
+`tests/reference/phase_overlap.py` is the same in Python.
 """
 
 import itertools
@@ -62,12 +56,6 @@ Shardings = tuple[PackSharding, ...]
 
 
 def possible_shardings(rule: CpRule, costs: PackCosts, packs: SliceColumns) -> list[Shardings]:
-    """What a rule may choose from, pack by pack.
-
-    Args:
-        rule: `plan.options.cp_sharding`.
-        packs: forward packs of one replica.
-    """
     ranks = packs.pack_ranks()
     is_shared = (ranks > 1).tolist()
     if not any(is_shared):
@@ -128,13 +116,11 @@ def run_ahead(
 
 
 def repriced_choices(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
-    """The same choices with candidates as they run."""
     return tuple(replace(choice, candidate=repriced(problem, choice.candidate)) for choice in choices)
 
 
 def repriced(problem: StepProblem, found: Candidate) -> Candidate:
-    """The candidate of a replica with shardings, its slowest ranks' seconds and their simulation; itself where it has
-    them."""
+    """The candidate of a replica with shardings, its slowest ranks' seconds and their simulation."""
     if found.shardings is not None:
         return found
     possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.forward)
@@ -152,8 +138,8 @@ def repriced(problem: StepProblem, found: Candidate) -> Candidate:
 def _fastest_first(
     problem: StepProblem, found: Candidate, possible: Sequence[Shardings]
 ) -> list[tuple[float, Shardings]]:
-    """Every sharding for all packs, and of every pack the one with the least seconds, with about the seconds of the
-    pipeline, which those of packs priced apart miss where documents are cut over several.
+    """Every sharding for all packs, and of every pack the one with the least seconds, with about the pipeline's
+    seconds.
 
     Packs that replicas share have the latter in all of them: replicas must agree without simulating each other's steps.
     """
@@ -187,8 +173,7 @@ def _forward_packs_of_slices(found: Candidate) -> NDArray[np.int64]:
 
 
 def _in_all_ways(costs: PackCosts, found: Candidate, possible: Sequence[Shardings]) -> PipelineTasks:
-    """The candidate's packs once for every sharding, as they take under it. As packs of one candidate, because numpy's
-    price is by the call."""
+    """The candidate's packs once for every sharding, as packs of one candidate: numpy's price is by the call."""
     count, policy = len(possible), found.policy
     sides = found.forward, found.backward
     documents = 1 + max(int(side.doc.max(initial=-1)) for side in sides) if policy is None else len(policy)
@@ -219,8 +204,7 @@ def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> 
 
 
 def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, tuple[RankedPacks, RankedPacks] | None]:
-    """A candidate's seconds with shared packs by their slowest ranks, and both directions rank by rank; its own and
-    None where nobody shares any."""
+    """Seconds with shared packs by their slowest ranks, and both directions rank by rank; None where nobody shares."""
     forward, backward = ranked_where_shared(costs, found.forward, found.backward, found.shardings or ())
     if forward is None or backward is None or not found.forward.num_packs:  # an idle replica has none
         return found.tasks, None
@@ -230,8 +214,7 @@ def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, t
 
 
 def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
-    """Of every pack which phase it belongs to, 0 = that of the largest blocks; every phase has packs of both
-    directions."""
+    """Which phase every pack belongs to, 0 = that of the largest blocks."""
     sizes = np.maximum(1, ranked.num_ranks() // cp)
     return np.searchsorted(np.unique(-sizes), -sizes)
 
@@ -239,7 +222,6 @@ def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
 def _rows_of(
     tasks: PipelineTasks, others: PipelineTasks, forward: NDArray[np.int64], backward: NDArray[np.int64]
 ) -> PipelineTasks:
-    """With the seconds of some forward and backward packs of others, as many."""
     split = tasks.split
     if split is not None and others.split is not None:
         split = replace(split, input_s=others.split.input_s[backward], weight_s=others.split.weight_s[backward])

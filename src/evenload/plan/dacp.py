@@ -1,32 +1,25 @@
 """Skrull's two levels: documents into replicas and micro-batches (GDS), and owners inside a micro-batch (DACP).
 
-DACP (§4.1, Algorithm 1): which documents of a micro-batch stay whole on one rank, which are shared by all.
-
-Objective (eq. 1-2): the slowest rank's `max(transfers, local work) + shared work`; memory (eq. 7): no rank holds more
-than a bucket of tokens, local documents plus its share of the others.
+DACP (§4.1, Algorithm 1): which documents of a micro-batch stay whole on one rank, which are shared by all, so that the
+slowest rank's `max(transfers, local work) + shared work` (eq. 1-2) is least and no rank holds more than a bucket (eq.
+7).
 
 1. Algorithm 1, in ascending length: a document goes whole to the rank with the least work that has room, else to the
    emptiest, else it is shared. If even a share does not fit, *roll-back*: the fullest rank gives up its LARGEST local
-   document, which is shared by ALL ranks, and again while any rank is overfull. The paper gives up the smallest and
-   books the share on one rank only; 20 % of random schedules then exceed a bucket. Every roll-back makes one local
-   document shared for good, so this ends; it fails only when the fullest rank has no local document left.
+   document, which is shared by ALL ranks, again while any rank is overfull. (The paper gives up the smallest and books
+   the share on one rank only; 20 % of random schedules then exceed a bucket.)
 2. Ours: longest first, whole on the rank with the least work that has room, shared if that would keep the rank busy
-   beyond a ceiling; for 33 ceilings from Algorithm 1's time down to nothing. "Avoid sharding" alone leaves the longest
-   document on one rank however much faster sharing it were.
+   beyond a ceiling; for 33 ceilings from Algorithm 1's time down to nothing.
 
 The fastest of all is kept. O(n · cp) for each ceiling, O(n² · cp) for roll-backs; native/dacp.cpp.
 
-GDS (§4.2, eq. 8-11). Objective: the slowest replica's sum over its micro-batches of `pack_s` + DACP's time; memory: a
-micro-batch holds at most bucket · cp tokens (eq. 10, `limit_tokens`) and every rank at most a bucket (eq. 7).
+GDS (§4.2, eq. 8-11): the slowest replica's sum of `pack_s` + DACP's time over its micro-batches, each of at most
+bucket · cp tokens. Documents go to replicas by time, longest first; per replica the fastest of three ways is kept:
 
-1. Documents to replicas by time, longest first (Algorithm 2, line 1).
-2. Per replica three ways to form micro-batches, of which the fastest is kept:
-   interleaved     ascending, n micro-batches `Subset[j::n]`, which pairs long and short; the least n that fits.
-                   The right reading of Algorithm 2: as printed it never stops on success, its slices repeat documents
-                   and a failure skips a micro-batch instead of starting anew.
-   longest first   by work into the fewest micro-batches that the tokens allow; ours
-   consecutive     ascending, each filled before the next is begun: documents of one length balance whole on their
-                   ranks, where pairing long and short would force them to be shared; ours
+    interleaved     ascending, n micro-batches `Subset[j::n]`, which pairs long and short; the least n that fits (the
+                    right reading of Algorithm 2, which as printed never stops on success)
+    longest first   by work into the fewest micro-batches that the tokens allow; ours
+    consecutive     ascending, each filled before the next is begun, so documents of one length stay whole; ours
 """
 
 import itertools
@@ -45,16 +38,8 @@ SHARED = -1
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """The documents of one micro-batch as DACP sees them.
-
-    Args:
-        num_tokens: int64[n].
-        local_s: float64[n], seconds of each document whole on one rank.
-        shared_s: float64[n], seconds of one rank's share of it.
-        gather_s: float64[n], transfers of its keys and values, if shared.
-        cp: ranks.
-        bucket_tokens: what a rank may hold.
-    """
+    """The documents of one micro-batch as DACP sees them: each document's tokens (int64[n]), seconds (float64[n]) whole
+    on one rank, of one rank's share, and of its transfers if shared; and what a rank may hold."""
 
     num_tokens: NDArray[np.int64]
     local_s: NDArray[np.float64]
@@ -64,7 +49,6 @@ class MicroBatch:
     bucket_tokens: int
 
     def share_tokens(self) -> NDArray[np.int64]:
-        """Tokens of one rank's share of every document, rounded up."""
         return -(-self.num_tokens // self.cp)
 
 
@@ -75,8 +59,7 @@ class OwnedGroups:
     Args:
         owner: int64[documents], group after group; `SHARED` = all ranks. Meaningless in a group without an answer.
         seconds: float64[groups], eq. 2 on the slowest rank; infinite where no owners were found that fit.
-        members: int64[documents], the document that each owner belongs to.
-        offset: int64[groups + 1], where each group begins in `owner` and `members`.
+        members: int64[documents]; offset: int64[groups + 1], where each group begins in `owner` and `members`.
     """
 
     owner: NDArray[np.int64]
@@ -100,15 +83,7 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True, eq=False)
 class StepDocuments:
-    """The documents of a step as GDS sees them.
-
-    Args:
-        columns: of all documents of the step, with the bucket (`plan.dacp`).
-        dp: replicas.
-        limit_tokens: of a micro-batch.
-        pack_s: constant of a micro-batch.
-        as_published: Algorithms 1 and 2 alone.
-    """
+    """The documents of a step as GDS sees them; `limit_tokens` and the constant `pack_s` are of a micro-batch."""
 
     columns: MicroBatch
     dp: int
@@ -124,10 +99,7 @@ class StepDocuments:
 
 
 def assign_micro_batches(step: StepDocuments) -> list[Groups] | None:
-    """Micro-batches of every replica; None where a document does not fit a micro-batch of its own.
-
-    Every document lies in one micro-batch, none is empty; a replica may have none. Same input, same answer.
-    """
+    """Micro-batches of every replica, none empty; None where a document does not fit a micro-batch of its own."""
     columns = step.columns
     if not len(columns.num_tokens):
         return [[] for _ in range(step.dp)]
@@ -147,7 +119,6 @@ def _fastest(step: StepDocuments, documents: NDArray[np.int64]) -> Groups:
 
 
 def _fewest(step: StepDocuments, documents: NDArray[np.int64]) -> int:
-    """Micro-batches that the tokens need."""
     return -(-int(step.columns.num_tokens[documents].sum()) // step.limit_tokens)
 
 

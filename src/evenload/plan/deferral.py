@@ -1,38 +1,25 @@
 """Documents that wait for a later step: the state between steps, and which documents a step of `wlb` trains.
 
 A strategy normally rearranges one global batch. `wlb` and the `fixed_*` strategies with a window of several batches
-defer documents; those come back with the next batch (the loader carries them) and are trained within `max_delay_steps`.
-The state is explicit: given in, handed out, small, serialisable, and never holds tokens.
+defer documents; those come back with the next batch and are trained within `max_delay_steps`. The state is explicit:
+given in, handed out, small, serialisable, and never holds tokens.
 
-    state ─┐
-    batch ─┴─► strategy ─► packs of this step, documents deferred, next state
-
-**Balanced release** (ours). WLB's queues release N outliers at a time, so that each of N micro-batches gets one of
-about the same length. What that buys is that the longest micro-batch is no longer than the mean. This rule asks for it
-directly: the longest documents wait, and how many of them is decided anew every step.
+**Balanced release** (ours). WLB's queues release N outliers at a time, so that the longest micro-batch is no longer
+than the mean. This rule aims at that directly: the longest documents wait, and how many is decided anew every step.
 
     all documents at hand, longest first    | 1 2 3 4 | 5 6 7 8 9 …
                                               wait      trained now
 
-Of all places for the bar the first is taken (the fewest wait) at which the degree max·N / total is within `limit`.
-Few long documents at hand: they wait, the step is small and even. Enough of them: all go, the step is large and even.
-So documents of any length gather until they fill N micro-batches together, whatever the lengths look like, and
-nothing needs tuning. Where no place is within the limit, the one of least degree is taken.
+The first place for the bar (the fewest wait) is taken at which the degree max·N / total is within a limit, else the one
+of least degree; so documents of any length gather until they fill N micro-batches together. The limit is looser beyond
+a recent delay of `EASY_DELAY_STEPS`, so delay settles near half a step. And for a document too rare to gather company,
+which is trained at `max_delay_steps` anyway, the steps before save up to `RESERVE_SHARE` of a batch's work each.
+Degrees are first estimated for all places at once from sums, a few are then packed. O(n log n).
 
-Two more rules. The limit follows the delay of the recent steps: tight as long as that is small, looser beyond
-`EASY_DELAY_STEPS`, so delay settles near half a step. And a document too rare to ever gather company must be trained at
-`max_delay_steps` anyway; while it waits, the steps before save up to `RESERVE_SHARE` of a batch's work each (the
-longest documents: least tokens for that work), so that the step which trains it is large. Degrees are first estimated
-for all places at once from sums, a few are then packed. O(n log n).
-
-**Queues** (WLB §4.2, Algorithm 1): the lengths `L_1 < L_2 < …` from which documents are outliers, tuned on a sample.
-Low thresholds balance better and delay more tokens. The tuning draws global batches from a sample of lengths, runs the
-queues over them and keeps the thresholds of least imbalance `max · N / total` (WLB Table 2) among those whose mean
-token delay is at most `TARGET_DELAY_STEPS`. Candidates are the lengths that leave certain shares of the tokens above
-them; one that is above every document (no delay) is always among them, so there is always an answer. Documents far
-smaller than a micro-batch act like water: they fill the least loaded micro-batches up to a common level. So only
-documents above a hundredth of the mean micro-batch are placed one by one, and the token limit is not looked at: about 2
-ms per candidate and 32 micro-batches. Deterministic: the draws have a fixed seed.
+**Queues** (WLB §4.2, Algorithm 1): the lengths `L_1 < L_2 < …` from which documents are outliers, tuned on a sample of
+lengths: of candidates that leave certain shares of the tokens above them, simulated over drawn batches, those of least
+imbalance (WLB Table 2) whose mean token delay is at most `TARGET_DELAY_STEPS`. Documents below a hundredth of the mean
+micro-batch fill up the least loaded like water. About 2 ms per candidate and 32 micro-batches; draws have a fixed seed.
 """
 
 import heapq
@@ -75,12 +62,7 @@ WATER_SHARE = 0.01
 
 
 class Waiting(Frozen):
-    """A document that was deferred.
-
-    Args:
-        since_step: the step with whose batch it came.
-        is_left_over: it was due but did not fit; it goes first next time.
-    """
+    """A document that was deferred by the step with whose batch it came; left over = it was due but did not fit."""
 
     doc_id: int
     since_step: int
@@ -94,9 +76,7 @@ class DelayState(Frozen):
         waiting: documents that were deferred, oldest first.
         outlier_lengths: `wlb`'s thresholds `L_1 < L_2 < …`, as tuned so far.
         sample: lengths seen so far, until there are enough for the last tuning.
-        num_batches: batches seen.
-        waited_tokens, arrived_tokens: tokens that were deferred, once for every step, and tokens that came; older
-            steps fade by `FADE`.
+        waited_tokens, arrived_tokens: deferred, once for every step, and come; older steps fade by `FADE`.
     """
 
     waiting: tuple[Waiting, ...] = ()
@@ -113,14 +93,8 @@ class DelayState(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class Arrivals:
-    """How the documents of a problem came here.
-
-    Args:
-        step: the step to be planned.
-        since_step: int64[n], the step with whose batch each document came.
-        is_left_over: bool[n].
-        is_last: no batch follows, so nothing may be deferred.
-    """
+    """How the documents of a problem came here: `since_step` int64[n] is the step with whose batch each came; after the
+    last batch (`is_last`) nothing may be deferred."""
 
     step: int
     since_step: NDArray[np.int64]
@@ -130,23 +104,16 @@ class Arrivals:
 
     @property
     def is_new(self) -> NDArray[np.bool_]:
-        """bool[n]: documents that no earlier step deferred."""
         return self.since_step == self.step
 
     def age_steps(self) -> NDArray[np.int64]:
-        """int64[n]: by how many steps each document is late if it is trained now."""
         return self.step - self.since_step
 
 
 @dataclass(frozen=True, eq=False)
 class DelayedChoice:
-    """What a delaying strategy answers; documents in none of the choices are deferred.
-
-    Args:
-        choices: one per replica.
-        left_over: indices of documents that were due and did not fit.
-        outlier_lengths, sample: for the next state.
-    """
+    """What a delaying strategy answers; documents in none of the choices are deferred. `left_over` are indices of
+    documents that were due and did not fit; `outlier_lengths` and `sample` are for the next state."""
 
     choices: tuple[ReplicaChoice, ...]
     left_over: frozenset[int] = frozenset()
@@ -155,11 +122,7 @@ class DelayedChoice:
 
 
 def arrivals_of(step: int, doc_ids: NDArray[np.int64], state: DelayState, is_last: bool) -> Arrivals:
-    """Match a batch with the state.
-
-    Raises:
-        DataError: a document that was deferred did not come back.
-    """
+    """Match a batch with the state; `DataError` where a document that was deferred did not come back."""
     waiting = {one.doc_id: one for one in state.waiting}
     lost = sorted(waiting.keys() - set(doc_ids.tolist()))
     if lost:
@@ -173,14 +136,12 @@ def arrivals_of(step: int, doc_ids: NDArray[np.int64], state: DelayState, is_las
 
 
 def trained_documents(choices: Iterable[ReplicaChoice]) -> NDArray[np.int64]:
-    """Indices of all documents in the choices, ascending."""
     return np.sort(np.concatenate([choice.documents for choice in choices]))
 
 
 def state_after(
     arrivals: Arrivals, doc_ids: NDArray[np.int64], num_tokens: NDArray[np.int64], answer: DelayedChoice
 ) -> DelayState:
-    """The state for the next step."""
     before = arrivals.state
     deferred = np.setdiff1d(np.arange(len(doc_ids)), trained_documents(answer.choices))
     oldest_first = deferred[np.lexsort((doc_ids[deferred], arrivals.since_step[deferred]))].tolist()
@@ -212,13 +173,9 @@ class AtHand:
     """The documents a step may train.
 
     Args:
-        work_s: float64[n] seconds; age_steps: int64[n].
-        must: bool[n], to be trained in this step.
-        may_wait: bool[n].
+        work_s: float64[n] seconds; age_steps: int64[n]; must, may_wait: bool[n].
         new_work_s: seconds of the documents that came with this step.
         num_micro_batches: N.
-        max_delay_steps: age at which a document must be trained.
-        recent_delay_steps: mean token delay of the recent steps.
     """
 
     work_s: NDArray[np.float64]
@@ -270,7 +227,6 @@ def release_balanced(hand: AtHand) -> NDArray[np.bool_]:
 
 
 def _limit(recent_delay_steps: float) -> float:
-    """Degree within which a step counts as even."""
     beyond, left = recent_delay_steps - EASY_DELAY_STEPS, MOST_DELAY_STEPS - recent_delay_steps
     if left <= 0:
         return np.inf
@@ -278,16 +234,10 @@ def _limit(recent_delay_steps: float) -> float:
 
 
 def _estimate(
-    works: NDArray[np.float64],
-    fixed_works: NDArray[np.float64],
-    waiting_s: NDArray[np.float64],
-    n: int,
+    works: NDArray[np.float64], fixed_works: NDArray[np.float64], waiting_s: NDArray[np.float64], n: int
 ) -> NDArray[np.float64]:
-    """A lower estimate of the degree with the first i free documents waiting, for i = 0 .. all; float64[free + 1].
-
-    The longest micro-batch is at least the longest document, the mean, and the N-th and next longest together, because
-    two of the N + 1 longest share one.
-    """
+    """A lower estimate of the degree with the first i free documents waiting, for i = 0 .. all; float64[free + 1]: the
+    longest micro-batch has at least the longest document, the mean, and the N-th and next longest together."""
     num_free = len(works)
     total_s = fixed_works.sum() + np.maximum(waiting_s[-1] - waiting_s, 0.0)
     longest = np.append(works, 0.0)
@@ -329,7 +279,6 @@ def queue_of(num_tokens: NDArray[np.int64], outlier_lengths: tuple[int, ...]) ->
 
 
 def grow_sample(sample: tuple[int, ...], new: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first `SAMPLE_LENGTHS` lengths seen."""
     return np.concatenate([np.array(sample, np.int64), new])[:SAMPLE_LENGTHS]
 
 
@@ -348,13 +297,8 @@ def tune_outlier_lengths(
     max_delay_steps: int,
     seed: int = 0,
 ) -> tuple[int, ...]:
-    """Thresholds for `num_queues` queues; fewer where fewer serve better.
-
-    Args:
-        lengths: int64[n], the sample; work_s: float64[n], seconds of each.
-        num_documents: of a global batch.
-        num_micro_batches: N of Algorithm 1.
-    """
+    """Thresholds for at most `num_queues` queues, from a sample of lengths (int64[n]) and their seconds
+    (float64[n])."""
     draws = np.random.default_rng(seed).integers(0, len(lengths), (TUNING_STEPS, num_documents))
     levels = _candidate_lengths(lengths)
     best: tuple[float, float, tuple[int, ...]] | None = None
@@ -376,14 +320,8 @@ def simulate_queues(
     num_micro_batches: int,
     max_delay_steps: int,
 ) -> tuple[float, float]:
-    """Run Algorithm 1 over batches; without token limit, short documents as water.
-
-    Args:
-        lengths: int64[steps, documents]; work_s: float64[steps, documents].
-
-    Returns:
-        Mean imbalance degree `max · N / total` after the warm-up, and mean token delay in steps.
-    """
+    """Run Algorithm 1 over batches [steps, documents], without token limit, short documents as water; mean imbalance
+    degree `max · N / total` after the warm-up, and mean token delay in steps."""
     steps, n = len(lengths), num_micro_batches
     water = WATER_SHARE * float(work_s.sum()) / (steps * n)
     held_work, held_since, held_tokens = np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64)
@@ -410,13 +348,10 @@ def due_documents(
     num_micro_batches: int,
     max_delay_steps: int,
 ) -> NDArray[np.bool_]:
-    """Which documents a step trains: bool[n].
+    """Which of all documents at hand, oldest first, a step trains: bool[n]. O(n log n).
 
-    All that are in no queue, floor(len / N)·N of every queue, all overdue, and free riders: waiting documents that
-    make no micro-batch the longest, because one is as long anyway. O(n log n).
-
-    Args:
-        work_s, age_steps, queue: of all documents at hand, oldest first; queue -1 = none.
+    All that are in no queue (-1), floor(len / N)·N of every queue, all overdue, and free riders: waiting documents that
+    make no micro-batch the longest, because one is as long anyway.
     """
     n = num_micro_batches
     due = (queue < 0) | (age_steps >= max_delay_steps)
@@ -452,7 +387,6 @@ def _queue_degree(work_s: NDArray[np.float64], num_groups: int, water: float) ->
 
 
 def _longest_first_loads(work_s: NDArray[np.float64], num_groups: int) -> list[float]:
-    """Heap of the loads that `bin_packing.longest_first` leads to."""
     loads = [0.0] * num_groups
     for work in np.sort(work_s)[::-1].tolist():
         heapq.heapreplace(loads, loads[0] + work)
@@ -460,7 +394,6 @@ def _longest_first_loads(work_s: NDArray[np.float64], num_groups: int) -> list[f
 
 
 def _candidate_lengths(lengths: NDArray[np.int64]) -> list[int]:
-    """Distinct lengths with about `TOKEN_SHARES` of the tokens in documents at least as long; ascending."""
     descending = np.sort(lengths)[::-1]
     above = np.cumsum(descending) / float(descending.sum())
     at = np.minimum(np.searchsorted(above, TOKEN_SHARES), len(descending) - 1)

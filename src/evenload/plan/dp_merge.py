@@ -1,19 +1,15 @@
 """DP-Merge: replicas that join as a context-parallel group for documents too long for one (SlimPack §4.1.1, Fig. 7).
 
 A document of forward + backward time f goes to a group of g replicas, the least of a chain of sizes that divide each
-other (2, 4, 8, ... where dp is a power of two) for which its time on each of them is at most `threshold` of the mean
-replica's. The paper merges at f/g <= 1.0 of the capacity, which leaves pieces as large as a whole replica's work and
-10-25 % imbalance; 0.4 leaves below 1 % in simulations. Groups are aligned blocks of replicas, so they are nested:
-longest first, each document takes the block whose fullest member has the least work. The others then go longest first
-to the least loaded replica. Where memory binds, all documents that a pipeline cannot hold one a stage of are outliers,
-too, however many there are (`long_merges`), in groups of one size.
+other (2, 4, 8, ...) for which its time on each of them is at most `threshold` of the mean replica's. The paper merges
+at f/g <= 1.0, which leaves 10-25 % imbalance; 0.4 leaves below 1 % in simulations. Groups are aligned blocks of
+replicas: longest first, each document takes the block whose fullest member has the least work; the others then go
+longest first to the least loaded replica. Where memory binds, all documents that a pipeline cannot hold one a stage of
+are outliers, too (`long_merges`), in groups of one size.
 
-Order: every replica runs the documents of its largest group first, then of the next smaller one inside it, then its
-own, and finishes each phase on every pipeline rank before it starts the next. Members of a group have then run the
-same packs with the same durations in the same order on every rank, so they meet at every collective without
-waiting, and no two can wait for each other in a circle. The price is one drain of the pipeline a phase; none at
-pp = 1. (The printed rule has no order, and members that meet in different orders hang.)
-
+Every replica runs the documents of its largest group first, then of the next smaller one, then its own, and finishes
+each phase on every pipeline rank before the next, so members of a group meet at every collective and no two can wait
+for each other in a circle (the printed rule has no order, and hangs). The price is one drain of the pipeline a phase.
 O(n log n + merged · dp).
 """
 
@@ -40,31 +36,21 @@ EVEN_ENOUGH = 1.005
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Merge:
-    """Who runs what.
-
-    Args:
-        blocks: per block the documents it merges, longest first; larger blocks first.
-        own: per replica the documents it runs alone, ascending.
-    """
+    """Documents merged by block, longest first, larger blocks first; and the documents each replica runs alone."""
 
     blocks: dict[ReplicaBlock, NDArray[np.int64]]
     own: list[NDArray[np.int64]]
 
     def deal_own(self, document_s: NDArray[np.float64], load_s: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-        """The other documents assigned again, longest first to the least loaded replica; `load_s` float64[dp] is what
-        the shared documents take of every replica's time."""
+        """Deal the unshared documents again to replicas whose time `load_s` (float64[dp]) shared ones take already."""
         return _longest_first(document_s, np.sort(np.concatenate(self.own)), load_s)
-
-    def blocks_of(self, replica: int) -> list[ReplicaBlock]:
-        """Blocks with this replica, largest first."""
-        return [block for block in self.blocks if replica in block.replicas]
 
 
 def merge_documents(problem: StepProblem) -> Merge | None:
     """Groups for outliers; None where no document is one, or there is one replica.
 
-    Where the replicas' work still differs by more than `EVEN_ENOUGH`, because there is too little short work to fill
-    the gaps, smaller thresholds are tried too, and the one with the least work on the fullest replica is kept.
+    Where the replicas' work differs by more than `EVEN_ENOUGH`, smaller thresholds are tried too, for the least work on
+    the fullest replica.
     """
     best: tuple[float, Merge] | None = None
     for merge, load_s in _merges(problem):
@@ -76,7 +62,6 @@ def merge_documents(problem: StepProblem) -> Merge | None:
 
 
 def merge_above_printed(problem: StepProblem) -> Merge | None:
-    """Groups for documents longer than a whole replica's share, as SlimPack prints it; None where there are none."""
     found = _merged_above(problem, PRINTED_THRESHOLD)
     return None if found is None else found[0]
 
@@ -84,9 +69,8 @@ def merge_above_printed(problem: StepProblem) -> Merge | None:
 def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
     """By the printed threshold and by smaller ones, in larger groups, and with groups of one size only.
 
-    Sharing costs transfers of keys and values, so few shared documents are best where replicas can be evened out with
-    the others. But where memory keeps shared documents whole, a group runs few packs and the pipeline fills and drains
-    for long: twice as large groups run twice as many packs of half the time. Groups of one size make one phase of them.
+    Sharing costs transfers of keys and values; but where memory keeps shared documents whole, twice as large groups run
+    twice as many packs of half the time, which fill a pipeline better.
     """
     found = [merge for merge, _ in _merges(problem)]
     found += [printed] if (printed := merge_above_printed(problem)) else []
@@ -95,7 +79,6 @@ def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
 
 
 def uniform_merges(problem: StepProblem, than: Merge) -> list[Merge]:
-    """The same outliers in groups of one size, every size."""
     outliers = np.concatenate(list(than.blocks.values()))
     return [_uniform(problem, outliers, size) for size in block_sizes(problem.layout.dp)]
 
@@ -103,8 +86,7 @@ def uniform_merges(problem: StepProblem, than: Merge) -> list[Merge]:
 def long_merges(problem: StepProblem) -> list[Merge]:
     """All documents of which memory cannot hold one for every stage of a pipeline, in groups of one size, every size.
 
-    Such documents stall a pipeline however many there are: each holds all its activations until its last forward has
-    run, so the next ones wait. Shared by enough replicas they do not. Nothing where memory is not limited.
+    Each holds all its activations until its last forward has run, so the next ones wait, unless enough replicas share.
     """
     most = _most_stored_tokens(problem)
     long = np.flatnonzero(problem.num_tokens > most) if most is not None else np.empty(0, np.int64)
@@ -145,7 +127,6 @@ def _uniform(problem: StepProblem, outliers: NDArray[np.int64], size: int) -> Me
 
 
 def _merges(problem: StepProblem) -> Iterator[tuple[Merge, NDArray[np.float64]]]:
-    """By thresholds from the options' on, each half of the one before, with every replica's work."""
     for halvings in range(THRESHOLDS):
         found = _merged_above(problem, problem.options.dp_merge_threshold / 2**halvings)
         if found is not None:
@@ -153,7 +134,6 @@ def _merges(problem: StepProblem) -> Iterator[tuple[Merge, NDArray[np.float64]]]
 
 
 def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArray[np.float64]] | None:
-    """The groups of one threshold, with every replica's work."""
     dp, cp = problem.layout.dp, problem.layout.cp
     sizes = nested_sizes(dp)
     work_s = problem.document_s
@@ -179,17 +159,12 @@ def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArra
 def _longest_first(
     work_s: NDArray[np.float64], documents: NDArray[np.int64], load_s: NDArray[np.float64]
 ) -> list[NDArray[np.int64]]:
-    """Documents to replicas that already have some work."""
     groups = longest_first(work_s[documents], len(load_s), load_s=load_s)
     return [np.sort(documents[np.array(group, np.int64)]) for group in groups]
 
 
 def in_phases(problem: StepProblem, phases: list[Candidate], documents: list[NDArray[np.int64]]) -> Candidate:
-    """One candidate that runs others one after the other on every rank.
-
-    Args:
-        documents: per phase the documents its candidate counts; the result counts them all, in this order.
-    """
+    """One candidate that runs others one after the other on every rank; it counts the documents of all phases."""
     first_doc = np.cumsum([0, *(len(group) for group in documents[:-1])]).tolist()
     forward = SliceColumns.concat([phase.forward for phase in phases], first_doc)
     backward = SliceColumns.concat([phase.backward for phase in phases], first_doc)

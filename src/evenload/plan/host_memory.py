@@ -1,18 +1,11 @@
 """Plans whose offloaded activations fit the memory of their nodes.
 
-How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.host_memory`).
-Offloaded activations leave a device so little to hold that a list schedule starts forwards long before their backwards;
-what waits is in host memory then. So the same packs are first ordered anew: the same list rules (`schedule.packflow`)
-with host bytes in the place of the device's run fewer forwards ahead, which costs a fraction of a percent where
-offloading fewer documents costs several. llama-150b on 256 H100 at 128K, github_dirs, dp=4 pp=16 tp=4, simulated, went
-from 88.5 to 89.9 % of the bound by it, in a quarter of the planning time. Orders that are no list schedule, and phases
-of documents that replicas share, stay as they are; a node's memory is shared evenly by its devices, which may be
-stricter than it has to be.
-
-Where no order is good enough the step is also planned again without the policies that offload as many tokens or more,
-and with such as offload what there is room for (`policies_within_host`). Without these a node that lacked a tenth of
-what it takes to offload everything fell back on shares of the batch: at 64K, dp=16 pp=2 tp=8 virtual=2 was at 69 % of
-the bound and is at 89 %.
+How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.host_memory`). What
+exceeds it is first ordered anew: the same list rules (`schedule.packflow`) with host bytes in the place of the device's
+run fewer forwards ahead, which costs a fraction of a percent where offloading fewer documents costs several. Other
+orders, and phases of documents that replicas share, stay as they are; each device has an even share of its node's
+memory. Where no order is good enough the step is planned again without the policies that offload as many tokens or
+more, and with such as offload what there is room for (`policies_within_host`).
 
 Price: six list schedules where a replica holds too much, twelve where its backwards may be split; a search more each
 time that no order is good enough.
@@ -51,19 +44,17 @@ MOST_TRIED = 3
 
 
 def beyond_memory_bytes(problem: StepProblem, choice: ReplicaChoice) -> int:
-    """What a replica holds beyond its devices' memory and their shares of host memory, on the worst rank of either."""
     return choice.candidate.excess_bytes + host_excess_bytes(problem, choice)
 
 
 def host_excess_bytes(problem: StepProblem, choice: ReplicaChoice) -> int:
-    """What the fullest rank of a replica offloads beyond its device's share of host memory."""
     held = _held(problem, choice)
     return 0 if held is None else _excess(problem, held, choice.candidate.actions)
 
 
 def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaChoice | None:
-    """The fastest order in which a replica holds no more than its devices' shares of host memory, nor more than before
-    on any device; the one it has where that fits, None where none is found."""
+    """The fastest order in which a replica holds no more than its share of host memory, nor more than before on any
+    device; itself where it fits, None where nothing does."""
     held, found = _held(problem, choice), choice.candidate
     if held is None or not _excess(problem, held, found.actions):
         return choice
@@ -86,7 +77,6 @@ def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaC
 
 
 def _held(problem: StepProblem, choice: ReplicaChoice) -> PacksInHostMemory | None:
-    """What packs offload; None where nothing is offloaded, or without a limit."""
     found = choice.candidate
     if problem.host_device_bytes is None or found.policy is None or not (found.policy == OFFLOAD).any():
         return None
@@ -101,7 +91,6 @@ def _excess(problem: StepProblem, held: PacksInHostMemory, actions: ActionColumn
 
 
 def _with_host_bytes(tasks: PipelineTasks, held: PacksInHostMemory) -> PipelineTasks:
-    """The tasks with what lies in host memory in the place of what lies on the device."""
     nothing = PackBytes.nothing(tasks.num_forward, tasks.num_backward, tasks.num_stages, tasks.num_ranks)
     split = tasks.split
     if split is not None:
@@ -122,11 +111,10 @@ def plan_within_host(
 
     Args:
         problems: the step under every policy that may be chosen; at least one.
-        plan_step: the best of problems, and its answer.
-        host_bytes: of an answer, on the fullest node.
+        plan_step: the best of problems, and its answer; host_bytes: of an answer, on the fullest node.
 
     Returns:
-        Problem and answer, and what is to be said where host memory was too little for the first; "" = it was not.
+        Problem and answer, and a message where host memory was too little for the first ("" = it was not).
     """
     said, times_tried = "", 0
     ordered: tuple[StepProblem, DelayedChoice] | None = None
@@ -169,12 +157,6 @@ def _faster(
 def offloaded_node_bytes(
     costs: PackCosts, num_tokens: NDArray[np.int64], choices: Sequence[ReplicaChoice], devices_per_node: int
 ) -> int:
-    """What a step offloads, in host memory of its fullest node.
-
-    Args:
-        num_tokens: int64[n] of the documents that choices index.
-        choices: of every replica.
-    """
     peaks = [
         peak_host_bytes(
             costs.model,
@@ -191,5 +173,4 @@ def offloaded_node_bytes(
 
 
 def offloaded_tokens(problem: StepProblem) -> int:
-    """Of a step's documents."""
     return 0 if problem.policy is None else int(problem.num_tokens[problem.policy == OFFLOAD].sum())

@@ -1,27 +1,19 @@
 """Whole documents into groups, and groups as priced and scheduled packs of all replicas.
 
-Best-fit decreasing fills windows as Megatron-LM's baseline does (SlimPack §6; Krell et al. 2021, "Efficient Sequence
-Packing without Cross-contamination"); O(n log n). Longest first is Graham's LPT (1969): at most 4/3 - 1/(3k) of the
-best makespan, in practice 1.0001 on thousands of documents; O(n log n), and O(n k) in the worst case when most groups
-are full under a token capacity. `pack_greedily` is the inner loop of WLB's Algorithm 1: each document, in the order
-given, goes to the group with the least work; where that would exceed the token limit to the group with the fewest
-tokens; where that would too it is left over. Equal groups go by the lowest index.
+Best-fit decreasing fills windows as Megatron-LM's baseline does (Krell et al. 2021); O(n log n). Longest first is
+Graham's LPT (1969): at most 4/3 - 1/(3k) of the best makespan, in practice 1.0001 on thousands of documents; O(n log
+n), and O(n k) where most groups are full under a token capacity. `pack_greedily` is the inner loop of WLB's Algorithm
+1: each document, in the order given, goes to the group with the least work; where that would exceed the token limit to
+the group with the fewest tokens; where that would too it is left over. Equal groups go by the lowest index.
 
-Replicas are such groups, too (SlimPack phase 1, §4.1.1). SlimPack balances forward FLOPs; that leaves up to 1.5 %
-spread because attention's backward is 2.5x and linear's 2x, so we balance predicted seconds of both. One document
-longer than its share needs replicas that share it (`plan.dp_merge`).
-
-    shares: per replica, per pack, documents ─► one long SliceColumns ─► prices ─► rows of each replica ─► simulation
-
-A replica's packs are consecutive rows of the step's, so numpy's fixed cost is paid once a step and not once a replica;
-replicas with equally many packs share one schedule. Evenly shared, replicas have equal counts and equal time: longest
-first by time with at most ceil(packs / dp) a replica, so that no pipeline runs one more than another. Inside a replica
-the longest go first: the pipeline drains on short ones.
+Replicas are such groups, too (SlimPack phase 1, §4.1.1), balanced by predicted forward and backward seconds. A
+replica's packs are consecutive rows of the step's one long `SliceColumns`, so numpy's fixed cost is paid once a step;
+replicas with equally many packs share one schedule. Evenly shared, no replica has more than ceil(packs / dp) of them,
+the longest first: the pipeline drains on short ones.
 """
 
 import itertools
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +23,8 @@ from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.problem import ReplicaChoice, StepProblem, candidate
 from evenload.schedule.static_schedules import ONE_F_ONE_B
-from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.columns import whole_document_columns
+from evenload.types.pipeline import ActionColumns
 from evenload.types.text import counted
 
 LEFT_OVER = -1
@@ -47,15 +39,13 @@ def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[li
     Equal lengths go in index order; equally full bins by the lowest bin index.
 
     Args:
-        num_tokens: int64[n], each at least 1.
-        capacity: tokens of a bin.
+        num_tokens: int64[n], each at least 1; `capacity`: tokens of a bin.
 
     Returns:
         Per bin its document indices in the order they were placed.
 
     Raises:
-        InfeasiblePlanError: a document is longer than `capacity`.
-        ConfigError: a length below 1.
+        ConfigError, InfeasiblePlanError: a length below 1, or longer than `capacity`.
     """
     return _split(*_native.best_fit_decreasing(_checked_tokens(num_tokens, capacity), capacity))
 
@@ -70,13 +60,11 @@ def longest_first(
 ) -> list[list[int]]:
     """Place items in descending work into the group with the least work that has room.
 
-    Equal works go in index order; equally loaded groups by the lowest index. With a capacity, a new
-    group opens when no group has room, so more than `num_groups` may come back; with fewer items than
-    groups the last groups come back empty.
+    Equal works go in index order; equally loaded groups by the lowest index. With a capacity, a new group opens when no
+    group has room, so more than `num_groups` may come back; with fewer items than groups the last come back empty.
 
     Args:
         work_s: float64[n] seconds, finite and not negative.
-        num_groups: groups to start with, at least 1.
         num_tokens: int64[n] and `capacity`: token limit of every group; both or neither.
         load_s: float64[num_groups], the work that groups begin with, not negative; None = nothing.
 
@@ -84,8 +72,7 @@ def longest_first(
         Per group its item indices in the order they were placed.
 
     Raises:
-        InfeasiblePlanError: an item has more than `capacity` tokens.
-        ConfigError: shapes that differ, a bad work, length or group count.
+        ConfigError, InfeasiblePlanError: values out of range; an item of more than `capacity` tokens.
     """
     work = np.ascontiguousarray(work_s, dtype=np.float64)
     if work.ndim != 1 or not np.isfinite(work).all() or (work < 0).any():
@@ -108,11 +95,7 @@ def longest_first(
 
 
 def assign_replicas(document_s: NDArray[np.float64], dp: int) -> list[NDArray[np.int64]]:
-    """Document indices of every replica, longest first, each ascending (arrival order); a replica may be empty.
-
-    Args:
-        document_s: float64[n], forward + backward seconds of every document.
-    """
+    """Document indices of every replica by forward + backward seconds (float64[n]), longest first; each ascending."""
     return [np.sort(np.array(group, dtype=np.int64)) for group in longest_first(document_s, dp)]
 
 
@@ -137,28 +120,21 @@ def _split(members: NDArray[np.int64], offset: NDArray[np.int64]) -> list[list[i
 
 
 def pack_counts(total_tokens: int, pp: int, candidates: int, max_pack_tokens: int | None) -> list[int]:
-    """`i·pp` for i growing by powers of two from the least that satisfies the token limit.
-
-    The gain of more packs falls roughly as 1/i (bubble share) while the cost per pack is constant, so doublings
-    cover the optimum within a few percent. No count exceeds the tokens there are (but one is always given).
-    """
+    """`i·pp` for i growing by powers of two from the least that satisfies the token limit, not beyond the tokens there
+    are: the gain of more packs falls roughly as 1/i, so doublings cover the optimum within a few percent."""
     least = 1 if max_pack_tokens is None else -(-total_tokens // (max_pack_tokens * pp))
     counts = [max(1, least) * 2**k * pp for k in range(candidates)]
     return [count for count in counts if count <= total_tokens] or counts[:1]
 
 
 def pack_greedily(
-    work_s: NDArray[np.float64],
-    num_tokens: NDArray[np.int64],
-    num_groups: int,
-    capacity: int | None,
+    work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int | None
 ) -> NDArray[np.int64]:
     """The group of every document.
 
     Args:
-        work_s: float64[n] in the order of placement, W_a + W_l of every document in seconds, finite, not negative.
+        work_s: float64[n] in the order of placement, seconds, finite, not negative.
         num_tokens: int64[n], at least 1 each.
-        num_groups: at least 1.
         capacity: most tokens of a group (`<=`); None = no limit.
 
     Returns:
@@ -195,81 +171,49 @@ Shares = list[list[list[int]]]
 """Per replica, per pack, document indices of the problem."""
 
 
-@dataclass(frozen=True, eq=False)
-class PricedPacks:
-    """All packs of a step, replica after replica.
-
-    Args:
-        documents: int64[n], indices of the problem in pack order; `columns.doc` counts these.
-        columns: the packs, forward and backward alike.
-        tasks: prices and bytes of all packs as if they were one replica's.
-        first_pack: int64[dp + 1]; replica r has packs `[first_pack[r], first_pack[r + 1])`.
-    """
-
-    documents: NDArray[np.int64]
-    columns: SliceColumns
-    tasks: PipelineTasks
-    first_pack: NDArray[np.int64]
-
-
 def assign_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -> tuple[ReplicaChoice, ...]:
-    """Whole documents of every micro-batch to replicas; empty ones are left out."""
-    return run_packs(problem, price_packs(problem, even_shares(problem, groups)), note)
+    return run_packs(problem, even_shares(problem, groups), note)
 
 
 def assign_in_turn(problem: StepProblem, packs: list[list[int]], *, padded: bool = False) -> tuple[ReplicaChoice, ...]:
     """Pack i goes to replica `i mod dp`; 1F1B in that order."""
     shares = [packs[dp_rank :: problem.layout.dp] for dp_rank in range(problem.layout.dp)]
-    return run_packs(problem, price_packs(problem, shares, padded=padded))
+    return run_packs(problem, shares, padded=padded)
 
 
 def even_shares(problem: StepProblem, groups: list[list[int]]) -> Shares:
-    """The micro-batches of every replica; empty ones are left out."""
     groups = [group for group in groups if group]
     dp = problem.layout.dp
     group_of = np.repeat(np.arange(len(groups)), np.array([len(group) for group in groups], np.int64))
-    documents = np.array(list(chain.from_iterable(groups)), np.int64)
+    documents = np.array(list(itertools.chain.from_iterable(groups)), np.int64)
     group_s = np.bincount(group_of, weights=problem.document_s[documents], minlength=len(groups)).astype(np.float64)
     one_each = np.ones(len(groups), np.int64)
     shares = longest_first(group_s, dp, num_tokens=one_each, capacity=max(1, -(-len(groups) // dp)))
     return [[groups[index] for index in share] for share in shares]
 
 
-def price_packs(problem: StepProblem, shares: Shares, *, padded: bool = False) -> PricedPacks:
-    """Price every pack of every replica."""
-    packs = [pack for share in shares for pack in share]
-    columns = whole_document_columns(packs, problem.num_tokens, problem.layout.cp, padded=padded)
-    documents = columns.doc.astype(np.int64)
-    columns = replace(columns, doc=np.arange(len(documents), dtype=np.int32))
-    split = problem.options.rule(ONE_F_ONE_B).splits_backward
-    tasks = pipeline_tasks(problem.costs, columns, columns, columns.stop, problem.policy_of(documents), split=split)
-    first_pack = np.concatenate([[0], np.cumsum([len(share) for share in shares])]).astype(np.int64)
-    return PricedPacks(documents, columns, tasks, first_pack)
-
-
-def run_packs(problem: StepProblem, priced: PricedPacks, note: str = "") -> tuple[ReplicaChoice, ...]:
-    """Every replica's packs in the order given, under the schedule that was asked for (1F1B), simulated."""
-    choices: list[ReplicaChoice] = []
+def run_packs(
+    problem: StepProblem, shares: Shares, note: str = "", *, padded: bool = False
+) -> tuple[ReplicaChoice, ...]:
+    """Every replica's packs in the order given, under the schedule of the options (1F1B), priced and simulated."""
     rule = problem.options.rule(ONE_F_ONE_B)
+    packs = [pack for share in shares for pack in share]
+    # All packs of the step as if they were one replica's; `doc` counts `everyone`.
+    whole = whole_document_columns(packs, problem.num_tokens, problem.layout.cp, padded=padded)
+    everyone = whole.doc.astype(np.int64)
+    whole = replace(whole, doc=np.arange(len(everyone), dtype=np.int32))
+    policy, split = problem.policy_of(everyone), rule.splits_backward
+    all_tasks = pipeline_tasks(problem.costs, whole, whole, whole.stop, policy, split=split)
+    choices: list[ReplicaChoice] = []
     actions: dict[int, ActionColumns] = {}
-    for first, last in zip(priced.first_pack[:-1].tolist(), priced.first_pack[1:].tolist(), strict=True):
-        count = last - first
-        lo, hi = priced.columns.pack_offset[[first, last]].tolist()
-        columns = priced.columns.pack_range(first, last)
-        columns = replace(columns, doc=np.arange(hi - lo, dtype=np.int32))
-        tasks = priced.tasks.rows(first, last)
+    for first, last in itertools.pairwise([0, *itertools.accumulate(map(len, shares))]):
+        count, (lo, hi) = last - first, whole.pack_offset[[first, last]].tolist()
+        columns = replace(whole.pack_range(first, last), doc=np.arange(hi - lo, dtype=np.int32))
+        tasks, documents = all_tasks.rows(first, last), everyone[lo:hi]
         if rule.reads_times or count not in actions:
             actions[count] = rule.actions(tasks, problem.cap_bytes)
-        documents = priced.documents[lo:hi]
-        found = candidate(
-            f"{counted(count, 'pack')}, {rule.name}",
-            columns,
-            columns,
-            tasks,
-            actions[count],
-            problem.cap_bytes,
-            problem.policy_of(documents),
-            schedule=rule.name,
-        )
+        label, policy = f"{counted(count, 'pack')}, {rule.name}", problem.policy_of(documents)
+        order, cap_bytes = actions[count], problem.cap_bytes
+        found = candidate(label, columns, columns, tasks, order, cap_bytes, policy, schedule=rule.name)
         choices.append(ReplicaChoice(documents, found, note))
     return tuple(choices)

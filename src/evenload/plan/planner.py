@@ -41,12 +41,9 @@ class Proposal:
         choices: per replica the chosen columns, tasks, actions and simulation.
         why: why the plan does not fit memory; "" when it does.
         bubble_fraction: share of all ranks' step time in which no pack is computed.
-        imbalance_forward, imbalance_backward: max/mean pack time on the slowest stage, of the worst set of ranks: a
-            replica, or the replicas of a group for the packs that they share.
+        imbalance_forward, imbalance_backward: max/mean pack time on the slowest stage, of the worst set of ranks.
         imbalance_dp: max/mean makespan over replicas.
-        max_pack_tokens: of the largest pack, padding included.
-        cap_violations: packs above the token limit of the options.
-        costs: with which the step was planned.
+        max_pack_tokens: of the largest pack, padding included; cap_violations: packs above the options' token limit.
         switch_s: of a change of layout before the step, part of its step time.
         state: for the next step; None where the step was planned without one.
     """
@@ -102,11 +99,10 @@ class StepPlanner:
     """Plans steps of one run.
 
     Args:
-        model, coefficients, layout: of the run.
         memory_cap_bytes: usable bytes of one device; None = not limited.
         options: limits and search space.
-        host: what nodes offer to offloaded activations, `cost.host_memory.host_memory(cluster)` of a described cluster;
-            "unlimited" = no limit, nodes as the coefficients say.
+        host: what nodes offer to offloaded activations (`cost.host_memory.host_memory(cluster)`); "unlimited" = no
+            limit, nodes as the coefficients say.
 
     Raises:
         ConfigError: the layout is not supported yet or belongs to another model.
@@ -135,7 +131,6 @@ class StepPlanner:
         """Plan a step that fits memory.
 
         Args:
-            step: number of the optimizer step.
             documents: the global batch in arrival order; ids are unique.
             strategy: a name of `plan.strategies`.
             left_out: documents of the batch that are not trained, recorded in the plan.
@@ -157,12 +152,11 @@ class StepPlanner:
         state: DelayState | None = None,
         is_last: bool = False,
     ) -> Proposal:
-        """As `plan`, with figures, and without refusing a plan that exceeds memory.
+        """Plan as `plan`, with figures, and without refusing a plan that exceeds memory.
 
         Args:
-            state: what the step before handed out (`Proposal.state`; `DelayState()` at first): then `documents` are
-                the new ones and all that wait, and a delaying strategy may defer some, as `LeftOut` with reason
-                "deferred". None = the step stands alone and trains all documents.
+            state: what the step before handed out (`DelayState()` at first): then `documents` are the new ones and all
+                that wait, and a delaying strategy may defer some. None = the step stands alone.
             is_last: the data has ended: nothing may be deferred.
 
         Raises:
@@ -198,8 +192,8 @@ class StepPlanner:
     def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
         num_tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
-        if len(np.unique(doc_ids)) != len(doc_ids):
-            values, counts = np.unique(doc_ids, return_counts=True)
+        values, counts = np.unique(doc_ids, return_counts=True)
+        if len(values) != len(doc_ids):
             raise DataError(
                 f"step {step}: document {values[counts.argmax()]} appears {counts.max()} times in the global batch; "
                 "document ids must be unique within a step"
@@ -210,9 +204,9 @@ class StepPlanner:
                 f"step {step}: document {doc_ids[shortest]} has {num_tokens[shortest]} tokens, "
                 "must have at least 1; drop it"
             )
-        cap = None
-        if self.memory_cap_bytes is not None:
-            cap = np.full(self.layout.pipeline_ranks, self.memory_cap_bytes, dtype=np.int64)
+        cap, limit = None, self.memory_cap_bytes
+        if limit is not None:
+            cap = np.full(self.layout.pipeline_ranks, limit, dtype=np.int64)
         host_bytes = self.host.of_device_bytes
         return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, host_device_bytes=host_bytes)
 
@@ -233,7 +227,9 @@ class StepPlanner:
             slices = found.forward.pack_slices(doc_ids)
             is_same = found.backward is found.forward
             backward_slices = slices if is_same else found.backward.pack_slices(doc_ids)
-            forward_s, backward_s = (_slowest_stage(s) for s in (found.tasks.forward_s, found.tasks.backward_s))
+            forward_s, backward_s = (
+                s.max(axis=1, initial=0.0) for s in (found.tasks.forward_s, found.tasks.backward_s)
+            )
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
@@ -326,7 +322,6 @@ class StepPlanner:
 
 
 def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, ActivationPolicy]:
-    """Of documents that are not replayed, by id."""
     if policy is None:
         return {}
     return {
@@ -340,17 +335,10 @@ def _uneven(packs: SliceColumns, pack_s: np.ndarray) -> float:
     return max(imbalance(pack_s[ranks == count]) for count in np.unique(ranks))
 
 
-def _slowest_stage(pack_s: np.ndarray) -> np.ndarray:
-    return pack_s.max(axis=1) if len(pack_s) else np.zeros(0)
-
-
 @dataclass(frozen=True, eq=False)
 class RunPlanner:
-    """Plans the steps of a run (`feed.step_maker.Planner`) by one strategy in one layout.
-
-    Args:
-        may_delay: strategies that defer documents may do so; else every step trains its whole batch.
-    """
+    """Plans the steps of a run (`feed.step_maker.Planner`) by one strategy in one layout; without `may_delay` every
+    step trains its whole batch, whatever the strategy."""
 
     planner: StepPlanner
     strategy: str

@@ -2,12 +2,10 @@
 
     SliceColumns ─► PipelineTasks (seconds, bytes, dependencies) ─► ActionColumns ─► Simulation ─► score
 
-The score of a candidate looks at time and memory together (memory, not balance, binds): a candidate within memory beats
-any beyond it; within memory the shorter makespan wins, beyond it the smaller excess.
+A candidate within memory beats any beyond it; within memory the shorter makespan wins, beyond it the smaller excess.
 
-`PlanOptions` is what a user may ask of the planners; no option changes what is trained. What several strategies read
-stands here; what one strategy reads is a struct in that strategy's file, and a table of its name in a configuration:
-`plan.options.wlb.release`.
+`PlanOptions` is what a user may set; no option changes what is trained. What one strategy alone reads is a struct in
+that strategy's file, and a table of its name in a configuration: `plan.options.wlb.release`.
 """
 
 import functools
@@ -91,22 +89,16 @@ class PlanOptions(Frozen):
     strategies: tuple[StrategyOptions, ...] = ()
 
     def __post_init__(self) -> None:
-        positive = (
-            *("max_pack_tokens", "min_slice_tokens", "candidates"),
-            *("window", "max_delay_steps", "micro_batches"),
-        )
-        for name in positive:
+        for name in ("max_pack_tokens", "min_slice_tokens", "candidates", "window", "max_delay_steps", "micro_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"plan options: {name} is {value}, must be at least 1")
-        if self.schedule == "word":
-            raise ConfigError("plan options: schedule 'word' is called 'static' now")
         if self.schedule != CHOOSE:
             SCHEDULES.named(self.schedule)
         if self.max_pack_tokens is not None and self.min_slice_tokens > self.max_pack_tokens:
             raise ConfigError(
-                f"plan options: min_slice_tokens {self.min_slice_tokens} is above "
-                f"max_pack_tokens {self.max_pack_tokens}"
+                f"plan options: min_slice_tokens {self.min_slice_tokens} is above max_pack_tokens "
+                f"{self.max_pack_tokens}"
             )
         if not self.dp_merge_threshold > 0:
             raise ConfigError(f"plan options: dp_merge_threshold is {self.dp_merge_threshold}, must be above 0")
@@ -176,10 +168,10 @@ class Candidate:
 
 
 def with_times_that_run(found: Candidate, tp: int) -> Candidate:
-    """The same candidate, in whose times I and W of every backward add up to the whole, as plans promise.
+    """Let I and W of every backward add up to the whole in a candidate's times, as plans promise.
 
-    Under tensor parallelism parts that run take longer than the whole that does not (`cost.pipeline_tasks`). A backward
-    runs one way or the other on a stage, so seconds of the way that does not run follow those of the way that does.
+    Under tensor parallelism parts that run take longer than the whole (`cost.pipeline_tasks`); on each stage the
+    seconds of the way that does not run follow those of the way that does.
     """
     tasks, split = found.tasks, found.tasks.split
     if tp == 1 or split is None:
@@ -210,11 +202,7 @@ def candidate(
 
 
 def in_order(
-    found: Candidate,
-    actions: ActionColumns,
-    cap_bytes: NDArray[np.int64] | None,
-    *,
-    tasks: PipelineTasks | None = None,
+    found: Candidate, actions: ActionColumns, cap_bytes: NDArray[np.int64] | None, *, tasks: PipelineTasks | None = None
 ) -> Candidate:
     """The same packs in another order, or with other seconds (`tasks`), simulated."""
     tasks = found.tasks if tasks is None else tasks
@@ -224,7 +212,6 @@ def in_order(
 
 
 def _excess_bytes(simulation: Simulation, cap_bytes: NDArray[np.int64] | None) -> int:
-    """Above the limit, on the worst rank."""
     return 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
 
 
@@ -293,12 +280,8 @@ class StepProblem:
         return None if self.policy is None else self.policy[documents]
 
     def window_tokens(self, strategy: str) -> int:
-        """The pack limit that strategies with fixed windows need.
-
-        Raises:
-            ConfigError: no limit was given.
-            DataError: a document that may not be cut is longer.
-        """
+        """Return the pack limit that strategies with fixed windows need; a `ConfigError` where there is none, a
+        `DataError` where a document that may not be cut is longer."""
         window = self.options.max_pack_tokens
         if window is None:
             raise ConfigError(f"strategy {strategy} fills windows of max_pack_tokens; set it")

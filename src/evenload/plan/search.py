@@ -5,12 +5,9 @@
     2  every other replica, which holds nearly equal work, rates the best few of those
     3  replicas are evened out: short documents move from the slowest to the fastest, by simulated time
 
-Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search; replicas then
-start from different times, which step 3 takes into account. A search of one way of sharing takes a hundred trials and
-more, so each way is first rated by a few (`rate_merges`): of the block of each size with the most work, and of the
-replica with the most work of its own; the others take time by their work.
-
-Everything is counted in trials, never by the clock, so plans are deterministic.
+Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search. Each way of
+sharing is first rated by a few trials (`rate_merges`) of the heaviest block of each size and the heaviest replica; the
+others take time by their work. Everything is counted in trials, never by the clock, so plans are deterministic.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,13 +59,10 @@ class SearchRules:
     """How far to search.
 
     Args:
-        first: trials that representative replicas rate, given a replica.
+        first: trials that representative replicas rate; spare: those for a replica that nothing else fits into memory.
         variants: of a trial, the same packs under other schedules.
-        spare: trials for a replica that nothing else fits into memory.
-        score_key: ranks trials.
         shared: best trials of the representative replica that every replica rates.
         known: scores that searches of the same problem share.
-        even_out: documents move from the slowest replica to the fastest.
     """
 
     first: Callable[[ReplicaSearch], list[Trial]]
@@ -83,12 +77,8 @@ class SearchRules:
 def rate_by_representative(
     representative: ReplicaSearch, others: list[ReplicaSearch], first: list[ReplicaSearch], rules: SearchRules
 ) -> bool:
-    """The representative replica rates the first trials and the others the best of those; whether all have a trial.
-
-    Args:
-        others: without the representative replica.
-        first: rate every first trial whatever the representative replica finds; the representative replica among them.
-    """
+    """The representative replica and all of `first` rate the first trials, the others the best of those; whether all
+    have a trial."""
     rate_first(first, rules)
     if not has_trial(representative) and not _rate_more_packs(representative, rules):
         return False
@@ -100,7 +90,6 @@ def rate_by_representative(
 
 
 def rate_first(searches: list[ReplicaSearch], rules: SearchRules) -> None:
-    """Every first trial, then other schedules of the best packs."""
     score([(search, rules.first(search)) for search in searches])
     score([(search, [v for trial in best_packs(search) for v in rules.variants(trial)]) for search in searches])
 
@@ -110,13 +99,10 @@ def best_packs(search: ReplicaSearch) -> list[Trial]:
     found: dict[Setting, Trial] = {}
     for trial in search.ranking():
         found.setdefault(trial.setting, trial)
-        if len(found) == VARIED:
-            break
-    return list(found.values())
+    return list(found.values())[:VARIED]
 
 
 def share_best(representative: ReplicaSearch, others: list[ReplicaSearch], count: int) -> None:
-    """The others rate the representative replica's best trials."""
     trials = representative.ranking()[:count]
     score([(search, trials) for search in others])
 
@@ -132,7 +118,6 @@ def _lacks(search: ReplicaSearch, representative: ReplicaSearch) -> bool:
 
 
 def has_trial(search: ReplicaSearch) -> bool:
-    """Some trial of it is possible."""
     return any(found is not None for found in search.scores.values())
 
 
@@ -140,7 +125,7 @@ def _rate_more_packs(search: ReplicaSearch, rules: SearchRules) -> bool:
     """Symmetric cuts cannot always meet a token limit: a rest may be too long. More packs make every rest shorter."""
     trials = rules.first(search)
     for _ in range(MORE_PACKS):
-        trials = [trial.with_count(2 * trial.setting.num_packs) for trial in trials]
+        trials = [t._replace(setting=t.setting._replace(num_packs=2 * t.setting.num_packs)) for t in trials]
         score([(search, trials)])
         if has_trial(search):
             return True
@@ -149,18 +134,13 @@ def _rate_more_packs(search: ReplicaSearch, rules: SearchRules) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """Searches with a best trial each, not yet made into candidates.
-
-    Args:
-        own: per replica what it runs alone.
-        blocks: what groups of replicas share, before that; larger blocks first.
-    """
+    """Searches with a best trial each, not yet made into candidates: what replicas run alone, and before that what
+    groups of them share; larger blocks first."""
 
     own: list[ReplicaSearch]
     blocks: dict[ReplicaBlock, ReplicaSearch]
 
     def blocks_of(self, replica: int) -> list[ReplicaBlock]:
-        """Blocks with this replica, largest first."""
         return [block for block in self.blocks if replica in block.replicas]
 
     def seconds(self) -> NDArray[np.float64]:
@@ -174,7 +154,6 @@ class SearchResult:
         return excess, float(seconds.max()), float(seconds.sum())
 
     def choices(self) -> tuple[ReplicaChoice, ...]:
-        """Candidates of the best trials."""
         # Phases are joined column by column, so all are priced with I and W where any runs them.
         used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
         split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
@@ -241,7 +220,6 @@ def _move(found: SearchResult, slow: int, fast: int, wanted_s: float) -> bool:
 
 
 def _slower(starts: Sequence[float], searches: tuple[ReplicaSearch, ReplicaSearch]) -> tuple[int, float]:
-    """Score key of two replicas together: the worse of both."""
     keys = [search.score_key(search.best()) for search in searches]
     return (
         max(excess for excess, _ in keys),
@@ -255,12 +233,8 @@ def search_step(problem: StepProblem, replicas: Sequence[NDArray[np.int64]], rul
 
 
 def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeline_share: float) -> SearchResult | None:
-    """As `search_step`, where blocks of replicas share some documents.
-
-    Args:
-        pipeline_share: of a pipeline's time that computes, from an earlier search: a replica's own documents are
-            assigned by the time that the shared ones leave it.
-    """
+    """As `search_step`, where blocks of replicas share some documents; replicas' own ones are assigned by the time that
+    those leave of `pipeline_share`, the share of a pipeline's time that computes."""
     blocks = {
         block: ReplicaSearch(problem, documents, block.size * problem.layout.cp, rules.score_key, rules.known)
         for block, documents in merge.blocks.items()
@@ -273,8 +247,7 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
 
 
 def _rate_blocks(blocks: dict[ReplicaBlock, ReplicaSearch], rules: SearchRules) -> bool:
-    """Of blocks of one size the one with most work is the representative, as among replicas; whether all have a
-    trial."""
+    """Of blocks of one size the one with most work is the representative; whether all have a trial."""
     for size in dict.fromkeys(block.size for block in blocks):
         alike = [search for block, search in blocks.items() if block.size == size]
         representative = max(alike, key=lambda search: search.work_s)

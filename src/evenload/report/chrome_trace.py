@@ -1,17 +1,13 @@
 """Chrome/Perfetto `trace.json` of timelines: open it at ui.perfetto.dev or chrome://tracing.
 
 One process for each timeline and data-parallel rank ("predicted dp 0", "measured dp 0"), one thread for each pipeline
-rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Where a timeline knows
-them: events on the critical path have the category "critical" and say so in their arguments, bytes by kind are counters
-of their own, and what happens beside the packs (`SideTasks`) is drawn. Recompute lies inside its backward, the
-optimizer after the packs, all on the rank's own thread. Copies have a thread for every rank ("rank 0 copies"), so have
-sums of gradients ("rank 0 sums") and gathers of weights ("rank 0 weights"), transfers one for every link ("rank 0 to
-1"). Transfers under way at the same time, as edge delays allow, get further threads of the same link, because events on
-a thread must not overlap. Lanes of all timelines have equal names and order, so predicted and measured open side by
-side. The format counts in microseconds. Starts and ends are rounded to whole nanoseconds first and durations are their
-difference: neighbours that touch in the timeline touch in the trace, where separate rounding would make them overlap
-and the viewer drop or nest them. Price: about 150 bytes an event; O(n log n) in tasks, samples, transfers. Format:
-"Trace Event Format", Google, 2016.
+rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Events on the critical
+path have the category "critical". Recompute lies inside its backward, the optimizer after the packs, both on the rank's
+thread. Copies ("rank 0 copies"), sums of gradients ("rank 0 sums"), gathers of weights ("rank 0 weights") and transfers
+("rank 0 to 1") have threads of their own, several where they overlap. Lanes of all timelines have equal names and
+order, so predicted and measured open side by side. Starts and ends are rounded to whole nanoseconds first and durations
+are their difference, so that neighbours that touch in the timeline touch in the trace. Price: about 150 bytes an event;
+O(n log n). Format: "Trace Event Format", Google, 2016.
 """
 
 import heapq

@@ -7,6 +7,7 @@ the least and the most, which looks the same. Predicted is dashed and grey; meas
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +31,15 @@ from evenload.report.svg import (
     names_width_px,
     panel,
     rect,
-    round_ticks,
     rows_chart,
     series_style,
     shape,
     step_ticks,
     text,
     text_on,
-    tick_labels,
     triangle,
     upright,
+    value_ticks,
 )
 from evenload.report.table import format_action, format_conditions, format_predicted
 from evenload.report.units import format_percent, format_ratio, format_seconds
@@ -106,37 +106,38 @@ def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
 def _curves(
     series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False, run: str | None = None
 ) -> Figure:
-    axes = _axes(series, y_title, kind, from_zero)
-    marks = []
-    for _, color, dash, steps, values in series:
-        kept = outline(values)
-        points = [(axes.x.share(x), _y_px(axes, y)) for x, y in zip(steps[kept], values[kept], strict=True)]
-        marks.append(line(points, axes.height_px, color, dash))
-        if len(steps) <= _MAX_STEPS_WITH_MARKERS:
-            marks += [dot(x, y, color, radius_px=2.6) for x, y in points if y is not None]
-    label = f"{y_title} over {_count(series)} steps of {', '.join(one[0] for one in series) or 'no run'}"
+    axes = _axes(series, y_title, kind, from_zero=from_zero)
+    count = max((len(one[3]) for one in series), default=0)
+    label = f"{y_title} over {count} steps of {', '.join(one[0] for one in series) or 'no run'}"
     names = legend((name, color, dash) for name, color, dash, _, _ in series) if len(series) > 1 else ""
-    return Figure(body=names + panel(axes, marks, label, _pointed(series, kind, run)), label=label)
+    return Figure(body=names + _curve_panel(axes, series, label, kind, 2.6, run), label=label)
 
 
-def _count(series: Sequence[Series]) -> int:
-    return max((len(one[3]) for one in series), default=0)
-
-
-def _pointed(series: Sequence[Series], kind: str, run: str | None) -> Curves | None:
-    """All runs at the steps of any of them; `run` where all series are of one."""
+def _curve_panel(
+    axes: Axes, series: Sequence[Series], label: str, kind: str, radius_px: float, run: str | None = None
+) -> str:
+    """Lines with markers; pointing shows all series at the steps of any; `run` where all series are of one."""
     if not series:
-        return None
+        return panel(axes, [], label)
     steps = np.unique(np.concatenate([one[3] for one in series]))
-    values = []
-    for name, color, _, at, column in series:
+    marks, pointed = [], []
+    for name, color, dash, at, values in series:
+        kept = outline(values)
+        points = [
+            (axes.x.share(x), axes.y_px(y) if np.isfinite(y) else None)
+            for x, y in zip(at[kept], values[kept], strict=True)
+        ]
+        marks.append(line(points, axes.height_px, color, dash))
+        if len(at) <= _MAX_STEPS_WITH_MARKERS:
+            marks += [dot(x, y, color, radius_px=radius_px) for x, y in points if y is not None]
         whole = np.full(len(steps), np.nan)
-        whole[np.searchsorted(steps, at)] = column
-        values.append((name, color, whole.tolist()))
-    return Curves("step", steps.tolist(), kind, values, {} if run is None else {"run": run})
+        whole[np.searchsorted(steps, at)] = values
+        pointed.append((name, color, whole.tolist()))
+    extra = {} if run is None else {"run": run}
+    return panel(axes, marks, label, Curves("step", steps.tolist(), kind, pointed, extra))
 
 
-def _axes(series: Sequence[Series], y_title: str, kind: str, from_zero: bool) -> Axes:
+def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool, num_ticks: int = 5) -> Axes:
     steps = np.concatenate([one[3] for one in series]) if series else np.zeros(0)
     values = np.concatenate([one[4] for one in series]) if series else np.zeros(0)
     values = values[np.isfinite(values)]
@@ -146,20 +147,19 @@ def _axes(series: Sequence[Series], y_title: str, kind: str, from_zero: bool) ->
     room = 0.06 * (high - low or abs(high) or 1.0)
     y = Scale(low if from_zero else low - room, high + room)
     first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 1)
-    room = 0.5 if first == last else 0.012 * (last - first)
-    at = round_ticks(y.low, y.high)
     return Axes(
-        x=Scale(first - room, last + room),
+        x=_step_scale(first, last),
         y=y,
         x_ticks=step_ticks(first, last),
-        y_ticks=[Tick(value, label) for value, label in zip(at, tick_labels(at, kind), strict=True)],
+        y_ticks=value_ticks(y.low, y.high, kind, num_ticks),
         x_title="step",
         y_title=y_title,
     )
 
 
-def _y_px(axes: Axes, value: float) -> float | None:
-    return axes.y_px(value) if np.isfinite(value) else None
+def _step_scale(first: int, last: int) -> Scale:
+    room = 0.5 if first == last else 0.012 * (last - first)
+    return Scale(first - room, last + room)
 
 
 def outline(values: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -178,9 +178,8 @@ def outline(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.array(sorted(kept))
 
 
-# The figures that stand for a whole trained run: one rule for every table, tile and label of a report. The first step
-# warms up caches, allocators and connections, so it is left out of medians wherever there is another. Memory and loss
-# are not medians: the largest of all steps, and the last one.
+# The figures that stand for a whole trained run. The first step warms up caches, allocators and connections, so it is
+# left out of medians wherever there is another.
 
 
 def typical(rows: Iterable[MetricRow], key: str) -> float | None:
@@ -192,7 +191,7 @@ def typical(rows: Iterable[MetricRow], key: str) -> float | None:
 
 
 def typical_meaning(rows: Iterable[MetricRow]) -> str:
-    """What `typical` is, in words that stand beside it."""
+    """What `typical` is, for the reader."""
     count = len(latest_per_step(rows))
     if count <= 2:
         return "only step" if count == 1 else "second of 2 steps"
@@ -210,7 +209,7 @@ def metric_column(rows: Iterable[MetricRow], key: str) -> NDArray[np.float64]:
     return np.array([np.nan if row[key] is None else float(row[key] or 0) for row in rows], dtype=np.float64)
 
 
-_SECONDS_PX, _ROW_PX = 170, 30
+_SECONDS_PX, _LANE_PX = 170, 30
 _LAYOUT_COLORS = {1: MEASURED, 2: SERIES[4], 3: SERIES[7], 4: SERIES[2]}
 _NAMES = {1: "① kept", 2: "② kept, saving memory", 3: "③ switched to fit ▲", 4: "④ switched to be faster ▼"}
 
@@ -220,85 +219,50 @@ def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
     step (how many are known falls towards the end of a run)."""
     layouts = list(dict.fromkeys(one.layout for one in decisions))
     first, last = decisions[0].step, decisions[-1].step
-    room = 0.5 if first == last else 0.012 * (last - first)
-    x = Scale(first - room, last + room)
-    left_px = names_width_px(layouts, most_px=150)
-    cases = [case for case in _NAMES if any(one.case == case for one in decisions)]
-    seconds = _seconds(decisions)
-    label = f"layout of steps {first} to {last}: {', '.join(layouts)}"
-    body = (
-        legend((_NAMES[case], _LAYOUT_COLORS[case], "fill") for case in cases)
-        + _which(decisions, layouts, x, left_px, label)
-        + legend((name, color, dash) for name, color, dash, _ in seconds)
-        + _compared(decisions, seconds, x, left_px)
-    )
-    return Figure(body=body, label=label)
-
-
-def _which(decisions: Sequence[LayoutDecision], layouts: Sequence[str], x: Scale, left_px: int, label: str) -> str:
-    lanes = {name: i for i, name in enumerate(layouts)}
-    axes = Axes(
-        x=x,
+    lanes = Axes(
+        x=_step_scale(first, last),
         y=Scale(len(layouts) - 0.5, -0.5),
         x_ticks=(),
-        y_ticks=[Tick(at, name) for name, at in lanes.items()],
-        left_px=left_px,
-        height_px=_ROW_PX * (len(layouts) + 1),
+        y_ticks=[Tick(at, name) for at, name in enumerate(layouts)],
+        left_px=names_width_px(layouts, most_px=150),
+        height_px=_LANE_PX * (len(layouts) + 1),
     )
-    places = [(x.share(one.step), axes.y_px(lanes[one.layout])) for one in decisions]
-    marks = [line(_halfway(places), axes.height_px, PREDICTED)]
+    places = [(lanes.x.share(one.step), lanes.y_px(layouts.index(one.layout))) for one in decisions]
+    marks = [line(_halfway(places), lanes.height_px, PREDICTED)]
     for one, (at, y_px) in zip(decisions, places, strict=True):
-        color, tip = _LAYOUT_COLORS[one.case], _told(one)
+        color, tip = _LAYOUT_COLORS[one.case], _decision_tip(one)
         if one.case in (3, 4):
             marks.append(triangle(at, y_px, color, up=one.case == 3, tip=tip))
         else:
             marks.append(dot(at, y_px, color, radius_px=3.6 if one.case == 1 else 4.6, tip=tip))
-    return panel(axes, marks, label)
-
-
-def _seconds(decisions: Sequence[LayoutDecision]) -> list[tuple[str, str, str, list[float | None]]]:
-    """(name, colour, dash, seconds a known step) of what was compared anywhere."""
-    saving = [one.save_s if one.keep_s is None else None for one in decisions]
-    found = []
-    for name, totals, color, dash in (
-        ("T(keep)", [one.keep_s for one in decisions], MEASURED, "solid"),
-        ("T(save)", saving, SERIES[4], "dot"),
-        ("T(new) + T(switch)", [_switched_s(one) for one in decisions], SERIES[1], "dash"),
-    ):
-        seconds = [None if s is None else s / one.known_steps for s, one in zip(totals, decisions, strict=True)]
-        if any(value is not None for value in seconds):
-            found.append((name, color, dash, seconds))
-    return found
-
-
-def _compared(
-    decisions: Sequence[LayoutDecision],
-    seconds: Sequence[tuple[str, str, str, list[float | None]]],
-    x: Scale,
-    left_px: int,
-) -> str:
-    most = max((value for *_, values in seconds for value in values if value is not None), default=1.0)
-    at = round_ticks(0, most * 1.06, 4)
-    axes = Axes(
-        x=x,
-        y=Scale(0, most * 1.06),
-        x_ticks=step_ticks(decisions[0].step, decisions[-1].step),
-        y_ticks=[Tick(value, label) for value, label in zip(at, tick_labels(at, "s"), strict=True)],
-        x_title="step",
-        y_title="predicted a step",
-        left_px=left_px,
-        height_px=_SECONDS_PX,
+    label = f"layout of steps {first} to {last}: {', '.join(layouts)}"
+    cases = [case for case in _NAMES if any(one.case == case for one in decisions)]
+    seconds = _seconds(decisions)
+    axes = _axes(seconds, "predicted a step", "s", from_zero=True, num_ticks=4)
+    axes = replace(axes, x=lanes.x, x_ticks=step_ticks(first, last), left_px=lanes.left_px, height_px=_SECONDS_PX)
+    compared = "predicted seconds a step of staying, saving memory and switching"
+    body = (
+        legend((_NAMES[case], _LAYOUT_COLORS[case], "fill") for case in cases)
+        + panel(lanes, marks, label)
+        + legend((name, color, dash) for name, color, dash, _, _ in seconds)
+        + _curve_panel(axes, seconds, compared, "s", 2.2)
     )
-    marks = []
-    for _, color, dash, values in seconds:
-        points = [
-            (x.share(one.step), None if value is None else axes.y_px(value))
-            for one, value in zip(decisions, values, strict=True)
-        ]
-        marks.append(line(points, axes.height_px, color, dash))
-        marks += [dot(x_share, y_px, color, radius_px=2.2) for x_share, y_px in points if y_px is not None]
-    curves = Curves("step", [one.step for one in decisions], "s", [(n, c, v) for n, c, _, v in seconds])
-    return panel(axes, marks, "predicted seconds a step of staying, saving memory and switching", curves)
+    return Figure(body=body, label=label)
+
+
+def _seconds(decisions: Sequence[LayoutDecision]) -> list[Series]:
+    """Seconds a known step of what was compared anywhere."""
+    steps, known = (np.array([getattr(one, key) for one in decisions], float) for key in ("step", "known_steps"))
+    new = [None if one.new_s is None else one.new_s + one.switch_s for one in decisions]
+    found = [
+        (name, color, dash, steps, np.array(totals, float) / known)
+        for name, totals, color, dash in (
+            ("T(keep)", [one.keep_s for one in decisions], MEASURED, "solid"),
+            ("T(save)", [one.save_s if one.keep_s is None else None for one in decisions], SERIES[4], "dot"),
+            ("T(new) + T(switch)", new, SERIES[1], "dash"),
+        )
+    ]
+    return [one for one in found if not np.isnan(one[-1]).all()]
 
 
 def _halfway(places: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
@@ -310,11 +274,7 @@ def _halfway(places: Sequence[tuple[float, float]]) -> list[tuple[float, float |
     return found
 
 
-def _switched_s(decision: LayoutDecision) -> float | None:
-    return None if decision.new_s is None else decision.new_s + decision.switch_s
-
-
-def _told(decision: LayoutDecision) -> str:
+def _decision_tip(decision: LayoutDecision) -> str:
     lines = [
         f"step {decision.step}: {format_action(decision)}, {format_conditions(decision)}",
         f"T(keep) {format_predicted(decision.keep_s)}, T(save) {format_predicted(decision.save_s)}",
@@ -333,12 +293,8 @@ def _told(decision: LayoutDecision) -> str:
 
 # How evenly strategies cut: the spread of pack times, forward over backward, one violin a strategy (SlimPack Figs. 14
 # to 16). A pack counts with its slowest stage (`types.timeline`), relative to the mean pack of its step and set of
-# ranks: a pipeline moves at the pace of its slowest pack, whatever a mean pack takes, and strategies cut into
-# different numbers of packs. A set is a replica, or the replicas that share a pack (DP-Merge), as in the planner's
-# imbalance. Where a strategy has few packs every pack is a point; a density over ten points would be invention. A
-# violin is a Gaussian kernel density with Scott's width ("Multivariate Density Estimation", 1992), cut off at the
-# least and the largest pack. Price: O(n) in packs, which are counted in narrow classes first; the page holds an
-# outline of 60 points.
+# ranks: a replica, or the replicas that share a pack (DP-Merge). Few packs are points. A violin is a Gaussian kernel
+# density with Scott's width ("Multivariate Density Estimation", 1992), cut off at the least and the largest pack.
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 _COLORS = {"forward": KIND_STYLES["F"].even, "backward": KIND_STYLES["B"].even}
@@ -371,8 +327,7 @@ def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
     all_steps = [one for of_direction in ratios.values() for steps in of_direction for one in steps if len(one)]
     largest = max((float(one.max()) for one in all_steps), default=1.0)
     scale = Scale(0, min(largest, _MOST_SHOWN) * 1.04)
-    at = round_ticks(0, scale.high, 6)
-    ticks = [Tick(value, label) for value, label in zip(at, tick_labels(at, "×"), strict=True)]
+    ticks = value_ticks(0, scale.high, "×", 6)
     parts = []
     for direction in _DIRECTIONS:
         shown = []
@@ -469,11 +424,9 @@ def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[
     return at, weights @ counts
 
 
-# Where the predicted time of a step goes: one stacked bar a strategy, its parts adding up to the step time. Useful
-# work is blue; what computing costs on top of it is light blue to yellow; waiting inside pipelines red to violet,
-# transfers green, the end of the step brown. The same cause has the same colour in every report.
+# Where the predicted time of a step goes: one stacked bar a strategy, its parts adding up to the step time.
 
-_ROW_PX, _BAR_PX = 34, 24
+_BAR_PX = 24
 # A part thinner than this share of the longest bar cannot be seen or pointed at.
 _LEAST_NAMED_SHARE = 0.0005
 # A part this wide has room for its share of the step.
@@ -489,23 +442,26 @@ def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
         if max(getattr(split, field) for split in splits.values()) >= _LEAST_NAMED_SHARE * longest_s
     ]
     scale = Scale(0, longest_s * 1.01)
-    rows = [(name, _bar(split, fields, scale), _time_split_note(split)) for name, split in splits.items()]
-    at = round_ticks(0, scale.high)
-    shown = zip(at, tick_labels(at, "s"), strict=True)
-    ticks = [Tick(value, label, is_minor=bool(i % 2)) for i, (value, label) in enumerate(shown)]
-    label = "; ".join(f"{name}: {_time_split_note(split)}" for name, split in splits.items())
+    notes = {name: _time_split_note(split) for name, split in splits.items()}
+    label = "; ".join(f"{name}: {note}" for name, note in notes.items())
     chart = rows_chart(
-        rows,
+        [(name, _bar(split, fields, scale), notes[name]) for name, split in splits.items()],
         _ROW_PX,
         label,
         x=scale,
-        ticks=ticks,
+        ticks=[replace(tick, is_minor=bool(i % 2)) for i, tick in enumerate(value_ticks(0, scale.high, "s"))],
         title="predicted seconds of a step, mean over devices and steps",
         names_px=names_width_px(splits),
         notes_px=196,
     )
     keys = legend((CAUSE_LABELS[field], CAUSE_COLORS[field], "fill") for field in fields)
-    return Figure(body=keys + chart, label=label, numbers=_numbers(splits, fields))
+    rows = []
+    for field in fields:
+        parts = [(getattr(split, field), split.total_s()) for split in splits.values()]
+        cells = [f"{format_seconds(s)}, {format_percent(s / total)}" if s > 0 and total else "·" for s, total in parts]
+        rows.append((CAUSE_LABELS[field], *cells))
+    rows.append(("step", *(format_seconds(split.total_s()) for split in splits.values())))
+    return Figure(body=keys + chart, label=label, numbers=NumberTable(("cause", *splits), tuple(rows)))
 
 
 def _bar(split: TimeSplit, fields: list[str], scale: Scale) -> str:
@@ -531,16 +487,3 @@ def _time_split_note(split: TimeSplit) -> str:
     total_s = split.total_s()
     useful = format_percent(split.useful_s / total_s if total_s else None)
     return f"{format_seconds(total_s)} predicted, {useful} useful"
-
-
-def _numbers(splits: Mapping[str, TimeSplit], fields: list[str]) -> NumberTable:
-    rows = [
-        (CAUSE_LABELS[field], *(_cell(getattr(split, field), split.total_s()) for split in splits.values()))
-        for field in fields
-    ]
-    totals = ("step", *(format_seconds(split.total_s()) for split in splits.values()))
-    return NumberTable(headings=("cause", *splits), rows=(*rows, totals))
-
-
-def _cell(seconds: float, total_s: float) -> str:
-    return f"{format_seconds(seconds)}, {format_percent(seconds / total_s)}" if seconds > 0 and total_s else "·"

@@ -2,8 +2,8 @@
 
 Order: what was found (a sentence, numbers, the comparison of strategies), where the time goes, curves of trained runs,
 the step view (timelines, memory and documents of any step), pack times, layouts over time where they change, document
-lengths; settings and the token ledger are folded. Every figure stands once. Nothing is drawn for what is not known; the
-page says what is missing instead.
+lengths; settings and the token ledger are folded. Nothing is drawn for what is not known; the page says what is
+missing instead.
 """
 
 import os
@@ -13,18 +13,13 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 from evenload.report.figures import layout_figure, pack_time_figure, time_split_figure
-from evenload.report.lengths import (
-    READ_CUMULATIVE,
-    cumulative_lengths_figure,
-    length_classes_figure,
-    read_classes,
-)
+from evenload.report.lengths import length_figures
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
 from evenload.report.run_report import RunReport, RunSection, curves_html, shared_curves_html, tiles_html
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.table import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
-from evenload.types.text import LengthUnit, in_unit
+from evenload.types.text import LengthUnit
 
 _READ_PACKS = (
     "Each shape is the time of all packs of a strategy, relative to the mean pack of the same step and replica (or of "
@@ -59,7 +54,18 @@ def render_report(report: RunReport) -> str:
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
     parts = [part for part in _parts(report) if part[2]]
-    blocks = [f"<h1>{escape(report.title)}</h1>", *_found(report), *_settings(report), *_notes(report.sections)]
+    blocks = [f"<h1>{escape(report.title)}</h1>"]
+    if report.headline:
+        blocks.append(f'<p class="headline">{escape(report.headline)}.</p>')
+    trained = _trained(report)
+    if len(trained) == 1:
+        blocks.append(tiles_html(trained[0][1]))
+    if report.facts:
+        facts = ((name, escape(value)) for name, value in report.facts)
+        blocks.append(folded_html("settings", "Settings", definitions_html("facts", facts)))
+    for section in report.sections:
+        name = f"{section.name}: " if len(names) > 1 else ""
+        blocks += [f'<p class="note">{escape(name)}{escape(note)}</p>' for note in section.notes]
     if len(parts) > 1:
         links = (f'<a href="#{identifier}">{escape(heading)}</a>' for identifier, heading, _ in parts)
         blocks.append(f'<nav aria-label="Contents">{"".join(links)}</nav>')
@@ -67,27 +73,13 @@ def render_report(report: RunReport) -> str:
         blocks += [f'<section aria-labelledby="{identifier}"><h2 id="{identifier}">{escape(heading)}</h2>', *of_part]
         blocks.append("</section>")
     if report.ledger:
-        words = "<p>Every token read is trained, masked, deferred or dropped with a reason.</p>"
+        rule = "<p>Every token read is trained, masked, deferred or dropped with a reason.</p>"
         lines = f'<pre role="region" tabindex="0" aria-label="Token ledger">{escape(chr(10).join(report.ledger))}</pre>'
-        blocks.append(folded_html("settings", "Token ledger", words + lines))
+        blocks.append(folded_html("settings", "Token ledger", rule + lines))
     has_steps = any(section.steps for section in report.sections)
     return page_html(
         report.title, [block for block in blocks if block], STEP_VIEW_SCRIPTS if has_steps else (), report.unit
     )
-
-
-def _found(report: RunReport) -> list[str]:
-    """What the page says before anything else."""
-    blocks = [f'<p class="headline">{escape(report.headline)}.</p>'] if report.headline else []
-    trained = _trained(report)
-    if len(trained) == 1:
-        blocks.append(tiles_html(trained[0][1]))
-    return blocks
-
-
-def _settings(report: RunReport) -> list[str]:
-    facts = ((name, escape(value)) for name, value in report.facts)
-    return [folded_html("settings", "Settings", definitions_html("facts", facts))] if report.facts else []
 
 
 def _trained(report: RunReport) -> list[tuple[str, RunSection]]:
@@ -103,9 +95,12 @@ def _parts(report: RunReport) -> list[Part]:
         ("comparison", "Comparison", comparison),
         ("time", "Where the time goes", _split(report, refused)),
     ]
-    curves = [block for identifier, section in trained for block in _run(identifier, section, len(trained) == 1)]
-    if len(trained) > 1:
-        curves = shared_curves_html("all", [section for _, section in trained]) + curves
+    is_alone = len(trained) == 1
+    curves = [] if len(trained) < 2 else shared_curves_html("all", [section for _, section in trained])
+    for identifier, section in trained:
+        if not is_alone:
+            curves += [f'<h3 id="{identifier}">{escape(section.name)}</h3>', tiles_html(section)]
+        curves += curves_html(identifier, section, is_alone=is_alone)
     if trained and not report.comparison:
         parts.insert(0, ("curves", "Step by step", curves))
     else:
@@ -115,12 +110,6 @@ def _parts(report: RunReport) -> list[Part]:
     parts.append(("layouts", "Layouts over time", _layouts(report.sections)))
     parts.append(("documents", "Documents of these steps", _lengths(report)))
     return parts
-
-
-def _run(identifier: str, section: RunSection, is_alone: bool) -> list[str]:
-    """Curves of a run; of several each with its name and numbers."""
-    own = [] if is_alone else [f'<h3 id="{identifier}">{escape(section.name)}</h3>', tiles_html(section)]
-    return own + curves_html(identifier, section, is_alone=is_alone)
 
 
 def _left_out_steps(trained: Sequence[tuple[str, RunSection]]) -> list[str]:
@@ -139,21 +128,7 @@ def _left_out_steps(trained: Sequence[tuple[str, RunSection]]) -> list[str]:
 def _lengths(report: RunReport) -> list[str]:
     if report.lengths is None:
         return []
-    lengths, unit = report.lengths, report.unit
-    classes, cumulative = length_classes_figure(lengths, unit), cumulative_lengths_figure(lengths, unit)
-    return [
-        figure_html("classes", "Lengths", in_unit(read_classes(lengths), unit), classes),
-        figure_html("cumulative", "Cumulative shares", in_unit(READ_CUMULATIVE, unit), cumulative),
-    ]
-
-
-def _notes(sections: Sequence[RunSection]) -> list[str]:
-    several = len(sections) > 1
-    return [
-        f'<p class="note">{escape(f"{section.name}: " if several else "")}{escape(note)}</p>'
-        for section in sections
-        for note in section.notes
-    ]
+    return [figure_html(*figure) for figure in length_figures(report.lengths, report.unit, "Lengths")[:2]]
 
 
 def _names(report: RunReport, refused: set[str]) -> tuple[dict[str, str], str]:
@@ -164,12 +139,21 @@ def _names(report: RunReport, refused: set[str]) -> tuple[dict[str, str], str]:
 
 def _split(report: RunReport, refused: set[str]) -> list[str]:
     names, remark = _names(report, refused)
-    split = [section for section in report.sections if section.time_split is not None]
-    if not split:
+    splits = {names[one.name]: one.time_split for one in report.sections if one.time_split is not None}
+    if not splits:
         return []
-    figure = time_split_figure({names[one.name]: one.time_split for one in split if one.time_split is not None})
-    read = _READ_SPLIT + _read_split_of(split) + remark
-    return [figure_html("all-split", "Predicted seconds of a step, by cause", read, figure)]
+    # Of which step of the trained runs the predicted split is.
+    steps = [
+        f"{escape(one.name)} step {one.steps[-1].step}"
+        for one in report.sections
+        if one.time_split is not None and one.metrics and one.steps
+    ]
+    of_runs = (
+        f" Of trained runs the bars are <b>predicted</b> too, for the last step ({', '.join(steps)}); what it took "
+        "stands below."
+    )
+    read = _READ_SPLIT + (of_runs if steps else "") + remark
+    return [figure_html("all-split", "Predicted seconds of a step, by cause", read, time_split_figure(splits))]
 
 
 def _packs(report: RunReport, refused: set[str]) -> list[str]:
@@ -182,42 +166,18 @@ def _packs(report: RunReport, refused: set[str]) -> list[str]:
 
 def _layouts(sections: Sequence[RunSection]) -> list[str]:
     """Of every section whose layout may change between steps."""
-    flexible = [(f"layouts-{i}", section) for i, section in enumerate(sections) if section.layout_decisions]
     return [
-        figure_html(
-            identifier, f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(section.layout_decisions)
-        )
-        for identifier, section in flexible
+        figure_html(f"layouts-{i}", f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(decisions))
+        for i, section in enumerate(sections)
+        if (decisions := section.layout_decisions)
     ]
-
-
-def _read_split_of(sections: Sequence[RunSection]) -> str:
-    """Of which step of the trained runs the predicted split is."""
-    steps = {section.name: section.steps[-1].step for section in sections if section.metrics and section.steps}
-    if not steps:
-        return ""
-    shown = ", ".join(f"{escape(name)} step {step}" for name, step in steps.items())
-    return (
-        f" Of trained runs the bars are <b>predicted</b> too, for the last step ({shown}); what it took stands below."
-    )
 
 
 # In this order; what a reader asks first, and why a strategy loses.
 _FIRST = (
-    "measured_step_time_s",
-    "mean_step_time_s",
-    "speedup_over_baseline",
-    "time_split",
-    "fraction_of_bound",
-    "mfu",
-    "step_time_interval_s",
-    "measured_tokens_per_s",
-    "tokens_per_s_per_device",
-    "bubble_fraction",
-    "peak_memory_bytes",
-    "cap_violations",
-    "deferred_tokens",
-    "dropped_tokens",
+    *("measured_step_time_s", "mean_step_time_s", "speedup_over_baseline", "time_split", "fraction_of_bound", "mfu"),
+    *("step_time_interval_s", "measured_tokens_per_s", "tokens_per_s_per_device", "bubble_fraction"),
+    *("peak_memory_bytes", "cap_violations", "deferred_tokens", "dropped_tokens"),
 )
 
 

@@ -1,11 +1,12 @@
 """What `evenload lengths` shows of document lengths (shares by length class, cumulative shares, what windows cut) in a
 terminal, on a page and as one PNG.
 
-All length axes are logarithmic. Colours follow the three things counted: documents blue, tokens orange, attention
-work green. Of each the classes have an axis of their own, and a class far above all others has a bar that is broken:
-one document of ten million tokens holds most of the attention work, and would press everything else to the ground.
+All length axes are logarithmic. Colours follow the three things counted: documents blue, tokens orange, attention work
+green. Of each the classes have an axis of their own, and a class far above all others has a bar that is broken: one
+document of ten million tokens holds most of the attention work, and would press everything else to the ground.
 """
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,20 +28,18 @@ from evenload.report.svg import (
     Figure,
     NumberTable,
     Scale,
-    Tick,
     class_ticks,
     legend,
     length_ticks,
     line,
     panel,
     rect,
-    round_ticks,
     stairs,
     text,
-    tick_labels,
+    value_ticks,
 )
 from evenload.report.units import format_count, format_power_of_two, format_share
-from evenload.types.run import HeaviestHalf, LengthProfile
+from evenload.types.run import LengthProfile
 from evenload.types.text import LengthUnit, counted, in_unit
 
 READ_CLASSES = (
@@ -85,13 +84,10 @@ def axis_end(shares: Sequence[float]) -> float:
     return (second * 1.5 if is_alone else ordered[0]) * _ROOM or 1.0
 
 
-def has_broken_bar(profile: LengthProfile) -> bool:
-    return any(max(shares) > axis_end(shares) for shares in (_shares(profile, key) for key in COUNTED))
-
-
 def read_classes(profile: LengthProfile) -> str:
     """How to read `length_classes_figure`."""
-    return READ_CLASSES + (_READ_BROKEN if has_broken_bar(profile) else "")
+    is_broken = any(max(shares) > axis_end(shares) for shares in (_shares(profile, key) for key in COUNTED))
+    return READ_CLASSES + (_READ_BROKEN if is_broken else "")
 
 
 def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
@@ -99,29 +95,33 @@ def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -
     starts = [format_power_of_two(c.start) for c in profile.classes]
     names = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
     panels = []
+    cells: list[list[str]] = []
     for key, name in COUNTED.items():
-        shares = _shares(profile, key)
-        is_last = key == "attention_pairs"
-        axes = _class_axes(shares, starts if is_last else [], _CLASS_PX)
-        title = in_unit("length from (tokens; every class ends where the next begins)", unit) if is_last else ""
+        shares, counts = _shares(profile, key), [getattr(one, key) for one in profile.classes]
+        is_last, end = key == "attention_pairs", axis_end(shares)
+        title = "length from (tokens; every class ends where the next begins)" if is_last else ""
+        axes = Axes(
+            x=Scale(-0.5, len(shares) - 0.5),
+            y=Scale(0, end),
+            x_ticks=class_ticks(starts if is_last else []),
+            y_ticks=value_ticks(0, end, "%", 3),
+            x_title=in_unit(title, unit),
+            height_px=_CLASS_PX,
+        )
         marks = []
-        for i, (share, one) in enumerate(zip(shares, profile.classes, strict=True)):
-            count = getattr(one, key)
+        for i, (share, count) in enumerate(zip(shares, counts, strict=True)):
             tip = in_unit(f"{names[i]} tokens: {share:.2%} of {name} ({count:,})", unit)
             marks += _class_bar(axes, i, share, LENGTH_COLORS[key], tip)
-        label = in_unit(f"share of {name} by length: {_told(names, shares)}", unit)
+        most = max(range(len(shares)), key=shares.__getitem__)
+        label = f"share of {name} by length: most, {format_share(shares[most])}, from {names[most]} tokens"
         heading = f'<div class="panel-title">{in_unit(name, unit)}</div>'
-        panels.append(heading + panel(_titled(axes, title), marks, label))
-    rows = [
-        (name, *(f"{getattr(one, key):,}, {format_share(shares[key][i])}" for key in COUNTED))
-        for shares in [{key: _shares(profile, key) for key in COUNTED}]
-        for i, (name, one) in enumerate(zip(names, profile.classes, strict=True))
-    ]
+        panels.append(heading + panel(axes, marks, in_unit(label, unit)))
+        cells.append([f"{count:,}, {format_share(share)}" for count, share in zip(counts, shares, strict=True)])
     headings = (in_unit("length (tokens)", unit), *(in_unit(name, unit) for name in COUNTED.values()))
     return Figure(
         body="".join(panels),
         label=in_unit("shares of documents, tokens and attention work by length class", unit),
-        numbers=NumberTable(headings, tuple(rows)),
+        numbers=NumberTable(headings, tuple(zip(names, *cells, strict=True))),
     )
 
 
@@ -132,7 +132,7 @@ def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens
         x=Scale(ticks[0].at, ticks[-1].at, is_log=True),
         y=Scale(0, 1.02),
         x_ticks=ticks,
-        y_ticks=_share_ticks(1.0),
+        y_ticks=value_ticks(0, 1.0, "%"),
         x_title=in_unit("up to this length (tokens)", unit),
         height_px=_SHARES_PX,
     )
@@ -158,7 +158,7 @@ def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> F
         x=Scale(-0.5, len(windows) - 0.5),
         y=Scale(0, (max(map(max, columns)) or 1.0) * 1.05),
         x_ticks=class_ticks(windows),
-        y_ticks=_share_ticks((max(map(max, columns)) or 1.0) * 1.05),
+        y_ticks=value_ticks(0, (max(map(max, columns)) or 1.0) * 1.05, "%"),
         x_title=in_unit("context window (tokens)", unit),
         y_title="share cut",
         height_px=_SHARES_PX,
@@ -187,17 +187,6 @@ def _shares(profile: LengthProfile, key: str) -> list[float]:
     return [getattr(one, key) / getattr(profile, key) for one in profile.classes]
 
 
-def _class_axes(shares: Sequence[float], labels: Sequence[str], height_px: int) -> Axes:
-    end = axis_end(shares)
-    return Axes(
-        x=Scale(-0.5, len(shares) - 0.5),
-        y=Scale(0, end),
-        x_ticks=class_ticks(labels),
-        y_ticks=_share_ticks(end, 3),
-        height_px=height_px,
-    )
-
-
 def _class_bar(axes: Axes, at: int, share: float, color: str, tip: str) -> list[str]:
     """A bar with its share over it; where it leaves the axis two gaps say that it goes on."""
     if not share:
@@ -210,120 +199,85 @@ def _class_bar(axes: Axes, at: int, share: float, color: str, tip: str) -> list[
     marks = [rect(span, top, axes.height_px - top, color, tip)]
     if is_broken:
         marks += [rect((span[0] - 0.002, span[1] + 0.002), y, 2.5, "var(--card)") for y in (top + 12, top + 18)]
-    words = f"{100 * share:.1f}" if share >= 0.0005 else "<0.1"
+    number = f"{100 * share:.1f}" if share >= 0.0005 else "<0.1"
     kind = "on-bar broken" if is_broken else "on-bar"
-    marks.append(text(middle, top - 4, f"{words} %" if is_broken else words, kind=kind))
+    marks.append(text(middle, top - 4, f"{number} %" if is_broken else number, kind=kind))
     return marks
 
 
-def _share_ticks(end: float, count: int = 5) -> list[Tick]:
-    at = round_ticks(0, end, count)
-    return [Tick(value, label) for value, label in zip(at, tick_labels(at, "%"), strict=True)]
-
-
-def _titled(axes: Axes, title: str) -> Axes:
-    return Axes(axes.x, axes.y, axes.x_ticks, axes.y_ticks, title, height_px=axes.height_px)
-
-
-def _told(names: Sequence[str], shares: Sequence[float]) -> str:
-    most = max(range(len(shares)), key=shares.__getitem__)
-    return f"most, {format_share(shares[most])}, from {names[most]} tokens"
-
-
-# What `evenload lengths` shows in a terminal: totals, a histogram over length classes, and what windows cut. Classes
-# are powers of two, so the histogram's axis is logarithmic. Each class has three bars, for documents, tokens and
-# attention work, because they lie in different places: that difference is why packing matters.
-
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
-_BAR_COLORS = {"documents": "blue", "tokens": "dark_orange", "attention": "green4"}
+_BAR_COLORS = ("blue", "dark_orange", "green4")
 # Columns of a bar.
 _LEAST_BAR, _MOST_BAR = 4, 20
 
 
 @dataclass(frozen=True)
 class LengthsTable:
-    """A rich renderable; see the module."""
+    """A rich renderable: totals, a histogram over length classes, and what windows cut.
+
+    It is as wide as the terminal; where that is narrow the last columns are left out, since a cut number is a wrong
+    one.
+    """
 
     profile: LengthProfile
     unit: LengthUnit = "tokens"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from (Text(in_unit(line.plain, self.unit), style=line.style) for line in _totals(self.profile))
+        profile = self.profile
+        for i, total in enumerate(_totals(profile)):
+            yield Text(in_unit(total, self.unit), style="bold" if i == 0 else "")
         yield Text()
-        yield _histogram(self.profile, options.max_width, console, options, self.unit)
-        if self.profile.windows:
-            yield _windows(self.profile, self.unit)
-            yield Text(
-                in_unit(
-                    "work: query-key pairs of causal attention. Truncating to a window loses the tokens beyond, "
-                    "splitting the work across pieces.",
-                    self.unit,
-                ),
-                style="bright_black",
-            )
+        for is_wide in (True, False):
+            bare = _class_table(profile, 1, is_wide, self.unit)
+            needed = Measurement.get(console, options.update(max_width=10_000), bare).maximum
+            width = 1 + (options.max_width - needed) // 3
+            if width >= _LEAST_BAR:
+                break
+        yield _class_table(profile, min(_MOST_BAR, max(1, width)), is_wide, self.unit)
+        if profile.windows:
+            yield _windows(profile, self.unit)
+            note = "work: query-key pairs of causal attention. Truncating to a window loses the tokens beyond, "
+            yield Text(in_unit(f"{note}splitting the work across pieces.", self.unit), style="bright_black")
 
 
-def _totals(profile: LengthProfile) -> Iterator[Text]:
-    yield Text(f"{counted(profile.documents, 'document')}, {profile.tokens:,} tokens", style="bold")
-    yield Text(
+def _totals(profile: LengthProfile) -> Iterator[str]:
+    yield f"{counted(profile.documents, 'document')}, {profile.tokens:,} tokens"
+    yield (
         f"length in tokens: min {profile.shortest:,}, median {profile.median:,}, mean {profile.mean:,.1f}, "
         f"p90 {profile.p90:,}, p99 {profile.p99:,}, max {profile.longest:,}"
     )
-    yield Text(f"half of the tokens lie in {_half(profile.half_of_tokens, profile)}")
-    yield Text(f"half of the attention work lies in {_half(profile.half_of_attention, profile)}")
-
-
-def _half(half: HeaviestHalf, profile: LengthProfile) -> str:
-    share = format_share(half.documents / profile.documents)
-    which = "the longest document" if half.documents == 1 else f"the {half.documents:,} longest documents"
-    return f"{which} ({share}), of {half.shortest:,} tokens{'' if half.documents == 1 else ' and more'}"
-
-
-def _histogram(
-    profile: LengthProfile, max_width: int, console: Console, options: ConsoleOptions, unit: LengthUnit
-) -> Table:
-    """As wide as the terminal; a cut number is a wrong number, so where it is narrow the last columns are left out."""
-    for is_wide in (True, False):
-        bare = Measurement.get(
-            console, options.update(max_width=10_000), _class_table(profile, 1, is_wide, unit)
-        ).maximum
-        width = 1 + (max_width - bare) // 3
-        if width >= _LEAST_BAR:
-            break
-    return _class_table(profile, min(_MOST_BAR, max(1, width)), is_wide, unit)
+    for name, half in (("tokens lie", profile.half_of_tokens), ("attention work lies", profile.half_of_attention)):
+        share = format_share(half.documents / profile.documents)
+        is_one = half.documents == 1
+        which = "the longest document" if is_one else f"the {half.documents:,} longest documents"
+        yield f"half of the {name} in {which} ({share}), of {half.shortest:,} tokens{'' if is_one else ' and more'}"
 
 
 def _class_table(profile: LengthProfile, width: int, is_wide: bool, unit: LengthUnit) -> Table:
-    table = _bare_table()
-    table.add_column("length", justify="right", no_wrap=True)
-    table.add_column("docs", justify="right", no_wrap=True)
-    for name in ("of docs", "of tokens", "of work"):
-        table.add_column(in_unit(f"share\n{name}", unit), justify="right", no_wrap=True)
-        table.add_column("", min_width=width, max_width=width, no_wrap=True)
+    headings = ["length", "docs"]
+    for name in ("docs", "tokens", "work"):
+        headings += [in_unit(f"share\nof {name}", unit), ""]
     if is_wide:
-        for name in ("docs", "tokens", "work"):
-            table.add_column(in_unit(f"{name}\nto here", unit), justify="right", no_wrap=True)
-    totals = (profile.documents, profile.tokens, profile.attention_pairs)
-    counts = [(c.documents, c.tokens, c.attention_pairs) for c in profile.classes]
-    largest = [max(column) for column in zip(*counts, strict=True)]
-    running = [0, 0, 0]
-    for one, parts in zip(profile.classes, counts, strict=True):
-        running = [before + part for before, part in zip(running, parts, strict=True)]
+        headings += [in_unit(f"{name}\nto here", unit) for name in ("docs", "tokens", "work")]
+    table = _bare_table(headings, width)
+    counts = [[getattr(one, key) for one in profile.classes] for key in COUNTED]
+    totals = [getattr(profile, key) for key in COUNTED]
+    running = [itertools.accumulate(column) for column in counts]
+    for one, *parts in zip(profile.classes, *counts, strict=True):
         cells = []
-        for part, total, most, color in zip(parts, totals, largest, _BAR_COLORS.values(), strict=True):
-            cells += [Text(format_share(part / total)), Text(bar(part / most, width), style=color)]
+        for part, total, column, color in zip(parts, totals, counts, _BAR_COLORS, strict=True):
+            cells += [Text(format_share(part / total)), Text(bar(part / max(column), width), style=color)]
         if is_wide:
-            cells += [Text(format_share(part / total)) for part, total in zip(running, totals, strict=True)]
+            cells += [Text(format_share(next(sums) / total)) for sums, total in zip(running, totals, strict=True)]
         classes = f"{format_power_of_two(one.start)} to {format_power_of_two(one.stop)}"
         table.add_row(Text(classes), Text(f"{one.documents:,}"), *cells)
     return table
 
 
 def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
-    table = _bare_table()
     of_docs, of_tokens = ("docs\nlonger", "share of\ndocs"), ("their\ntokens", "tokens\nbeyond", "share of\ntokens")
-    for heading in ("window", *of_docs, *of_tokens, "work across\npieces"):
-        table.add_column(in_unit(heading, unit), justify="right", no_wrap=True)
+    headings = ("window", *of_docs, *of_tokens, "work across\npieces")
+    table = _bare_table([in_unit(heading, unit) for heading in headings])
     for cut in profile.windows:
         table.add_row(
             format_power_of_two(cut.window),
@@ -338,8 +292,15 @@ def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
     return table
 
 
-def _bare_table() -> Table:
-    return Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+def _bare_table(headings: Sequence[str], bar_width: int = 0) -> Table:
+    """Columns without a heading are bars."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        if heading:
+            table.add_column(heading, justify="right", no_wrap=True)
+        else:
+            table.add_column("", min_width=bar_width, max_width=bar_width, no_wrap=True)
+    return table
 
 
 def bar(share: float, width: int) -> str:
@@ -350,24 +311,23 @@ def bar(share: float, width: int) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
 
 
-def write_lengths_page(
-    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
-) -> None:
-    """Write the page, about 50 KB; the title is plain text."""
+def length_figures(profile: LengthProfile, unit: LengthUnit, heading: str) -> list[tuple[str, str, str, Figure]]:
+    """(identifier, heading, how to read it, picture) of the shares by class, the cumulative ones, and what windows
+    cut where there are some."""
     figures = [
-        (
-            "classes",
-            "Where documents and work are",
-            read_classes(profile),
-            length_classes_figure(profile, unit),
-        ),
+        ("classes", heading, read_classes(profile), length_classes_figure(profile, unit)),
         ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile, unit)),
     ]
     if profile.windows:
         figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile, unit)))
-    blocks = [
-        figure_html(name, heading, in_unit(read, unit), figure, level=2) for name, heading, read, figure in figures
-    ]
+    return [(name, title, in_unit(read, unit), figure) for name, title, read, figure in figures]
+
+
+def write_lengths_page(
+    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
+) -> None:
+    """Write the page, about 50 KB; the title is plain text."""
+    blocks = [figure_html(*figure, level=2) for figure in length_figures(profile, unit, "Where documents and work are")]
     head = [f"<h1>{escape(title)}</h1>", in_unit(_tiles(profile), unit)]
     Path(path).write_text(page_html(title, head + blocks, unit=unit), encoding="utf-8")
 
@@ -409,8 +369,8 @@ def write_lengths_png(
     # matplotlib reads "$" as mathematics.
     figure.suptitle(title.replace("$", r"\$"), fontsize=12, fontweight="bold")
     classes, cumulative, *cuts = figure.subplots(3 if profile.windows else 2, 1)
-    shares = [(name, key, [getattr(c, key) for c in profile.classes]) for key, name in COUNTED.items()]
-    _grouped_bars(classes, [c.start for c in profile.classes], shares, profile, unit)
+    of_classes = [(name, key, [getattr(c, key) for c in profile.classes]) for key, name in COUNTED.items()]
+    _grouped_bars(classes, [c.start for c in profile.classes], of_classes, profile, unit)
     classes.set_xlabel(in_unit("length from (tokens)", unit))
     for key, name in COUNTED.items():
         cumulative.step(

@@ -1,13 +1,9 @@
 """Files of a run with one JSON object a line: `metrics.jsonl` (a row of fixed keys a step), `validation.jsonl`,
 `samples.jsonl` and `layouts.jsonl`, appended and read back.
 
-A run killed in the middle of a write leaves a torn last line. Reading reports it (a log warning) and
-goes on; anywhere else a broken line is an error. Appending after a torn line would hide it in the
-middle of the file, so it is refused until `drop_torn_line` has cut it off.
-
-JSON has no NaN or infinity, but a diverged loss must be recorded: non-finite numbers are written as the
-strings "NaN", "Infinity" and "-Infinity" (as in the JSON form of protocol buffers) and read back as floats.
-Price: one open, one read of a byte and one write a step; reading is O(file).
+A run killed in the middle of a write leaves a torn last line. Reading reports it (a log warning) and goes on; anywhere
+else a broken line is an error. Appending after a torn line is refused until `drop_torn_line` has cut it off. Non-finite
+numbers are written as the strings "NaN", "Infinity" and "-Infinity" and read back as floats.
 """
 
 import json
@@ -24,46 +20,13 @@ from evenload.errors import DataError
 from evenload.types.run import LayoutDecision, Validation
 
 METRIC_KEYS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "label_tokens",
-    "padding_tokens",
-    "documents",
-    "total_tokens",
-    "total_label_tokens",
-    "elapsed_s",
-    "unix_time_s",
-    "step_time_s",
-    "exchange_s",
-    "predicted_step_time_s",
-    "reduction_s",
-    "reduction_hidden_s",
-    "predicted_reduction_s",
-    "predicted_reduction_hidden_s",
-    "gather_s",
-    "gather_hidden_s",
-    "predicted_gather_s",
-    "predicted_gather_hidden_s",
-    "tokens_per_s",
-    "mfu",
-    "mfu_of_data_sheet",
-    "bubble_fraction",
-    "imbalance_forward",
-    "imbalance_backward",
-    "imbalance_dp",
-    "pack_efficiency",
-    "plan_time_s",
-    "data_wait_s",
-    "peak_memory_bytes",
-    "predicted_peak_memory_bytes",
-    "peak_process_bytes",
-    "predicted_process_bytes",
-    "deferred_documents",
-    "mean_token_delay_steps",
-    "layout",
+    *("step", "loss", "grad_norm", "lr", "tokens", "label_tokens", "padding_tokens", "documents", "total_tokens"),
+    *("total_label_tokens", "elapsed_s", "unix_time_s", "step_time_s", "exchange_s", "predicted_step_time_s"),
+    *("reduction_s", "reduction_hidden_s", "predicted_reduction_s", "predicted_reduction_hidden_s"),
+    *("gather_s", "gather_hidden_s", "predicted_gather_s", "predicted_gather_hidden_s", "tokens_per_s", "mfu"),
+    *("mfu_of_data_sheet", "bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp"),
+    *("pack_efficiency", "plan_time_s", "data_wait_s", "peak_memory_bytes", "predicted_peak_memory_bytes"),
+    *("peak_process_bytes", "predicted_process_bytes", "deferred_documents", "mean_token_delay_steps", "layout"),
 )
 """The keys of a row, in the order in which they are written. A value that does not exist is `None`."""
 
@@ -72,20 +35,26 @@ MetricRow = Mapping[str, MetricValue]
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_TEXT_KEYS = frozenset({"layout"})
 _LOG = logging.getLogger(__name__)
 
 
 def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
     """Add one step to the file, made if needed, as one line in the order of `METRIC_KEYS`. `DataError` where keys are
     missing or unknown, or the file ends in a torn line."""
-    line = (_encode(row) + "\n").encode()
+    if wrong := _wrong_keys(row.keys()):
+        raise DataError(
+            f"metrics of step {row.get('step', '?')}: {wrong}; give exactly METRIC_KEYS, with None for a value that "
+            "does not exist"
+        )
+    line = json.dumps({key: _encode_value(row[key]) for key in METRIC_KEYS}, allow_nan=False) + "\n"
     with open(path, "a+b") as file:
-        if _ends_torn(file):
-            raise DataError(
-                f"{path} ends in a torn line (a crash while writing); call drop_torn_line before appending to it"
-            )
-        file.write(line)
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                raise DataError(
+                    f"{path} ends in a torn line (a crash while writing); call drop_torn_line before appending to it"
+                )
+        file.write(line.encode())
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, MetricValue]]:
@@ -131,15 +100,6 @@ def _wrong_keys(keys: Collection[str]) -> str:
     return f"missing keys {missing}, unknown keys {unknown}" if missing or unknown else ""
 
 
-def _encode(row: MetricRow) -> str:
-    if wrong := _wrong_keys(row.keys()):
-        raise DataError(
-            f"metrics of step {row.get('step', '?')}: {wrong}; give exactly METRIC_KEYS, with None for a value that "
-            "does not exist"
-        )
-    return json.dumps({key: _encode_value(row[key]) for key in METRIC_KEYS}, allow_nan=False)
-
-
 def _encode_value(value: MetricValue) -> MetricValue:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
@@ -153,18 +113,11 @@ def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
         raise DataError(f"{where} is not JSON ({error}); remove the line or restore the file") from error
     if wrong := _wrong_keys(row if isinstance(row, dict) else ()):
         raise DataError(f"{where} is not a metrics row: {wrong}; is it a file of another version?")
-    return {key: _decode_value(key, row[key]) for key in METRIC_KEYS}
-
-
-def _decode_value(key: str, value: MetricValue) -> MetricValue:
-    return _NON_FINITE.get(value, value) if isinstance(value, str) and key not in _TEXT_KEYS else value
-
-
-def _ends_torn(file) -> bool:
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) != b"\n"
+    # Words that stand for numbers, in all but the one column of text.
+    return {
+        key: _NON_FINITE.get(value, value) if isinstance(value, str) and key != "layout" else value
+        for key, value in ((key, row[key]) for key in METRIC_KEYS)
+    }
 
 
 def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) -> None:

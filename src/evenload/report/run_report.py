@@ -68,14 +68,11 @@ class RunSection:
 
     def timelines(self) -> dict[str, tuple[tuple[Timeline, StepPlan | None], ...]]:
         """(timeline, plan) of all steps by origin, predicted before measured."""
-        found: dict[str, tuple[tuple[Timeline, StepPlan | None], ...]] = {}
-        for origin in ("predicted", "measured"):
-            of_origin = tuple(
-                (view.timelines()[origin], view.plan) for view in self.steps if origin in view.timelines()
-            )
-            if of_origin:
-                found[origin] = of_origin
-        return found
+        found: dict[str, list[tuple[Timeline, StepPlan | None]]] = {"predicted": [], "measured": []}
+        for view in self.steps:
+            for origin, timeline in view.timelines().items():
+                found[origin].append((timeline, view.plan))
+        return {origin: tuple(steps) for origin, steps in found.items() if steps}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,11 +112,6 @@ _READ_LOSS = (
 )
 
 
-def tiles_html(section: RunSection) -> str:
-    """The numbers that one looks for first."""
-    return definitions_html("tiles", _headline_numbers(section))
-
-
 def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list[str]:
     """Predicted and measured step time; loss and speed where no figure shows them for several runs."""
     blocks = [
@@ -153,26 +145,29 @@ def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[
     ]
 
 
-def _headline_numbers(section: RunSection) -> list[tuple[str, str]]:
+def tiles_html(section: RunSection) -> str:
     rows = latest_per_step(section.metrics)
     measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
     part_s = predicted_part_seconds({"step_time_s": measured, "exchange_s": typical(rows, "exchange_s")})
-    off = part_s / predicted - 1 if part_s is not None and predicted else None
+    off = format_change(part_s / predicted - 1 if part_s is not None and predicted else None)
     meaning = typical_meaning(rows)
     peak, predicted_peak = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
-    return [
-        ("steps", f"{len(rows):,}"),
-        ("loss, last step", f"{_loss(rows[-1])}<small>first {_loss(rows[0])}</small>"),
+    tiles = (
+        ("steps", f"{len(rows):,}", ""),
+        ("loss, last step", _loss(rows[-1]), f"first {_loss(rows[0])}"),
         (
             "step time, measured",
-            f"{format_seconds(measured)}<small>{meaning}; predicted {format_seconds(predicted)}, "
-            f"{format_change(off)}</small>",
+            format_seconds(measured),
+            f"{meaning}; predicted {format_seconds(predicted)}, {off}",
         ),
-        ("tokens/s, measured", f"{format_count(typical(rows, 'tokens_per_s'))}<small>{meaning}; real tokens</small>"),
-        ("bubble, measured", f"{format_percent(typical(rows, 'bubble_fraction'))}<small>{meaning}</small>"),
-        ("memory, peak of all steps", f"{format_bytes(peak)}<small>predicted {format_bytes(predicted_peak)}</small>"),
-        ("data wait", f"{format_seconds(typical(rows, 'data_wait_s'))}<small>{meaning}</small>"),
-    ]
+        ("tokens/s, measured", format_count(typical(rows, "tokens_per_s")), f"{meaning}; real tokens"),
+        ("bubble, measured", format_percent(typical(rows, "bubble_fraction")), meaning),
+        ("memory, peak of all steps", format_bytes(peak), f"predicted {format_bytes(predicted_peak)}"),
+        ("data wait", format_seconds(typical(rows, "data_wait_s")), meaning),
+    )
+    return definitions_html(
+        "tiles", ((name, f"{value}<small>{small}</small>" if small else value) for name, value, small in tiles)
+    )
 
 
 def _loss(row: MetricRow) -> str:

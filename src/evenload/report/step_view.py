@@ -1,11 +1,9 @@
 """The step view of a page: any strategy, step and replica as timeline, memory and documents, drawn in the browser.
 
-All
-timelines and plans of a report travel as packed columns ; a choice in the page unpacks what it needs
-and draws it on canvases, with true widths at every zoom. So the page opens at once however many steps it holds.
-Price, measured in headless Chromium without a GPU on two shared cores: 16 stages and 512 packs, predicted over
-measured (32,768 bars, 65,000 memory samples) are first drawn in 0.4 s and again in 30 to 60 ms, and add 0.4 MB to
-the page; nine strategies over four steps of 2,048 documents on 64 devices add 3.6 MB."""
+All timelines and plans of a report travel as packed columns; a choice in the page unpacks what it needs and draws it on
+canvases, with true widths at every zoom. So the page opens at once however many steps it holds. Price: predicted and
+measured timelines of 16 stages and 512 packs are drawn in 0.4 s and add 0.4 MB to the page.
+"""
 
 import base64
 import gzip
@@ -24,12 +22,8 @@ from evenload.types.plan import StepPlan
 from evenload.types.timeline import COUNTED_KINDS, KINDS, MEMORY_KINDS, SIDE_KINDS, Timeline
 
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
-# Numpy columns as compact text inside a page: integers of least width, gzip, base64.
-#
-# A comparison of ten strategies over four steps on 64 devices is some hundred thousand tasks. As JSON that would be
-# tens of megabytes to parse before anything shows; as packed columns it is a few bytes a task, and a block is unpacked
-# only when its step is looked at. Times and bytes are stored as differences, which compress to a fraction.
-# Price: one pass of zlib over 10 to 20 bytes a task. `packed_columns.js` is the inverse; browsers have gzip built in.
+# Numpy columns as compact text inside a page: integers of least width, gzip, base64; a few bytes a task. Times and
+# bytes are stored as differences, which compress to a fraction. `packed_columns.js` is the inverse.
 
 _LEVEL = 9
 
@@ -62,13 +56,10 @@ def _narrow(column: NDArray) -> NDArray:
     return column.astype("<f8")
 
 
-# A step's timeline and plan as packed columns for the page's step view (`packed_columns`). Timeline: tasks sorted by
-# lane (replica, pipeline rank) and start. Times count whole units of `unit_s`, a power of ten seconds (1 ns where the
-# step allows), rounded once: a task stores the gap since the task before it on its lane ended, and its length, so
-# neighbours that touch in the timeline touch on the screen. Memory samples store time and KiB as differences, by kind
-# where the timeline knows. Recompute and copies are stored like tasks; the end of the step is the same on all ranks
-# and travels once. Plan: documents, packs and slices as in `StepPlan`, documents by index. Price: O(n log n) in
-# tasks, samples and slices.
+# Timeline: tasks sorted by lane (replica, pipeline rank) and start. Times count whole units of `unit_s`, a power of ten
+# seconds, rounded once: a task stores the gap since the task before it on its lane ended, and its length, so neighbours
+# that touch in the timeline touch on the screen. Memory samples store time and KiB as differences, by kind where the
+# timeline knows. Plan: documents, packs and slices as in `StepPlan`, documents by index. O(n log n).
 
 _KIB = 1024
 # The largest difference that stays within int32, whatever the order of the tasks.
@@ -239,15 +230,8 @@ def _differences(values: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[
 
 _BASELINE = "best_fit"
 STEP_VIEW_SCRIPTS = (
-    "packed_columns.js",
-    "step_timeline.js",
-    "step_memory.js",
-    "step_documents.js",
-    "step_tips.js",
-    "step_controls.js",
-    "step_link.js",
-    "step_pointer.js",
-    "step_view.js",
+    *("packed_columns.js", "step_timeline.js", "step_memory.js", "step_documents.js", "step_tips.js"),
+    *("step_controls.js", "step_link.js", "step_pointer.js", "step_view.js"),
 )
 _STYLE_KEYS = ("even", "odd", "thin", "textEven", "textOdd", "name")
 """Fields of `KindStyle`, as the page's scripts call them."""

@@ -1,11 +1,9 @@
 """Pictures of a page as SVG text: marks, colours, axes, and the panels and rows they form (`Figure`).
 
-Marks are placed in coordinates that follow the width of the page without a script.
-
 Across, a place is a share of the picture's width (0 to 1) and becomes a percentage; down, it is pixels. So bars, dots
-and texts move with the page while letters and line widths stay as they are. Lines and shapes have no percentages in
-SVG: they stand in an inner picture that is stretched, with strokes that are not. All texts are escaped here. Why no
-library: docs/decisions/21-documentation-and-reports.md.
+and texts move with the page, without a script, while letters and line widths stay as they are. Lines and shapes, which
+have no percentages in SVG, stand in an inner picture that is stretched, with strokes that are not. All texts are
+escaped here. Why no library: docs/decisions/21-documentation-and-reports.md.
 """
 
 import json
@@ -53,10 +51,9 @@ def text(
     return f'<text x="{_percent(x)}" y="{y_px:.5g}" text-anchor="{anchor}"{shift}{look}>{escape(words)}</text>'
 
 
-def rule(span: tuple[float, float], y_px: float, kind: str) -> str:
-    """A horizontal line."""
-    low, high = span
-    return f'<line x1="{_percent(low)}" x2="{_percent(high)}" y1="{y_px:.5g}" y2="{y_px:.5g}" class="{kind}"/>'
+def rule(y_px: float, kind: str) -> str:
+    """A horizontal line over the whole width."""
+    return f'<line x1="0%" x2="100%" y1="{y_px:.5g}" y2="{y_px:.5g}" class="{kind}"/>'
 
 
 def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
@@ -113,11 +110,9 @@ def _tip(words: str) -> str:
     return f' data-tip="{escape(words)}"' if words else ""
 
 
-# Colours of pictures: told apart by colour-blind readers, legible on white and on near-black. Forward is blue and
-# backward orange (the pair that survives all common colour deficiencies), with two lightnesses for even and odd packs
-# so that neighbours show. Split backwards keep orange for I and take brown for W. Predicted is always hollow, dashed
-# or grey; measured is filled and solid. Hues after Okabe and Ito, "Color Universal Design", 2008, adjusted to
-# contrast on both backgrounds.
+# Colours that colour-blind readers tell apart, legible on white and on near-black: hues after Okabe and Ito, "Color
+# Universal Design", 2008. Two lightnesses for even and odd packs, so that neighbours show. Predicted is always hollow,
+# dashed or grey; measured is filled and solid.
 
 
 class KindStyle(NamedTuple):
@@ -227,7 +222,7 @@ class Scale:
         low, high, at = self.low, self.high, value
         if self.is_log:
             low, high, at = math.log(low), math.log(high), math.log(value)
-        return (at - low) / (high - low) if high > low else 0.5
+        return (at - low) / (high - low) if high != low else 0.5
 
 
 @dataclass(frozen=True)
@@ -264,6 +259,12 @@ def tick_labels(values: Sequence[float], kind: str) -> list[str]:
     return [f"{_plain(value, step)}{kind}" for value in values]
 
 
+def value_ticks(low: float, high: float, kind: str, count: int = 5) -> list[Tick]:
+    """About `count` round ticks, labelled as by `tick_labels`."""
+    at = round_ticks(low, high, count)
+    return [Tick(value, label) for value, label in zip(at, tick_labels(at, kind), strict=True)]
+
+
 def step_ticks(first: int, last: int) -> list[Tick]:
     """Ticks of whole steps, every other one left out on a narrow page."""
     found = [round(value) for value in round_ticks(first, last, 10)]
@@ -290,14 +291,9 @@ def _plain(value: float, step: float) -> str:
     return f"{value:,.{min(6, decimals)}f}" if value else "0"
 
 
-# `Figure`: a finished picture of a page, and the parts that pictures are made of: panels, rows, legends. A panel is
-# an SVG whose axes stand around it. It needs no script to be seen: it is there when the page opens, in print and for
-# who switched scripts off; `report.js` adds what pointing shows.
-
-
 @dataclass(frozen=True)
 class NumberTable:
-    """What a picture shows as numbers: headings, then a row of cells each, the first names the row."""
+    """Holds what a picture shows as numbers: headings, then a row of cells each, the first names the row."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -305,7 +301,7 @@ class NumberTable:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture in HTML, one sentence that says what it shows, and its numbers where they are few."""
+    """Holds a picture in HTML, one sentence that says what it shows, and its numbers where they are few."""
 
     body: str
     label: str
@@ -351,13 +347,13 @@ class Curves:
 def panel(axes: Axes, marks: Iterable[str], label: str, curves: Curves | None = None) -> str:
     """Marks within axes; with `curves` it can be pointed at and walked through by arrow keys."""
     height = axes.height_px
-    parts = [rule((0, 1), axes.y_px(tick.at), "grid") for tick in axes.y_ticks]
+    parts = [rule(axes.y_px(tick.at), "grid") for tick in axes.y_ticks]
     parts += [
         text(0, axes.y_px(tick.at) + 4, tick.label, anchor="end", dx_px=-8, kind=_tick_kind(tick))
         for tick in axes.y_ticks
     ]
     parts += [text(axes.x.share(tick.at), height + 17, tick.label, kind=_tick_kind(tick)) for tick in axes.x_ticks]
-    parts.append(rule((0, 1), height, "axis"))
+    parts.append(rule(height, "axis"))
     parts += marks
     title = f'<div class="y-title">{escape(axes.y_title)}</div>' if axes.y_title else ""
     below = f'<div class="x-title">{escape(axes.x_title)}</div>' if axes.x_title else ""

@@ -1,12 +1,12 @@
 """The tables that the terminal shows: strategies side by side, a line a training step, engines, decisions about
 layouts; and the columns of the comparison, which the page shares.
 
-Keys are those of `evenload plan --json`, plus what only a trained run knows. A column is
-shown when any row has a value for it; keys without a column are carried by the files, not by the table.
+Keys are those of `evenload plan --json`, plus what only a trained run knows. A column is shown when any row has a
+value for it.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,36 +62,11 @@ def format_losses(time_split: object) -> str:
 COLUMNS = (
     Column("measured_step_time_s", "step\nmeasured", format_seconds, "median measured seconds of an optimizer step"),
     Column("mean_step_time_s", "step\npredicted", format_seconds, "mean simulated seconds of an optimizer step"),
-    Column(
-        "step_time_interval_s",
-        "90 % of\nsteps",
-        format_interval,
-        "where nine of ten measured step times lie, predicted",
-    ),
-    Column(
-        "fraction_of_bound",
-        "of bound",
-        format_percent,
-        "all useful work at the cost model's rates on all devices, without waiting, over the predicted step time",
-    ),
-    Column(
-        "fraction_of_layout_bound",
-        "of layout\nbound",
-        format_percent,
-        "the least time of any plan in this layout (its busiest stage, transfers and update) over the predicted",
-    ),
-    Column(
-        "mfu",
-        "MFU",
-        format_percent,
-        "the physical bound (model FLOPs at the devices' peak) over the predicted step time",
-    ),
-    Column(
-        "speedup_over_baseline",
-        "vs\nbest_fit",
-        lambda ratio: f"{ratio:.2f}×",
-        "predicted speed relative to best_fit in the windows that suit it best",
-    ),
+    Column("step_time_interval_s", "90 % of\nsteps", format_interval, "where nine of ten measured step times lie"),
+    Column("fraction_of_bound", "of bound", format_percent, "useful work at the cost model's rates over the step time"),
+    Column("fraction_of_layout_bound", "of layout\nbound", format_percent, "least time of any plan in this layout"),
+    Column("mfu", "MFU", format_percent, "model FLOPs at the devices' peak over the predicted step time"),
+    Column("speedup_over_baseline", "vs\nbest_fit", "{:.2f}×".format, "speed relative to best_fit in its best windows"),
     Column("tokens_per_s_per_device", "tokens/s\ndevice", format_count, "real tokens a second and device, predicted"),
     Column("measured_tokens_per_s", "tokens/s\nmeasured", format_count, "real tokens a second, all devices"),
     Column("bubble_fraction", "bubble", format_percent, "share of rank time in which nothing is computed"),
@@ -99,19 +74,14 @@ COLUMNS = (
     Column("imbalance_backward", "bwd\nmax/mean", format_ratio, "slowest backward pack over the mean"),
     Column("imbalance_dp", "dp\nmax/mean", format_ratio, "slowest replica over the mean"),
     Column("peak_memory_bytes", "memory\npeak", format_bytes, "most bytes any device holds at any time"),
-    Column(
-        "peak_host_bytes_per_node",
-        "host\na node",
-        format_bytes,
-        "most memory of a node's host that offloaded activations take",
-    ),
+    Column("peak_host_bytes_per_node", "host\na node", format_bytes, "host memory of offloaded activations"),
     Column("cap_violations", "over\ncap", format_count, "packs over the memory cap"),
     Column("num_packs_forward", "packs\nfwd", format_count, "forward packs of a step"),
     Column("num_packs_backward", "packs\nbwd", format_count, "backward packs of a step"),
     Column("deferred_tokens", "tokens\ndeferred", format_count, "tokens moved to a later step"),
     Column("dropped_tokens", "tokens\ndropped", format_count, "tokens never trained"),
     Column("plan_time_s", "plan\ntime", format_seconds, "seconds to plan a step"),
-    Column("time_split", "lost to", format_losses, "the two largest losses beside useful work, share of the step"),
+    Column("time_split", "lost to", format_losses, "the two largest losses, share of the step"),
     Column("cuts", "cuts", str, "whole documents, or slices: the same forward and backward (symmetric), or not"),
     Column("schedule", "schedule", str, "in which order pipeline ranks run packs (plan.options.schedule)"),
     Column("sharding", "shared\nby", str, "how context-parallel ranks share packs (plan.options.cp_sharding)"),
@@ -147,27 +117,10 @@ def is_feasible(row: Mapping[str, object]) -> bool:
 
 # Left out first when the terminal is narrow. What is not here stays: the step time, the factor over best_fit, tokens/s.
 _LEFT_OUT_FIRST = (
-    "layout",
-    "sharding",
-    "cuts",
-    "schedule",
-    "num_packs_backward",
-    "num_packs_forward",
-    "plan_time_s",
-    "imbalance_dp",
-    "imbalance_backward",
-    "imbalance_forward",
-    "time_split",
-    "fraction_of_layout_bound",
-    "mfu",
-    "peak_host_bytes_per_node",
-    "bubble_fraction",
-    "dropped_tokens",
-    "step_time_interval_s",
-    "cap_violations",
-    "peak_memory_bytes",
-    "deferred_tokens",
-    "fraction_of_bound",
+    *("layout", "sharding", "cuts", "schedule", "num_packs_backward", "num_packs_forward", "plan_time_s"),
+    *("imbalance_dp", "imbalance_backward", "imbalance_forward", "time_split", "fraction_of_layout_bound", "mfu"),
+    *("peak_host_bytes_per_node", "bubble_fraction", "dropped_tokens", "step_time_interval_s", "cap_violations"),
+    *("peak_memory_bytes", "deferred_tokens", "fraction_of_bound"),
 )
 _NEVER_CONSTANT = frozenset(
     {
@@ -180,12 +133,32 @@ _MUCH_WAITING = 0.05
 """Of a step's time."""
 
 
+def _bare_table(title: str, first: str, *headings: str, left: Sequence[str] = ()) -> Table:
+    """Without rules between columns; the first column and those of `left` stand on the left."""
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for heading in (first, *headings):
+        table.add_column(heading, justify="left" if heading in (first, *left) else "right", no_wrap=True)
+    return table
+
+
+def _add_strategy(table: Table, row: Mapping[str, object], best: str, cells: Sequence[str], remark: str = "") -> None:
+    is_best = row["name"] == best
+    name = f"{'▶' if is_best else ' '} {row['name']}{remark}"
+    table.add_row(*map(Text, (name, *cells)), style="bold green" if is_best else None)
+
+
 @dataclass(frozen=True)
 class ComparisonTable:
     """A rich renderable: strategies side by side, the best marked, as many columns as the width takes.
 
-    What is the same in all rows stands in a line above the table. A cut number is a wrong number, so columns that do
-    not fit are left out whole and named below the table; then those that cannot run, with the reason.
+    What is the same in all rows stands in a line above the table. Columns that do not fit are left out whole and named
+    below the table; then those that cannot run, with the reason.
     """
 
     rows: Sequence[Mapping[str, object]]
@@ -213,16 +186,10 @@ class ComparisonTable:
                 yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
 
     def _table(self, rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Table:
-        title = Text(self.title) if self.title else None
-        table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("strategy", no_wrap=True)
-        for column in columns:
-            table.add_column(column.heading, justify="left" if column.key in TEXT_COLUMNS else "right", no_wrap=True)
+        words = [column.heading for column in columns if column.key in TEXT_COLUMNS]
+        table = _bare_table(self.title, "strategy", *(column.heading for column in columns), left=words)
         for row in rows:
-            is_best = row["name"] == self.best
-            name = Text(f"{'▶' if is_best else ' '} {row['name']}")
-            cells = [Text(format_cell(column, row)) for column in columns]
-            table.add_row(name, *cells, style="bold green" if is_best else None)
+            _add_strategy(table, row, self.best, [format_cell(column, row) for column in columns])
         return table
 
 
@@ -245,9 +212,8 @@ def _on_one_line(column: Column) -> str:
 
 
 def step_line(row: MetricRow) -> str:
-    """One line about one step, within 100 columns where nothing is unusual: what was learnt and how fast. Tokens are
-    real ones, without padding; a dash stands for what is not known. What waiting for data took is told where it is much
-    of the step, deferred documents where there are any."""
+    """One line about one step, within 100 columns where nothing is unusual. Tokens are without padding; waiting for
+    data and deferred documents are named where there is much of them."""
     step_s, wait_s = _number(row["step_time_s"]), _number(row["data_wait_s"])
     parts = [
         f"step {row['step']}",
@@ -291,7 +257,7 @@ class EngineTable:
     """A rich renderable: strategies on one engine, the fastest marked, then those that could not be planned.
 
     Args:
-        rows: `engines.evaluate.EngineResult` as builtins.
+        rows: `integrations.evaluate.EngineResult` as builtins.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -299,18 +265,11 @@ class EngineTable:
     title: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(
-            title=Text(self.title), title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        table.add_column("strategy", no_wrap=True)
-        for _, heading, _ in _ENGINE_COLUMNS:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in (row for row in self.rows if not row["why"]):
-            is_best = row["name"] == self.best
-            by = f" ({row['planned_by']})" if row["planned_by"] else ""
-            cells = [Text(format(row[key])) for key, _, format in _ENGINE_COLUMNS]
-            name = Text(f"{'▶' if is_best else ' '} {row['name']}{by}")
-            table.add_row(name, *cells, style="bold green" if is_best else None)
+        table = _bare_table(self.title, "strategy", *(heading for _, heading, _ in _ENGINE_COLUMNS))
+        for row in self.rows:
+            if not row["why"]:
+                cells = [format(row[key]) for key, _, format in _ENGINE_COLUMNS]
+                _add_strategy(table, row, self.best, cells, f" ({row['planned_by']})" if row["planned_by"] else "")
         yield table
         for row in self.rows:
             if row["why"]:
@@ -354,15 +313,19 @@ class LayoutTable:
     title: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        title = Text(self.title) if self.title else None
-        table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("step", "layout", "A B C D", "action"):
-            table.add_column(heading, no_wrap=True)
-        for heading in ("T(keep)", "T(save)", "T(new)", "T(switch)"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        left, seconds = ("layout", "A B C D", "action"), ("T(keep)", "T(save)", "T(new)", "T(switch)")
+        table = _bare_table(self.title, "step", *left, *seconds, left=left)
         table.add_column("why")
-        for rows in _runs(self.decisions):
-            first, last = rows[0], rows[-1]
+
+        def kind(decision: LayoutDecision) -> object:
+            apart = decision.step if decision.is_switch else None
+            return decision.layout, format_conditions(decision), format_action(decision), apart
+
+        for _, rows in itertools.groupby(self.decisions, kind):
+            first, *rest = rows
+            last = rest[-1] if rest else first
+            switched = last.other and last.measured_switch_s is not None
+            measured = f" ({format_seconds(last.measured_switch_s)} measured)" if switched else ""
             table.add_row(
                 f"{first.step}" if first is last else f"{first.step}-{last.step}",
                 Text(last.layout),
@@ -371,7 +334,7 @@ class LayoutTable:
                 format_predicted(last.keep_s),
                 _saving_cell(last),
                 format_predicted(last.new_s) if last.other else "",
-                _switch_cell(last),
+                f"{format_seconds(last.switch_s)}{measured}" if last.other else "",
                 Text(last.why),
                 style="bold" if last.is_switch else None,
             )
@@ -388,19 +351,3 @@ def _saving_cell(decision: LayoutDecision) -> str:
     by_layers, by_documents = decision.save_layers_s, decision.save_documents_s
     has_layers = by_layers is not None and (by_documents is None or by_layers < by_documents)
     return format_predicted(decision.save_s) + (" (layers)" if has_layers else "")
-
-
-def _switch_cell(decision: LayoutDecision) -> str:
-    if not decision.other:
-        return ""
-    measured = decision.measured_switch_s
-    return format_seconds(decision.switch_s) + ("" if measured is None else f" ({format_seconds(measured)} measured)")
-
-
-def _runs(decisions: Sequence[LayoutDecision]) -> Iterator[list[LayoutDecision]]:
-    def kind(decision: LayoutDecision) -> object:
-        apart = decision.step if decision.is_switch else None
-        return decision.layout, format_conditions(decision), format_action(decision), apart
-
-    for _, rows in itertools.groupby(decisions, kind):
-        yield list(rows)

@@ -1,14 +1,8 @@
-"""The critical path of a simulated schedule, and where the idle time of its ranks goes (`split_bubble`).
+"""Find the critical path of a simulated schedule, and where the idle time of its ranks goes (`split_bubble`).
 
-The critical path: the chain of actions and p2p transfers, from start to end of the step, that sets the makespan.
-
-Every action starts the moment its last input is there: when the action before it on its rank has ended, or when the
-transfer from the neighbour stage arrives. That input is its *binding* predecessor (of two that are there at the same
-time the one on its own rank). Following binding predecessors back from the last end gives the path. It has no gap:
-its seconds, added up from the start, are the makespan to the last bit. Shortening anything else changes nothing.
-
-The list of actions is the longest path of the graph of dependencies, read off a finished simulation
-(start and end times) instead of the graph: O(V + E), numpy, no graph is built.
+An action starts the moment its last input is there, from the action before it on its rank or from the neighbour stage.
+Following these *binding* predecessors back from the last end gives the critical path, whose seconds add up to the
+makespan to the last bit. Of two inputs at the same time the own rank's binds. O(actions) numpy; no graph is built.
 """
 
 import dataclasses
@@ -44,10 +38,8 @@ class CriticalPath:
         return float(self.p2p_s.sum())
 
     def describe(self) -> str:
-        """What bounds the makespan, in one line; "" without actions.
-
-        For example `rank 3 computes 91.2 % (F 30.1, B 61.1), ranks 0, 1, 2 fill and drain 8.0 %, p2p 0.8 %`.
-        """
+        """Describe what bounds the makespan in one line, such as "rank 3 computes 91.2 % of it (F 30.1, B 61.1), ...
+        p2p 0.8 %"; "" without actions."""
         if not self.makespan_s > 0:
             return ""
         shares = 100.0 * self.compute_s / self.makespan_s
@@ -122,10 +114,8 @@ def p2p_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.floa
 def p2p_transfers(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """All transfers between stages as (producer, consumer, start, end); int64[h] actions and float64[h] seconds.
-
-    A transfer starts when its producer has ended; those of one link do not queue behind each other (an edge delay).
-    """
+    """Return all transfers between stages as (producer, consumer, start, end); int64[h] actions and float64[h] seconds.
+    Those of one link do not queue behind each other."""
     producer = producers(tasks, actions)
     consumer = np.flatnonzero(producer >= 0)
     start_s = simulation.end_s[producer[consumer]]
@@ -143,28 +133,17 @@ def action_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.f
     return seconds
 
 
-# Where a pipeline's idle time goes. O(actions) in practice, see below.
+# Where a pipeline's idle time goes:
 #
-# Every rank's share of the makespan is busy time or one of six kinds of idle time:
+#     warm-up           before a rank's first action: the pipeline fills (p2p and imbalance inside it included)
+#     cool-down         after its last action; the whole makespan of a rank without actions
+#     p2p               transfers in the chains of actions that made the rank wait in a gap
+#     dependency        what it would wait as well if all actions of a kind took their mean: the order's own price
+#     stage imbalance   what it would wait beyond that if packs were equal and stages were not
+#     pack imbalance    the rest
 #
-#     warm-up        before its first action: the pipeline fills
-#     cool-down      after its last action: the other ranks drain
-#     p2p, dependency, stage imbalance, pack imbalance    the gaps between its actions
-#
-# A gap is explained by the chain of actions and p2p transfers that made the rank wait (`critical_path`):
-# followed back from the action after the gap, it covers the gap without a hole. Its transfers are p2p. Why a rank
-# waits for the actions in it is asked by changing them: the same orders are simulated again with equal actions.
-#
-#     dependency        what the rank would wait as well if all actions of a kind took their mean: the order's own price
-#     stage imbalance   what it would wait beyond that if packs were equal and stages were not (head, embedding, layers)
-#     pack imbalance    the rest: packs differ
-#
-# so `busy + warm-up + cool-down + p2p + the three = ranks * makespan`, up to rounding. None is negative: a rank waits
-# for no other cause than its own gaps have, also where equal actions would make it wait longer. P2p transfers and
-# imbalance inside the warm-up count as warm-up. A rank without actions is idle in cool-down for the whole makespan.
-#
-# Price: three simulations, and for each one numpy pass for every action of the longest chain inside one gap; chains
-# are short, about one action a stage, because their actions follow each other in time within the gap.
+# Busy time and these add up to ranks * makespan, and none is negative. Price: three simulations, and one numpy pass for
+# every action of the longest chain inside one gap.
 
 
 class Bubble(NamedTuple):

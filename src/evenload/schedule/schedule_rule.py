@@ -60,18 +60,14 @@ class ScheduleRule:
         return self.order(tasks, cap)
 
 
-# Static schedules from two sequences: f over backward packs and w over stages (docs/architecture.md).
-#
-# `f[j]` is how many forwards the last stage has run before its backward j.
-#
-# Stage s runs B_j after exactly `min(m_f, f[j] + w[s])` forwards. With the key
+# Static schedules from two sequences (docs/architecture.md): `f[j]`, how many forwards the last stage has run before
+# its backward j, and w, how many forwards a stage runs ahead of the last. Stage s runs B_j after exactly `min(m_f, f[j]
+# + w[s])` forwards. With the key
 #
 #     F(k, s) -> (k - w[s], s)          B(j, s) -> (f[j] - 1/2, j, -s)
 #
-# every data edge and every order edge goes to a larger key if f does not fall, `f[j] >= D[j]` and w does not rise
-# over stages; so the graph has no circle, for any stage durations, and on ranks that hold several stages too when
-# their actions are sorted by key. O(actions log actions), one numpy sort; without one where every rank holds one
-# stage.
+# every edge goes to a larger key if f does not fall, `f[j] >= D[j]` and w does not rise over stages, so there is no
+# circle for any durations, also on ranks with several stages whose actions are sorted by key. O(actions log actions).
 
 
 def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> ActionColumns:

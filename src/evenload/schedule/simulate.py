@@ -1,19 +1,11 @@
-"""When every action of a schedule runs and what every rank holds (SlimPack §4.3). O(actions).
-
-A backward runs whole (B) or as I, for which the neighbours wait, and later W (`PipelineTasks.split`).
-
-An action starts when the previous action of its rank has ended and its inputs are there:
+"""Simulate when every action of a schedule runs and what every rank holds (SlimPack §4.3). O(actions), some 20 ns each.
 
     start = max(end of the previous action on the rank, end of the neighbour stage's action + p2p)
 
-A backward also needs `forwards_needed` forwards on its own stage; those stand before it in the rank's
-order, so they cost no time, only their absence is a deadlock. A p2p transfer is an edge delay (asynchronous copies);
-transfers of one link do not queue behind each other. Memory of a rank is sequential: a forward adds what it
-keeps when it starts, a backward gives back when it ends, temporary bytes are held while an action runs.
-Both follow SlimPack's simulator, whose per-slice edges D replaces by one count.
-
-The core runs it, some 20 ns an action; `tests/reference/simulation.py` is the same as an explicit graph of nodes and
-edges, equal to the last bit.
+A backward runs whole (B) or as I, for which the neighbours wait, and later W. It also needs `forwards_needed` forwards
+on its own stage, which stand before it on the rank: only their absence is a deadlock. P2p transfers are edge delays and
+do not queue. A forward adds what it keeps when it starts, a backward gives back when it ends, temporary bytes are held
+while an action runs. `tests/reference/simulation.py` is the same as an explicit graph, equal to the last bit.
 """
 
 from collections.abc import Sequence
@@ -78,20 +70,11 @@ def _check_actions(tasks: PipelineTasks, actions: ActionColumns) -> None:
         raise ConfigError(f"actions of {actions.num_ranks} ranks for tasks on {tasks.num_ranks} ranks")
 
 
-# A simulation as the `Timeline` that reports draw and measured runs are compared with. O(actions).
-#
-# `memory_ledger` is what every rank holds, event by event, in all or by kind (O(actions · kinds)). The rules are the
-# simulator's. A rank holds its static bytes from the start. When a forward starts, what it keeps and its buffers come
-# on top; when it ends, the buffers go. When a backward starts, its buffers come (with them what it leaves behind:
-# gradients of keys and values, inputs for W); when it ends, they go, and with them what it gives back. Nothing else
-# moves bytes, so a rank's samples, two an action, are all there is; kinds add up to the simulator's total at every
-# sample, and the largest total is its peak.
-
-
 def to_timeline(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation, dp_rank: int, step_time_s: float
 ) -> Timeline:
-    """Tasks in schedule order; memory samples as of `memory_ledger`. The step time is that of all replicas."""
+    """Return tasks in schedule order, and memory samples as of `memory_ledger`, two an action; the step time is that of
+    all replicas."""
     rank = actions.rank.astype(np.int32)
     held = memory_ledger(tasks, actions)
     times_s = np.stack([simulation.start_s, simulation.end_s], axis=1).ravel()

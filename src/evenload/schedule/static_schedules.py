@@ -1,5 +1,5 @@
-"""Schedules whose order follows from the number of packs and their dependencies alone: GPipe, 1F1B (also where stages
-have several ranks), interleaved 1F1B and ZB-H1."""
+"""Order packs by their number and dependencies alone: GPipe, 1F1B (also where stages have several ranks), interleaved
+1F1B and ZB-H1."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,7 @@ from evenload.types.timeline import KINDS
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (KINDS.index(name) for name in "FBIW")
 
 
-# GPipe (Huang et al. 2019): all forwards, then all backwards; every pack is held at once.
-#
-#     stage 0:  0F0 0F1 0F2 0B0 0B1 0B2
-#     stage 1:  1F0 1F1 1F2 1B0 1B1 1B2
-#
-# Backwards run in pack order, as everywhere here, not reversed as in the paper's figure.
+# GPipe (Huang et al. 2019): all forwards, then all backwards, in pack order; every pack is held at once.
 
 
 def gpipe(tasks: PipelineTasks) -> ActionColumns:
@@ -33,26 +28,18 @@ GPIPE = ScheduleRule(
 
 
 # 1F1B where stages have several ranks, to which their packs are dealt in turn (FlexPipe's part-pipeline parallelism).
-#
-# Stage s has g[s] ranks and runs pack k on rank number k % g[s]. Every rank runs 1F1B over its own packs, so many
-# forwards ahead of its backwards that all later ranks have one each: w[s] = W[s] / g[s] of its own, where
+# Stage s has g[s] ranks and runs pack k on rank number k % g[s]. Every rank runs 1F1B over its own packs, w[s] = W[s] /
+# g[s] forwards ahead of its backwards, so that all later ranks have one each:
 #
 #     W[last] = 0        W[s] = W[s+1] + g[s+1], rounded up to a multiple of g[s]
-#
-# Rounding from the end on matters: with 3 in place of 4 packs ahead on the first of 1 + 2 + 1 ranks, equal packs take
-# half as long again. With these:
 #
 #     stage 0:         0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0F6 0B2 ...      w = 4
 #     stage 1, rank 0: 1F0     1F2         1B0     1F4     1B2 ...      w = 1
 #     stage 1, rank 1:     1F1     1F3             1B1     1F5 ...
 #     stage 2:         2F0 2B0 2F1 2B1 2F2 2B2 ...                      w = 0
 #
-# Nothing deadlocks, whatever actions and transfers take. A rank of stage s runs B_j after F_(j + W[s]) and before
-# F_(j + W[s] + g[s]). Give F(k, s) the key (k, s) and B(j, s) the key (j + W[s] + 1/2, -s): every edge on a rank goes
-# to a larger key, F from stage to stage too, and so does B, because W falls from stage to stage. O(actions).
-#
-# Instead of a list schedule with ranks as the resource: the order then depends on predicted durations, and with packs
-# of equal seconds, which `balanced` makes, it is this one.
+# Nothing deadlocks, whatever actions take: with the key (k, s) for F(k, s) and (j + W[s] + 1/2, -s) for B(j, s), every
+# edge goes to a larger key, for W falls from stage to stage. O(actions).
 
 
 def dealt_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
@@ -96,16 +83,12 @@ def _one_rank(own: NDArray[np.int64], warmup: int) -> tuple[NDArray[np.int64], N
     return kind, pack
 
 
-# 1F1B: the static order with `w[s] = P - 1 - s` and the least f, the running maximum of D.
-#
-# With whole documents and equal forward and backward packs (`D[j] = j + 1`) it is the plain 1F1B of PipeDream-Flush
-# (Narayanan et al. 2021): after `P - 1 - s` warm-up forwards every stage alternates
+# 1F1B: the static order with `w[s] = P - 1 - s` and the least f, the running maximum of D. With whole documents it is
+# the plain 1F1B of PipeDream-Flush (Narayanan et al. 2021); on sliced packs SlimPack's 1F1B without injected forwards.
+# A stage holds at most P - s packs when `D[j] = j + 1`.
 #
 #     stage 0:  0F0 0F1 0B0 0F2 0B1 0B2
 #     stage 1:  1F0 1B0 1F1 1B1 1F2 1B2
-#
-# On sliced packs it is SlimPack's 1F1B without injected forwards. A stage holds at most P - s packs when `D[j] = j +
-# 1`.
 
 
 def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
@@ -133,15 +116,12 @@ ONE_F_ONE_B = ScheduleRule(
 #     rank 0 (stages 0, 2):  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
 #     rank 1 (stages 1, 3):  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 #
-# Packs go in groups: the packs of the first through the rank's first stage, then through its second, and so on. As
-# published a group has R packs, and steps a multiple of R; here as many groups as R goes into the packs, as even as
-# can be, so any number of packs is scheduled. With G packs in the largest group, and at least R, rank r runs `2 (R -
-# 1 - r) + (v - 1) G` forwards, then alternates. On equal packs the makespan is `(v max(m, R) + min(m, R) - 1) (tF +
-# tB)` with tF and tB of one virtual stage: the bubble is v times smaller than 1F1B's.
+# Packs go in groups through the rank's first stage, then through its second, and so on: as many groups as R goes into
+# the packs, as even as can be, so that any number of packs is scheduled. With G packs in the largest group, and at
+# least R, rank r runs `2 (R - 1 - r) + (v - 1) G` forwards, then alternates. The bubble is v times smaller than 1F1B's.
 #
-# It never gets stuck. Number a rank's forwards by turn i, groups of fewer than R packs (there is one, where the step
-# has no more) as if they had R; backward i stands behind forward i + warmup. Give F of turn i on rank r the key i + r
-# and B the key i + 2 (R - 1) + (v - 1) G - r + 1/2: every edge on a rank and between ranks goes to a larger key, from
+# It never gets stuck. Number a rank's forwards by turn i, groups of fewer than R packs as if they had R. Give F of turn
+# i on rank r the key i + r and its B the key i + 2 (R - 1) + (v - 1) G - r + 1/2: every edge goes to a larger key, from
 # a rank's last to its next stage too, because that is at least R turns later. O(actions log actions).
 
 
@@ -185,23 +165,15 @@ INTERLEAVED = ScheduleRule(
 )
 
 
-# ZB-H1: 1F1B with split backwards, whose weight gradients fill the drain (Qi et al. 2023, "Zero Bubble", §3).
-#
-# Every backward runs as I, which the stage before waits for, and later W. Stage s defers W by s packs: after I of
-# pack j comes W of pack j - s, and what is left at the end.
+# ZB-H1: 1F1B with split backwards, whose weight gradients fill the drain (Qi et al. 2023, "Zero Bubble", §3). Stage s
+# defers W by s packs: after I of pack j comes W of pack j - s, and what is left at the end.
 #
 #     stage 0:  0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
 #     stage 1:  1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
 #     stage 2:  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 #
-# A stage that starts late has little to wait for and many W left over; a stage that starts early waits for gradients
-# and has W to run while it does. No stage holds more than P packs, which is what 1F1B's first stage holds. On equal
-# packs without p2p transfers, with tF, tI and tW seconds, the makespan is
-#
-#     m (tF + tI + tW) + (P - 1) (tF + max(0, tI - tW))
-#
-# against 1F1B's bubble of (P - 1) (tF + tI + tW). Any packs can be scheduled, sliced documents too: the forwards are
-# 1F1B's of `one_f_one_b`. O(actions log actions).
+# No stage holds more than P packs, as 1F1B's first. On equal packs without p2p the makespan is `m (tF + tI + tW) + (P -
+# 1) (tF + max(0, tI - tW))`. Any packs can be scheduled, sliced documents too. O(actions log actions).
 
 
 def zero_bubble_h1(tasks: PipelineTasks) -> ActionColumns:

@@ -1,20 +1,18 @@
-"""What stands before and after a step's packs: gathers of updated weights, sums of gradients, the update.
+"""Time what stands before and after a step's packs: gathers of updated weights, reductions of gradients, the update.
 
-What precedes a step's packs: updated weights gathered unit by unit, beside the update and the first forwards.
+Updated weights are gathered unit by unit, after the update of the unit and the gather before it
+(`runtime.optim.data_parallel`), during the update and the first forwards. A forward waits for the gathers of its own
+units, the first backward for all. Gradients are reduced unit by unit from the head down, as soon as the last replica
+has completed a unit and the reduction before it is done. The norm needs the reductions of all ranks, the update the
+norm.
 
-The update runs from the start of the model to its end, and a unit's gather follows it and the gather before it
-(`runtime.optim.data_parallel`). A forward waits for the gathers of its own units, layer by layer, and the first
-backward for all. Times follow two clocks, as at the end of a step (`schedule.step_ends`): while a gather runs beside
-compute it takes `communication_slowdown` times its seconds and compute goes on at the rate 1 - `compute_slowdown`;
-while nothing is computed, because a forward waits for weights or the rank for its first pack, the gather takes its
-seconds alone. What a rank loses is put on its first forward, and the packs are simulated again. Ranks further down the
-pipeline have the time that those before them lose.
+Times follow two clocks: a collective during compute takes `communication_slowdown` times its seconds, and compute goes
+on at the rate 1 - `compute_slowdown` (`cost.coefficients.OverlapCost`); while nothing is computed it takes its seconds
+alone. What a rank loses to gathers is put on its first forward, and the packs are simulated again.
 
-The gathers priced in a step are those of the update before it, taken to be of the same layout. What is left out: the
-first step of a run has none before it; what lies between two steps (the wait for data, the timeline, a checkpoint)
-hides more of them.
-
-Price: O(units) a rank, and one more simulation a replica.
+Left out: the gathers are taken to be of the same layout as the step; what lies between two steps hides more of them; a
+rank whose last backward is slowed lets the stage before it wait longer. O(replicas · (actions + stages) + units), a few
+milliseconds for 32 replicas, and one more simulation a replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +46,7 @@ class RankGathers:
     """The gathers of the units of one pipeline rank, over all that hold them, from the step's start.
 
     Args:
-        unit: int64[n], in their order; start_s, end_s: float64[n], below 0 beside the update before the step.
+        unit: int64[n], in their order; start_s, end_s: float64[n], below 0 during the update before the step.
         wait_start_s, wait_end_s: float64[m], when forwards wait for them.
         lost_s: by which the rank's first packs are later.
     """
@@ -102,12 +100,6 @@ def delayed(replica: SimulatedReplica, gathers: Sequence[RankGathers]) -> Simula
 def _rank_gathers(
     costs: PackCosts, overlap: OverlapCost, rank: int, needed_s: Mapping[int, float], first: tuple[float, float]
 ) -> RankGathers:
-    """Over all ranks that hold the layers of one.
-
-    Args:
-        needed_s: by unit, from the step's start, were nothing gathered.
-        first: when the rank's first forward begins, and by how much later because of ranks before it.
-    """
     layout, coefficients = costs.layout, costs.coefficients
     found = unit_transfers(costs.model, coefficients, layout, rank)
     updated_s = np.cumsum(coefficients.optimizer_s_per_parameter * found.parameters / layout.data_sizes[rank])
@@ -213,21 +205,6 @@ def _first_places(actions: ActionColumns, kind: str, num_stages: int) -> NDArray
     return found
 
 
-# What follows a step's packs: gradients summed unit by unit, partly beside them, then the update, then the gather
-# where it does not run beside the next step's first packs (`schedule.step_ends`).
-#
-# All ranks that hold the same units sum them in one order, from the head down to the embedding, each as soon as the
-# last of the replicas has completed it and the sum before it is done (`runtime.optim.data_parallel`). Times follow
-# two clocks: while a sum runs beside compute it takes `communication_slowdown` times its seconds, and compute goes on
-# at the rate 1 - `compute_slowdown` (`cost.coefficients.OverlapCost`), which puts off what it has yet to complete.
-# After compute a sum takes its seconds alone. The norm needs the sums of all ranks, the update the norm.
-#
-# What is left out: a rank whose last backward becomes slower lets the stage before it wait longer; a sum slows
-# compute also where the rank would have waited. The plain account that it is tested against is in tests/schedule.
-#
-# Price: O(replicas · (actions + stages) + units), a few milliseconds for 32 replicas.
-
-
 @dataclass(frozen=True, eq=False)
 class RankSums:
     """The sums of the units of one pipeline rank, over all that hold them.
@@ -246,12 +223,12 @@ class RankSums:
 
     @property
     def seconds(self) -> float:
-        """In which a sum runs."""
+        """Return the seconds in which a reduction runs."""
         return float((self.end_s - self.start_s).sum())
 
     @property
     def hidden_s(self) -> float:
-        """Of these, beside compute."""
+        """Return those of `seconds` during compute."""
         early = np.minimum(self.end_s, self.compute_end_s) - np.minimum(self.start_s, self.compute_end_s)
         return float(early.sum())
 
@@ -358,7 +335,6 @@ def _rank_sums(
 
 
 def _rank_ends(replica: SimulatedReplica) -> NDArray[np.float64]:
-    """End of every rank's last action, 0 without any; float64[ranks]."""
     offset = replica.actions.rank_offset
     has_actions = offset[1:] > offset[:-1]
     found = np.zeros(len(has_actions))
@@ -367,7 +343,6 @@ def _rank_ends(replica: SimulatedReplica) -> NDArray[np.float64]:
 
 
 def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> dict[tuple[int, int], float]:
-    """By rank and unit when the last replica has completed the unit's gradients there."""
     places = [_completing_places(costs, replica) for replica in replicas]
     packs: dict[tuple[int, int], int] = {}
     for number, (replica, (place, _)) in enumerate(zip(replicas, places, strict=True)):

@@ -54,8 +54,6 @@ def _checked(tasks: PipelineTasks, path: str, part: object, names: tuple[str, ..
 
 
 # The text of a deadlock: how many actions ran, and every rank's next ones, the stuck ones with what they await.
-#
-# deadlock: 2 of 8 actions ran rank 0: 0F0 0B0 <-- waits for 1B0  0F1 0B1 rank 1: 1F0 1F1 <-- waits for 0F1  1B0 1B1
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 4, 6
 

@@ -1,11 +1,8 @@
-"""Is a schedule complete, in order, and free of deadlock? Run on every plan before execution.
+"""Check that a schedule is complete, in order, and free of deadlock. Run on every plan before execution.
 
-Running all actions in simulated time proves it. The simulator refuses actions on other ranks or out of pack order and
-gets stuck where an input or a needed forward comes too late; actions missing at the end of a list show in the counts.
-With directed channels in pack order on both sides nothing else can block: sends are not waited for and receives are
-posted in that order. `tests/reference/rendezvous.py` plays those channels themselves and must agree.
-
-O(actions), some 20 ns each; only a schedule that is refused is gone through in Python, to name its first fault.
+Running all actions in simulated time proves it: the simulator refuses actions on other ranks or out of pack order and
+gets stuck where an input comes too late; missing actions show in the counts. With directed channels in pack order on
+both sides nothing else can block (`tests/reference/rendezvous.py`). O(actions), some 20 ns each.
 """
 
 from collections.abc import Sequence
@@ -69,7 +66,6 @@ def check_schedule(
 
 
 def _instant_tasks(num_forward: int, needed: list[int], ranks: list[int], num_ranks: int) -> PipelineTasks:
-    """Packs that take no time and hold nothing."""
     num_backward, num_stages = len(needed), len(ranks)
     seconds = np.zeros((num_backward, num_stages))
     return PipelineTasks.without_bytes(
@@ -137,7 +133,6 @@ def _first_fault(actions: ActionColumns, tasks: PipelineTasks) -> str | None:
 
 
 def _missing(following: dict[tuple[int, int, int], int], totals: tuple[int, int], tasks: PipelineTasks) -> str | None:
-    """Which stage lacks packs at its end."""
     for (direction, stage, turn), pack in following.items():
         if pack < totals[direction]:
             width = int(tasks.widths[stage])

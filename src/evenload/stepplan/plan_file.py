@@ -1,11 +1,10 @@
-"""The plan file of `evenload plan --emit-plan`: StepPlans as JSON anyone can re-simulate without our code.
+"""Write and read the plan file of `evenload plan --emit-plan`: StepPlans as JSON anyone can re-simulate without our
+code.
 
-The shape is fixed. Beyond it we write a few optional keys so that a file reads back to the very
-same StepPlan: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a replica, `left_out`,
-`mean_token_delay_steps`, `digest`. Slices of a forward pack that a context-parallel group shares say how:
-`sharding` is the pack's rule ("per_sequence" or "per_document"), or `owner` is the rank that computes the slice whole,
--1 = all ranks (`stepplan.rank_rows`). Readers must ignore keys they do not know; so do we. `cost_s` of a pack is not
-stored: it is the largest of its durations.
+The shape is fixed. Optional keys make a file read back to the same StepPlan: `num_label_tokens` of a document, `pad_to`
+of a padded slice, `policies` of a replica, `left_out`, `mean_token_delay_steps`, `digest`; of a shared forward pack
+`sharding`, its rule, or `owner`, the rank that computes the slice whole, -1 = all ranks. Readers ignore keys they do
+not know. `cost_s` of a pack is the largest of its durations.
 """
 
 import json
@@ -179,11 +178,8 @@ def _sharding_from_json(pack: list[dict[str, Any]], where: str) -> PackSharding:
     return rule
 
 
-# `forward_only`: a step's plan without its backwards, for what needs losses and no gradients (validation).
-#
-# Packs, their order on every rank and who computes which rows stay. A forward waits for forwards alone, so any order
-# that the whole plan can be executed in is one of its forwards, too; `check_schedule` proves it of every plan all the
-# same. Documents that only backwards cut are not cut any more, so their keys and values need not be kept. O(actions).
+# `forward_only`: a step's plan without its backwards, for validation. A forward waits for forwards alone, so any order
+# of the whole plan is one of its forwards too; `check_schedule` proves it all the same. O(actions).
 
 
 def forward_only(plan: StepPlan) -> StepPlan:

@@ -1,18 +1,24 @@
-"""Which rows of every pack each rank of a context-parallel group computes: the sharding rules, their rows in columns
-for prices (`ranked_packs`) and as objects for the runtime (`replica_rows`).
-
-The geometry of the rules:
+"""Compute which rows of every pack each rank of a context-parallel group computes, for prices (`ranked_packs`) and for
+the runtime (`replica_rows`).
 
     per_sequence   the pack as one sequence in 2·cp chunks; rank r computes chunks r and 2·cp - 1 - r. Equal tokens,
                    but documents cut anywhere: attention is uneven.
     per_document   every slice in 2·cp chunks, rank r computes a symmetric pair. Equal tokens (± 1) and equal
-                   attention; many short pieces waste kernel tiles. Padding-free: the tokens beyond a multiple of
-                   2·cp make chunks one longer, round robin over ranks through all slices of a pack. (WLB §5.1 assigns
-                   them as separate one-token pieces, each of which would cost a whole tile.)
+                   attention; many short pieces waste kernel tiles. Tokens beyond a multiple of 2·cp make chunks one
+                   longer, round robin over ranks through all slices of a pack (in WLB §5.1 own pieces).
     owners         a slice whole on its owner; those of owner -1 per document
 
-No prices: which rule a pack gets is the planner's choice (`plan.cp_sharding`). O(slices · cp) numpy, for any
-number of packs at once.
+Which rule a pack gets is the planner's choice (`plan.cp_sharding`). A document's tokens stay on one rank from forward
+to backward, but backward packs are cut elsewhere. So forward packs decide, and a slice is first cut into *cells* at its
+document's backward cuts; every cell goes to the ranks by its own 2·cp chunks:
+
+    forward slices   |-------------------|--------------|
+    backward slices  |-----------|----------------------|
+    cells            |-----------|-------|--------------|    each: rank 0 1 .. cp-1 cp-1 .. 1 0
+
+Slices of both directions are unions of cells, so both are even, in tokens (± 1 over a pack) and in attention;
+`per_sequence` keeps its chunks as they are. A document that lies whole on one rank is *local* and needs no transfer.
+O(slices · cp) numpy.
 """
 
 import bisect
@@ -49,7 +55,8 @@ class RankRanges:
 
 
 def joined(ranges: RankRanges) -> RankRanges:
-    """By slice, rank and position; neighbours of one slice and rank are one range, as they are one kernel call."""
+    """Sort by slice, rank and position; neighbours of one slice and rank become one range, as they are one kernel
+    call."""
     order = np.lexsort((ranges.start, ranges.rank, ranges.piece))
     rank, piece, start, stop = (column[order] for column in (ranges.rank, ranges.piece, ranges.start, ranges.stop))
     is_new = np.ones(len(piece), bool)
@@ -131,10 +138,6 @@ def _chunk_tokens(tokens: NDArray[np.int64], offset: NDArray[np.int64], cp: int)
     return np.concatenate([head, tail[:, ::-1]], axis=1)
 
 
-# Rows in columns: of a candidate before it is a plan, for all packs of a replica in some numpy calls. O(n log n) in the
-# ranges.
-
-
 class _Rows(NamedTuple):
     """Token ranges: the slice that each lies in, the rank of the group that has it, its document; int64[n] each."""
 
@@ -156,12 +159,8 @@ class _Side(NamedTuple):
 
 
 class _SharedRows(NamedTuple):
-    """Rows of the forward packs that groups run, cut wherever a slice of either direction begins.
-
-    Args:
-        is_cut: bool[documents], into slices of several packs.
-        scale: more than the tokens of any document: `doc * scale + position` is one sorted key.
-    """
+    """Rows of the forward packs that groups run, cut wherever a slice of either direction begins; `is_cut`
+    bool[documents], and `scale`, more than the tokens of any document: `doc * scale + position` is one sorted key."""
 
     sides: tuple[_Side, _Side]
     rows: _Rows
@@ -274,7 +273,6 @@ def _joined(rows: _Rows, doc: NDArray[np.int32]) -> _Rows:
 
 
 def _offset(pack: NDArray[np.int64], packs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each of some packs begins among slices that lie in them, in the order of packs."""
     return np.concatenate([np.searchsorted(pack, packs), [len(pack)]])
 
 
@@ -322,26 +320,6 @@ def _ranked(
     return RankedPacks(ranged, first_rank, is_local[ranged.doc], is_cut[ranged.doc], whole, cut)
 
 
-# Which rows of every pack each rank of a context-parallel group computes, in both directions.
-#
-# The rules above share one pack. A document's tokens must stay on one rank from forward to backward, because that rank
-# holds what their forward recorded, but backward packs are cut elsewhere. So the forward packs decide, and a slice is
-# first cut into *cells* at its document's backward cuts; every cell goes to the ranks by its own 2·cp chunks:
-#
-#     forward slices   |-------------------|--------------|
-#     backward slices  |-----------|----------------------|
-#     cells            |-----------|-------|--------------|    each: rank 0 1 .. cp-1 cp-1 .. 1 0
-#
-# Slices of both directions are unions of cells, so both are even, in tokens (± 1 over all cells of a pack) and in
-# attention. Where both directions have the same cuts, cells are slices. `per_sequence` keeps its chunks as they are;
-# a backward pack with other cuts is then as uneven as it falls.
-#
-# A document that lies whole on one rank is *local*: it needs no transfer. WLB and Skrull never cut documents;
-# SlimPack cuts those that its DP-Merge shares, but does not say who computes which rows.
-#
-# Pure data, the same on every member of a group. O(slices · cp) a replica.
-
-
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
     """Where a document's tokens lie.
@@ -380,7 +358,6 @@ class DocumentRows:
 
 
 def _append(ranges: list[Range], following: Range) -> None:
-    """Add the next tokens of a document, joined to the last ones where they touch."""
     if ranges and ranges[-1].stop == following.start:
         ranges[-1] = ranges[-1]._replace(stop=following.stop)
     else:
@@ -489,7 +466,6 @@ def _pack_rows(pack: MicroPack, documents: dict[int, DocumentRows], block: Repli
 
 
 def _require_owners(plan: StepPlan, pack: MicroPack, ranks: int) -> None:
-    """Refuse a pack that ranks share and whose sharding does not say who computes what."""
     if ranks == 1:
         return
     where = f"step {plan.step}: {pack.direction} pack {pack.index}"

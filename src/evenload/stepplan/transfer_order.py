@@ -1,20 +1,27 @@
-"""When a rank posts its receives (`transfer_order`), and when it may wait for its own sends and free them.
+"""Order a rank's receives (`transfer_order`), and say when it may wait for its own sends and free them (`freed_sends`).
 
-Freeing sends means that a rank need not keep them to the end of the step. A send is over when its receiver has posted
-the receive, which it does in its own order. Transports do not tell (with gloo `Work.is_completed()` stays False until
-`wait`), and waiting at a bad moment is a deadlock: two ranks that wait for each other's receives. So both ends need one
-order of all actions that no wait goes against. The plan has one, its predicted start times:
+A send is over when its receiver has posted the receive, which transports do not tell, and waiting at a bad moment is a
+deadlock. So both ends follow one order of all actions, the plan's predicted start times:
 
     before an action that starts at t, wait for the sends of a channel whose pack number i is followed by a pack
     i + LAG that its receiver starts strictly before t
 
-Every edge of the schedule goes to an equal or later start and every such wait to a strictly later one, so they form
-no circle, whatever the real durations. By then the receiver has long posted the receive, unless it is LAG packs
-behind its prediction; then the sender waits for it, once it would run LAG packs further ahead than planned.
+Every edge of the schedule goes to an equal or later start and every such wait to a strictly later one, so they form no
+circle, whatever the real durations. Replicas that share packs (DP-Merge) run them first and alike, with predictions
+that agree to the bit; where they do not (plans made by hand), no send is waited for before the end of the step.
 
-Replicas that share packs (DP-Merge) meet in their transfers, so the argument needs one order of all their actions.
-Plans run shared packs first and alike on all members, whose predictions then agree on them to the bit. Where they do
-not (plans made by hand), no send is waited for before the end of the step.
+Where all transfers of a rank share one first-in-first-out queue (`queued_order`), two ranks must post what they
+exchange in the same order. Both follow one order of all actions, in which each comes after what it needs:
+
+    a transfer stands where the action stands that sends it
+    before an action a rank posts all receives that stand before it, in their order
+    when a channel has sent LAG more, a rank waits for a send and lets its tensor go
+
+Nothing deadlocks. Let A be the first action of the order that has not run, on any rank: all that it waits for stands
+before it, so it was sent. Of all transfers sent and not arrived take the first, which stands before A: its sender
+posted it and all before it; its receiver's next action stands at A or later, so the receiver did too; so it arrives,
+and the next, until A runs. The order is by predicted ends (Kahn's algorithm with a heap), so that while ranks run as
+predicted no transfer waits for one that is not there yet. Actions of replicas that share packs are placed together.
 
 A rank keeps what is under way in the prediction plus LAG packs a channel. O(actions log actions).
 """
@@ -62,7 +69,8 @@ def freed_sends(plan: StepPlan, dp_rank: int, pp_rank: int) -> FreedSends:
 
 
 def freed_before(over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.number]) -> FreedSends:
-    """For every own action the channels whose first so many sends are over: LAG packs further ones are over before it.
+    """Return for every own action the channels whose first so many sends are over: LAG packs further ones are over
+    before it.
 
     Args:
         over: by channel, when each send is over; not falling.
@@ -115,36 +123,6 @@ def _members_agree(plan: StepPlan) -> bool:
         for block, rows in met.items():
             starts[block].append(rows)
     return all(rows == of_members[0] for of_members in starts.values() for rows in of_members)
-
-
-# `transfer_order`: when a rank posts its receives, so that all its transfers can share one first-in-first-out queue.
-#
-# Where transfers of a rank do not run side by side, two ranks must post what they exchange in the same order. Each
-# rank's own order of work does not give one: a stage receives hidden states while it sends gradients. So both follow
-# one order of all actions of the plan, in which every action comes after what it needs:
-#
-#     a transfer stands where the action stands that sends it
-#     before an action a rank posts all receives that stand before it, in their order
-#     when a channel has sent LAG more, a rank waits for a send and lets its tensor go (`freed_sends`)
-#
-# Sends are posted by their actions, and a rank's actions stand in its own order, so a rank posts everything in order.
-#
-# Nothing deadlocks, even if every rank's device ran one transfer at a time in the order of posting, with whatever
-# peer. Let A be the first action of the order that has not run, on any rank. All that it waits for, its input and the
-# receipt of its rank's earlier sends, stands before it, so it was sent. Of all transfers that were sent and have not
-# arrived, take the first; it stands before A. Its sender posted it and all before it. Its receiver's next action
-# stands at A or later, so the receiver posted it and all before it, too; and those have arrived. So it arrives, and
-# then the next one, until A runs. Any order that follows the plan will do; durations decide only how long transfers
-# wait for each other.
-#
-# The order is by predicted ends. A transfer then stands behind those alone that are sent earlier in the prediction,
-# so while ranks run as predicted none waits for one that is not there yet; an order that counts actions would put
-# hidden states that are ready behind the gradient of a long pack. Taking the earliest end of all actions whose needs
-# are placed (Kahn's algorithm with a heap) follows the plan whatever the predictions are. Replicas that share packs
-# meet in them, so their actions are placed together, a shared one as one action of all members.
-#
-# Price: a rank keeps LAG sent tensors a channel, and receives that are under way in the prediction (directed channels
-# leave these with the sender). O(actions log actions), of all replicas that share packs with this one.
 
 
 def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: ChannelMode) -> TransferOrder:

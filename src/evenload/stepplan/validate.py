@@ -1,20 +1,22 @@
-"""`validate_plan`: the invariants of a plan, checked on objects before anything runs.
+"""Check the invariants of a plan on objects before anything runs: `validate_plan`.
 
     digest      the content is what was sealed
     layout      one pack plan, schedule and table of times per replica; ranks and stages fit the layout
     coverage    every token of every document in exactly one forward and one backward slice, on one replica or on all
                 of the block that shares it
-    groups      replicas that share packs run them in one order (below)
     slices      at most one slice of a document in a pack; forward ascends, backward descends
     order       documents start their backward in the order in which they started their forward (FIFO)
     padding     a padded pack holds whole documents not longer than its padding
     cap         no pack above the token limit, padding included
     dealt       where stages have several ranks, which packs go round, a document lies in one pack, the same both ways
-    schedule    every pack once per stage, on the stage's rank, in order, after the forwards it needs; executable
-                without deadlock (`schedule.validate`)
+    schedule    every pack once per stage, on the stage's rank, in order, executable (`schedule.validate`)
+    sharing     a slice is shared by the layout's context ranks, by one of them (DACP), or by an aligned block of
+                replicas, whose size divides all; crossing blocks are refused, and a block's members have its documents
+    meeting     all members run the shared packs, larger blocks first, in the same order in both directions, with the
+                same sharding and the same order of actions on every rank: else they meet at different collectives
 
-Independent of the planners: it reads only the plan. O(n log n) for n slices, about 1 µs each
-(`slice_offences`), and O(actions).
+Independent of the planners. Slices are read into one table, and an invariant is a few numpy operations over it: O(n log
+n) for n slices, about 1 µs each, and O(actions). `tests/reference/slice_offences.py` checks one slice after the other.
 """
 
 import itertools
@@ -30,19 +32,8 @@ from evenload.schedule.validate import check_schedule
 from evenload.types.document import MicroPack, ReplicaBlock
 from evenload.types.plan import StepPlan, block_of, plan_digest
 
-# Invariants of slices that several replicas share (DP-Merge): what `validate_plan` checks about groups.
-#
-# sharing    a slice is shared by the layout's context ranks, by one of them (DACP), or by a whole block of replicas:
-#            aligned, a number that divides all replicas
-# nested     blocks that have a replica in common lie one in the other
-# members    every replica of the block, and no other, has the document
-# order      all members run the shared packs, larger blocks first, in the same order in both directions, with the same
-#            sharding, and on every rank in the same order of actions: else they meet at different collectives
-#            and hang
-
 
 def group_offences(plan: StepPlan) -> Iterator[str]:
-    """Offences against the invariants, in words."""
     layout = plan.layout
     homes: dict[int, set[int]] = {}
     wanted: dict[int, ReplicaBlock] = {}
@@ -111,13 +102,6 @@ def _shared_order_offences(plan: StepPlan, block: ReplicaBlock) -> Iterator[str]
             expected = found
         elif found != expected:
             yield f"replicas {block.first} and {dp_rank} run the packs that they share in different orders or shardings"
-
-
-# `slice_offences`: what `validate_plan` checks about packs and slices, on whole columns.
-#
-# All slices of a plan are read into one table, and an invariant is a few numpy operations over it; rows that break
-# one are named. 1 µs a slice, most of it to read the objects; O(n log n) for n slices.
-# `tests/reference/slice_offences.py` asks the same of one slice after the other.
 
 
 class _Pack(NamedTuple):

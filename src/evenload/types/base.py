@@ -42,7 +42,7 @@ LEAST_SIMILARITY = 0.4
 
 
 def nearest_name(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str | None:
-    """The most similar of `known`, upper and lower case alike; None where none is similar."""
+    """Return the most similar of `known`, upper and lower case alike; None where none is similar."""
     by_lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
     return by_lower[found[0]] if found else None
@@ -54,14 +54,11 @@ def did_you_mean(name: str, known: Iterable[str], similarity: float = LEAST_SIMI
     return f"did you mean '{near}'? " if near else ""
 
 
-# `Registry`: records by name: the built-in ones, those of installed packages (entry points), and registered ones.
-#
-# A package adds a record by an entry point whose value is the record:
+# `Registry`: records by name: built-in ones, registered ones, and those of installed packages, by an entry point whose
+# value is the record. They are looked up once, when the registry is first read.
 #
 #     [project.entry-points."evenload.strategies"]
 #     toy = "toy_package.strategy:TOY"
-#
-# Entry points are looked up once, when the registry is first read; nothing is imported before that.
 
 
 class Named(Protocol):
@@ -77,7 +74,7 @@ Record = TypeVar("Record", bound=Named)
 
 
 class Registry(Mapping[str, Record], Generic[Record]):
-    """Records in the order: built-in, entry points by name, registered.
+    """Map names to records, in the order: built-in, entry points by name, registered.
 
     Args:
         what: one record, in words: "strategy".

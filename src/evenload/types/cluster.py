@@ -25,24 +25,20 @@ class DeviceSpec(Frozen):
     """One accelerator (or CPU process).
 
     Args:
-        name: for example "H100-80GB".
         peak_flops_per_s: dense matrix-product peak in compute precision; MFU is a share of it.
-        memory_bytes: usable for training.
-        reserved_bytes: of `memory_bytes`, for what is no tensor of training: CUDA's context and kernels, NCCL's
-            buffers, workspaces of libraries.
+        memory_bytes: in all; reserved_bytes: of them, for CUDA's context and kernels, NCCL's buffers, workspaces of
+            libraries.
         fragmentation_share: of `memory_bytes`, what the allocator cannot use in one piece.
         matmul_efficiency: share of the peak that large matrix products reach.
-        attention_efficiency: share of the peak that long attention kernels reach forward, by the kernels that the
-            runtime takes by default: on GPUs those in torch itself, FlashAttention 2.
-        attention_backward_efficiency: the same backward; None = as forward.
-        attention_by_backend: [forward, backward] of other backends (`train.attention`) by name, such as
-            "varlen_cuda_fa3"; one that is not named counts as the default.
+        attention_efficiency: share of the peak that long attention reaches forward, by the kernels that the runtime
+            takes by default (on GPUs torch's FlashAttention 2); attention_backward_efficiency: backward; None = as
+            forward.
+        attention_by_backend: [forward, backward] of other backends (`train.attention`) by name; others count as the
+            default.
         matmul_half_tokens: tokens at which matrix products reach half of that efficiency.
-        attention_tile: query rows of one attention kernel block; fewer rows cost a whole block. The rows of a block are
-            of one head, so tensor parallelism, which splits heads, leaves tiles as they are.
+        attention_tile: query rows of one attention kernel block, all of one head; fewer rows cost a whole block.
         kernel_s: fixed seconds a pack costs in every layer (launches, small kernels).
-        memory_bytes_per_s: bandwidth of device memory, for work that it bounds; None = as of an H100, in proportion to
-            the peak.
+        memory_bytes_per_s: bandwidth of device memory; None = as of an H100, in proportion to the peak.
         host_link: to host memory, for offloaded activations; None = offloading cannot be planned.
     """
 
@@ -158,13 +154,12 @@ class ClusterSpec(Frozen):
 def group_link(
     members: int, stride: int, devices_per_node: int, nics_per_node: int, intra_node: LinkSpec, inter_node: LinkSpec
 ) -> LinkSpec:
-    """The link that bounds a ring over `members` ranks that lie `stride` devices apart.
+    """Return the link that bounds a ring over `members` ranks that lie `stride` devices apart.
 
-    Inside a node it is the node's own. A group that leaves the node and has k members in each (k = devices_per_node /
-    stride: in the rank order of `types.layout` the groups of data and context ranks have stride tp) crosses the network
-    on k adapters at once, as NCCL's rings and trees do, one a member; the other groups of the node use the others. With
-    fewer or more adapters than devices each member has its share of them. Inside the node the same bytes go from member
-    to member: min(inside a node, rails x adapter). Counted as if the group filled all its nodes.
+    Inside a node it is the node's own. A group that leaves the node has k = devices_per_node / stride members in each
+    (data and context groups have stride tp) and crosses the network on k adapters at once, one a member, as NCCL's
+    rings do; with fewer or more adapters than devices each member has its share. Then it is min(inside a node, rails x
+    adapter). Counted as if the group filled all its nodes.
     """
     if members * stride <= devices_per_node:
         return intra_node
@@ -184,131 +179,52 @@ def device_share(inter_node: LinkSpec, nics_per_node: int, devices_per_node: int
 
 # Clusters by name (`h100x32`, `a100-40x8`: N devices, 8 a node) or from a TOML file of `ClusterSpec`'s fields.
 #
-# Peaks are dense bf16 of NVIDIA's data sheets, links what one device gets one way; of links so much is counted as
-# SlimPack §6.1 sees arrive on H100: 400 of NVLink's 450 GB/s, and 42 of the 50 GB/s of a 400 Gbit/s adapter a device.
-#
-#     name     data sheet         FLOP/s    memory           memory bandwidth    NVLink, both ways    network a device
-#     h100     H100 SXM           989e12    80 GB            3.35 TB/s           900 GB/s             400 Gbit/s
-#     h200     H200 SXM           989e12    141 GB           4.8 TB/s            900 GB/s             400 Gbit/s
-#     b200     DGX B200, of 8     2,250e12  180 GB           8 TB/s              1,800 GB/s           400 Gbit/s
-#     a100     A100 80GB SXM      312e12    80 GB            2.039 TB/s          600 GB/s             200 Gbit/s
-#     a100-40  A100 40GB SXM      312e12    40 GB            1.555 TB/s          600 GB/s             200 Gbit/s
-#
-# (The data sheets of H100, H200 and B200 print twice the FLOP/s, "with sparsity". Networks are those of the DGX
-# systems.) The bandwidth of H100's memory is left to the default, which is made from it. 3 GB of memory are kept for
-# CUDA, NCCL and libraries, 3 % for fragmentation: both are assumptions. Host links: PCIe 5 x16 (4 x16 of A100), about
-# 80 % of the 63 and 31.5 GB/s of the data sheet arrive.
+# Peaks are dense bf16 of NVIDIA's data sheets (those of H100, H200 and B200 print twice as much, "with sparsity").
+# Links are what one device gets one way, as much as SlimPack §6.1 sees arrive on H100: 400 of NVLink's 450 GB/s, and 42
+# of the 50 GB/s of a 400 Gbit/s adapter a device; networks are those of the DGX systems. 3 GB of memory are kept for
+# CUDA, NCCL and libraries, 3 % for fragmentation: both are assumed. About 80 % of PCIe 5 x16 (63 GB/s; A100: 4 x16,
+# 31.5 GB/s) arrives at the host, and of its memory modules: 2 x 8 channels of DDR5-4800 (H100, H200), DDR5-5600 (B200),
+# DDR4-3200 (A100); 2 TB in eight devices' node, 1 TB of DGX A100 320GB.
 #
 # Attention, share of the peak forward and backward, of long causal documents with heads of 128:
 #
 #     FlashAttention 2, which torch ships and the runtime takes by default
 #         A100    62 and 55 %     Dao 2023, abstract and section 4: 50 to 73 % forward, up to 63 % backward
-#         H100    37 and 33 %     Shah et al. 2024 (FlashAttention 3), section 1: 35 %; Dao 2023, section 4: 335
-#                                 TFLOP/s, 34 %, both passes together
+#         H100    37 and 33 %     Shah et al. 2024 (FlashAttention 3), section 1: 35 %; Dao 2023, section 4: 34 %
 #         B200    16 and 14 %     assumed as fast as on H100: its instructions are those of Ampere
 #     FlashAttention 3, `varlen_cuda_fa3`
-#         H100    68 and 56 %     Shah et al. 2024, abstract: up to 75 % forward; backward 1.5 to 1.75 times as fast as
-# 2
-#
-# Host memory of a node and its bandwidth, both sockets, are those of the DGX systems of eight devices, in proportion
-# where fewer are asked for; about 80 % of the bandwidth of the memory modules arrives.
-#
-#     name     system (data sheet)    memory    memory modules                       bandwidth
-#     h100     DGX H100, DGX H200     2 TB      2 x 8 channels of DDR5-4800          614 GB/s
-#     b200     DGX B200               2 TB      2 x 8 channels of DDR5-5600          717 GB/s (memory: up to 4 TB)
-#     a100     DGX A100 640GB         2 TB      2 x 8 channels of DDR4-3200          410 GB/s
-#     a100-40  DGX A100 320GB         1 TB      the same                             410 GB/s
+#         H100    68 and 56 %     Shah et al. 2024, abstract: up to 75 % forward; backward 1.5 to 1.75 times FA 2
 
 DEVICES_PER_NODE = 8
 """Of the built-in clusters."""
 
-_PCIE5 = LinkSpec(bandwidth_bytes_per_s=50e9, latency_s=10e-6)
-_PCIE4 = LinkSpec(bandwidth_bytes_per_s=24e9, latency_s=10e-6)
-_NETWORK_400 = LinkSpec(bandwidth_bytes_per_s=42e9, latency_s=10e-6)
-_NETWORK_200 = LinkSpec(bandwidth_bytes_per_s=21e9, latency_s=10e-6)
-
-
-def _nvlink(bandwidth_bytes_per_s: float) -> LinkSpec:
-    return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=5e-6)
-
-
-def _device(
-    name: str,
-    peak_flops_per_s: float,
-    memory_gb: int,
-    memory_bytes_per_s: float | None,
-    host_link: LinkSpec,
-    attention: tuple[float, float],
-    others: dict[str, tuple[float, float]] | None = None,
-) -> DeviceSpec:
-    return DeviceSpec(
-        name=name,
-        peak_flops_per_s=peak_flops_per_s,
-        memory_bytes=memory_gb * 1_000_000_000,
-        reserved_bytes=3_000_000_000,
-        attention_efficiency=attention[0],
-        attention_backward_efficiency=attention[1],
-        attention_by_backend=others or {},
-        memory_bytes_per_s=memory_bytes_per_s,
-        host_link=host_link,
-    )
-
-
-_A100_ATTENTION = (0.62, 0.55)
-_H100_ATTENTION = (0.37, 0.33)
 _H100_OTHERS = {"varlen_cuda_fa3": (0.68, 0.56)}
-_B200_ATTENTION = (0.16, 0.14)
 _HOST_SHARE = 0.8
 """Of the bandwidth of the memory modules."""
 
 
 class _System(NamedTuple):
-    """A device with what eight of them have in one node."""
+    """A device, what joins eight of them, and the host memory of their node; bandwidths are bytes a second."""
 
-    device: DeviceSpec
-    intra_node: LinkSpec
-    inter_node: LinkSpec
-    host_memory_bytes: int
-    host_memory_bytes_per_s: float
+    name: str
+    peak_flops_per_s: float
+    memory_gb: int
+    memory_bandwidth: float | None
+    nvlink: float
+    network: float
+    pcie: float
+    host_memory_tb: int
+    host_modules: float
+    attention: tuple[float, float]
+    others: dict[str, tuple[float, float]] = {}  # noqa: RUF012, never changed
 
 
-_TB = 10**12
 _DEVICES: dict[str, _System] = {
-    "h100": _System(
-        _device("H100-80GB", 989e12, 80, None, _PCIE5, _H100_ATTENTION, _H100_OTHERS),
-        _nvlink(400e9),
-        _NETWORK_400,
-        2 * _TB,
-        _HOST_SHARE * 614.4e9,
-    ),
-    "h200": _System(
-        _device("H200-141GB", 989e12, 141, 4.8e12, _PCIE5, _H100_ATTENTION, _H100_OTHERS),
-        _nvlink(400e9),
-        _NETWORK_400,
-        2 * _TB,
-        _HOST_SHARE * 614.4e9,
-    ),
-    "b200": _System(
-        _device("B200-180GB", 2250e12, 180, 8e12, _PCIE5, _B200_ATTENTION),
-        _nvlink(800e9),
-        _NETWORK_400,
-        2 * _TB,
-        _HOST_SHARE * 716.8e9,
-    ),
-    "a100": _System(
-        _device("A100-80GB", 312e12, 80, 2.039e12, _PCIE4, _A100_ATTENTION),
-        _nvlink(250e9),
-        _NETWORK_200,
-        2 * _TB,
-        _HOST_SHARE * 409.6e9,
-    ),
-    "a100-40": _System(
-        _device("A100-40GB", 312e12, 40, 1.555e12, _PCIE4, _A100_ATTENTION),
-        _nvlink(250e9),
-        _NETWORK_200,
-        _TB,
-        _HOST_SHARE * 409.6e9,
-    ),
+    "h100": _System("H100-80GB", 989e12, 80, None, 400e9, 42e9, 50e9, 2, 614.4e9, (0.37, 0.33), _H100_OTHERS),
+    "h200": _System("H200-141GB", 989e12, 141, 4.8e12, 400e9, 42e9, 50e9, 2, 614.4e9, (0.37, 0.33), _H100_OTHERS),
+    "b200": _System("B200-180GB", 2250e12, 180, 8e12, 800e9, 42e9, 50e9, 2, 716.8e9, (0.16, 0.14)),
+    "a100": _System("A100-80GB", 312e12, 80, 2.039e12, 250e9, 21e9, 24e9, 2, 409.6e9, (0.62, 0.55)),
+    "a100-40": _System("A100-40GB", 312e12, 40, 1.555e12, 250e9, 21e9, 24e9, 1, 409.6e9, (0.62, 0.55)),
 }
 
 BUILT_IN = tuple(_DEVICES)
@@ -352,19 +268,27 @@ def _built_in(name: str, device_name: str, num_devices: int) -> ClusterSpec:
         name=name,
         num_nodes=num_devices // per_node,
         devices_per_node=per_node,
-        device=system.device,
-        intra_node=system.intra_node,
-        inter_node=system.inter_node,
-        host_memory_bytes=system.host_memory_bytes * per_node // DEVICES_PER_NODE,
-        host_memory_bytes_per_s=system.host_memory_bytes_per_s * per_node / DEVICES_PER_NODE,
+        device=DeviceSpec(
+            name=system.name,
+            peak_flops_per_s=system.peak_flops_per_s,
+            memory_bytes=system.memory_gb * 1_000_000_000,
+            reserved_bytes=3_000_000_000,
+            attention_efficiency=system.attention[0],
+            attention_backward_efficiency=system.attention[1],
+            attention_by_backend=system.others,
+            memory_bytes_per_s=system.memory_bandwidth,
+            host_link=LinkSpec(bandwidth_bytes_per_s=system.pcie, latency_s=10e-6),
+        ),
+        intra_node=LinkSpec(bandwidth_bytes_per_s=system.nvlink, latency_s=5e-6),
+        inter_node=LinkSpec(bandwidth_bytes_per_s=system.network, latency_s=10e-6),
+        host_memory_bytes=system.host_memory_tb * 10**12 * per_node // DEVICES_PER_NODE,
+        host_memory_bytes_per_s=_HOST_SHARE * system.host_modules * per_node / DEVICES_PER_NODE,
     )
 
 
-# `data_sheet_flops_per_s`: the dense bf16 peak of a GPU, by the name that `torch.cuda.get_device_name` gives.
-#
-# Names are compared whole. Cards of one chip have different peaks ("H200", "H200 NVL"), and a share of a card has its
-# name with more behind it ("A100-SXM4-40GB MIG 1g.5gb"), so part of a name says nothing; a name that is not here has
-# no peak here. Sums are in fp32, which is what training adds in; GeForce cards are twice as fast without.
+# `data_sheet_flops_per_s`: the dense bf16 peak of a GPU, by the name that `torch.cuda.get_device_name` gives. Names are
+# compared whole: cards of one chip have different peaks ("H200", "H200 NVL"), and a share of a card has its name with
+# more behind it. Sums are in fp32; GeForce cards are twice as fast without.
 
 _TERA = 1e12
 _PEAKS: dict[str, float] = {

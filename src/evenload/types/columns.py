@@ -1,8 +1,5 @@
-"""`SliceColumns`: packs as flat numpy columns, the form in which planners think; and `WorkCurve`, seconds of a token
-range.
-
-Objects (`MicroPack`, `PackPlan`) are made once, for the chosen candidate only.
-"""
+"""Hold packs as flat numpy columns, the form in which planners think (`SliceColumns`); and seconds of a token range
+(`WorkCurve`). Objects are made once, for the chosen candidate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -207,18 +204,8 @@ def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def joined_ranges(first: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`first[i], first[i] + 1, ...`, `counts[i]` of them, for every i in turn; int64[sum of counts]."""
-    before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(first - before, counts)
-
-
-# `WorkCurve`: seconds of a token range as a function of where it lies in its document.
-#
-# Work of tokens `[a, b)` is `linear_s (b - a) + sum_i coef_i pairs_i(a, b) + slice_s`, where `pairs` counts the
-# (query, key) pairs of causal attention: `(b (b + 1) - a (a + 1)) / 2` for full attention and `sum over t in [a, b)
-# of min(t + 1, w)` for a sliding window of w tokens. Monotone in b and, for a range that ends at a fixed b, in b - a;
-# partitioners rely on it.
+# `WorkCurve`: tokens `[a, b)` of a document take `linear_s (b - a) + sum_i coef_i pairs_i(a, b) + slice_s`, with the
+# pairs of causal attention. Monotone in b and, for a fixed b, in b - a; partitioners rely on it.
 
 
 def causal_pairs(start: ArrayLike, stop: ArrayLike, window: int = 0) -> NDArray[np.float64]:

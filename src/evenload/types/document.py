@@ -7,8 +7,8 @@ import msgspec
 
 from evenload.types.base import Frozen
 
-# `gc=False`: a step has hundreds of thousands of these and they hold only numbers, so no cycle can start here; looking
-# for one took as long as planning.
+# `gc=False`: a step has hundreds of thousands of these, which hold only numbers; looking for cycles took as long as
+# planning.
 
 
 class Document(Frozen, gc=False):
@@ -81,10 +81,8 @@ def nested_sizes(dp: int) -> list[int]:
     return found
 
 
-# `MicroPack` and `PackPlan`: the units that travel through a pipeline.
-#
-# A MicroPack is a list of slices that one stage computes in one go (SlimPack §4.1). Forward and backward have their
-# own MicroPacks; only whole documents tie them together.
+# A `MicroPack` is a list of slices that one stage computes in one go (SlimPack §4.1). Forward and backward have their
+# own; only whole documents tie them together.
 
 Direction = Literal["forward", "backward"]
 ActivationPolicy = Literal["replay", "recompute", "offload"]

@@ -1,13 +1,9 @@
-"""`ParallelLayout`: how ranks, stages and layers are arranged; written as text (`dp=4,pp=8`), and the channels between
-its ranks.
+"""Arrange ranks, stages and layers: `ParallelLayout`, its text (`dp=4,pp=8`), and the channels between its ranks.
 
-Global rank order, slowest to fastest: pipeline rank, data rank, context rank, tensor rank. So
-tensor and context groups are neighbours on a node, and a pipeline's stages lie far apart, where
-the traffic is smallest.
-
-Stages of one pipeline may have different numbers of devices (FlexPipe's part-pipeline data parallelism). Each of them
-is a pipeline rank of its own; all devices of a stage hold its layers and are dealt its packs in turn. With 1 + 2 + 1
-devices, stage 1 lies on the pipeline ranks 1 and 2, which run the even and the odd packs:
+Global rank order, slowest to fastest: pipeline, data, context, tensor rank, so tensor and context groups are neighbours
+on a node. Stages of one pipeline may have different numbers of devices (FlexPipe's part-pipeline data parallelism):
+each is a pipeline rank of its own, and all devices of a stage hold its layers and take its packs in turn. With 1 + 2 +
+1:
 
     stage      0    1     2
     rank       0   1 2    3
@@ -360,8 +356,9 @@ def read_layout_text(text: str) -> LayoutText:
         if key in sizes or key in of_stages:
             raise ConfigError(f"layout '{text}': {key} is given twice")
         counts = value.split("+") if key in _OF_STAGES else [value]
-        if not separator or key not in (*_AXES, *_OF_STAGES) or not all(_is_size(one) for one in counts):
-            hint = "" if key in (*_AXES, *_OF_STAGES) else f"; {did_you_mean(key, _AXES)}".rstrip("; ")
+        is_known, are_sizes = key in (*_AXES, *_OF_STAGES), all(one.isdecimal() and int(one) > 0 for one in counts)
+        if not separator or not is_known or not are_sizes:
+            hint = "" if is_known else f"; {did_you_mean(key, _AXES)}".rstrip("; ")
             raise ConfigError(
                 f"layout '{text}': '{part.strip()}' is not one of dp cp pp tp virtual with a size, as dp=8,pp=4, nor "
                 f"layers or devices of all stages, as pp=3,layers=3+3+2 or pp=3,devices=1+2+1{hint}"
@@ -371,10 +368,6 @@ def read_layout_text(text: str) -> LayoutText:
         else:
             sizes[key] = int(value)
     return LayoutText(text=text, sizes=sizes, layers=of_stages.get("layers"), devices=of_stages.get("devices"))
-
-
-def _is_size(text: str) -> bool:
-    return text.isdecimal() and int(text) > 0
 
 
 ChannelMode = Literal["directed", "fifo"]
@@ -405,10 +398,9 @@ class TransferOrder:
 
 
 def channel_mode(choice: ChannelChoice, device: DeviceKind, layouts: Iterable[ParallelLayout]) -> ChannelMode:
-    """How channels share the way between two ranks where a run leaves it open: in one order on GPUs, whose streams are
-    not promised to go on beside each other (NVIDIA/nccl issue 783), so that transfers of different groups may wait for
-    each other in a circle; else each by itself. Layouts whose stages have different numbers of devices have no one
-    order."""
+    """Choose how channels share the way between two ranks where a run leaves it open: in one order on GPUs, whose
+    streams are not promised to go on beside each other (NVIDIA/nccl issue 783), else each by itself. Layouts whose
+    stages have different numbers of devices have no one order."""
     if choice != "auto":
         return choice
     return "fifo" if device == "cuda" and not any(layout.has_wide_stages for layout in layouts) else "directed"

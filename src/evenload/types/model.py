@@ -20,25 +20,22 @@ class ModelSpec(Frozen):
 
     Args:
         name: shown to users; does not influence any number.
-        num_layers: decoder layers.
-        hidden_size: width of the residual stream.
-        num_heads: query heads.
+        num_layers, hidden_size, num_heads: decoder layers, width of the residual stream, query heads.
         num_kv_heads: key/value heads (GQA when smaller than `num_heads`).
         head_dim: width of one head; `num_heads * head_dim` may differ from `hidden_size`.
         ffn_hidden_size: inner width of the feed-forward block (of one expert for MoE).
         vocab_size: rows of the embedding.
         tied_embeddings: the head shares the embedding's weights.
         gated_ffn: three matrices (SwiGLU) instead of two.
-        num_experts: 0 for dense.
-        experts_per_token: experts that process one token (MoE).
+        num_experts, experts_per_token: 0 for dense; those that process one token.
         sliding_windows: per layer the attention window in tokens, 0 = full; empty = all full.
-        post_norm: norms stand behind attention and feed-forward block too (or instead), so backward reads the output
-            of the block's last matrix product, which otherwise nobody needs.
+        post_norm: norms stand behind attention and feed-forward block, so backward reads the output of the block's last
+            product.
         biases: every matrix of a layer and every norm has one; of other models biases are not counted.
-        position_rows: of a table of learned positions, which no document may be longer than (GPT-2); 0 = positions are
-            computed (rotary), or their table is not counted.
-        adapter_parameters_per_layer: 0 = all weights are trained; else only so many a layer (LoRA), and all others
-            have no gradient and no optimizer state.
+        position_rows: of a table of learned positions, which no document may be longer than (GPT-2); 0 = none is
+            counted.
+        adapter_parameters_per_layer: 0 = all weights are trained; else only so many a layer (LoRA), and all others have
+            no gradient and no optimizer state.
         causal: False for bidirectional encoders, which cannot be sliced.
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
         attention_workspace: attention runs in a GPU's kernels, whose workspace in backward counts as memory.
@@ -160,10 +157,8 @@ class ModelSpec(Frozen):
         return embeddings + self.position_parameters + self.norm_parameters
 
 
-# A `ModelSpec` from a Hugging Face configuration, without a number being wrong.
-#
-# Known are the architectures of `types.architectures`. All others are refused by name, and so are fields that change
-# what a layer costs, in whatever configuration they stand: a model read wrong is planned wrong without a sign.
+# A `ModelSpec` from a Hugging Face configuration. Architectures that are not known are refused by name, and so are
+# fields that change what a layer costs: a model read wrong is planned wrong without a sign.
 
 _NESTED = {one.nested_in: one.model_type for one in ARCHITECTURES.values() if one.nested_in}
 
@@ -284,14 +279,10 @@ def _sliding_windows(config: Mapping[str, Any], architecture: Architecture, laye
     return architecture.windows(config, window, layers)
 
 
-# Models by name: the shapes of the publications we compare with, and open ones.
-#
-# Sources: `llama-*` SlimPack Table 3 (vocabulary 32,000); `wlb-*` WLB-LLM §7.1: 7B is LLaMA-2-7B, the others are only
-# said to scale layers and width in proportion, so 550M, 30B and 70B are our reading (sizes agree within 5 %; 30B has
-# 64 heads of 104, because LLaMA's 52 of 128 do not divide over the tp of 8 that the paper trains it with); `gpt-*`
-# and `bert-*` FlexPipe Table 1 (its width 5140 does not divide into 40 heads; 5120 is meant; how many positions are
-# learned it does not say: GPT-3's 2048 are counted); all others their public config.json, of Gemma 3 the text part.
-# Embeddings and heads count as stored once where they are tied.
+# Models by name. `llama-*`: SlimPack Table 3 (vocabulary 32,000). `wlb-*`: WLB-LLM §7.1, of which only 7B is given
+# (LLaMA-2-7B) and others scale layers and width in proportion (30B has 64 heads of 104, for 52 of 128 do not divide
+# over tp=8). `gpt-*` and `bert-*`: FlexPipe Table 1 (5120 is meant by its width 5140; GPT-3's 2048 learned positions
+# are counted). All others: their public config.json, of Gemma 3 the text part.
 
 
 class _Row(NamedTuple):

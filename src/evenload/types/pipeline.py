@@ -1,7 +1,4 @@
-"""`PipelineTasks` and `ActionColumns`: the numeric input of schedules and of the simulator.
-
-Both are flat numpy columns because planners build and simulate hundreds of candidates a step.
-"""
+"""Hold the numeric input of schedules and of the simulator as flat numpy columns: `PipelineTasks`, `ActionColumns`."""
 
 import itertools
 from collections.abc import Sequence

@@ -38,11 +38,12 @@ def parse_action(text: str) -> Action:
 
 
 def completing_actions(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[int, ...]]:
-    """Of one rank's actions, as (kind, stage), by place: stages whose weight gradients are complete when it ends.
+    """Map places among one rank's actions, as (kind, stage), to the stages whose weight gradients are complete when
+    they end.
 
-    With the last action that is no forward, stage by stage. Where a rank has several stages and W's, whose order
-    follows from nothing but the plan, all stages with the last of them: replicas may complete stages in another order,
-    and transfers that begin there would have none (docs/decisions/03-zero-1-and-overlapped-reduction.md).
+    With the last action that is no forward, stage by stage. Where a rank has several stages and W's, all stages with
+    the last of them: replicas may complete stages in another order, and transfers that begin there would have none
+    (docs/decisions/03-zero-1-and-overlapped-reduction.md).
     """
     last: dict[int, int] = {}
     has_weights = False

@@ -99,7 +99,7 @@ class Validation(Frozen):
         return self.whole.perplexity
 
     def metrics(self) -> dict[str, float]:
-        """What loggers show, by names that stay: "validation/loss", "validation/loss/length/256-511",
+        """Return what loggers show: "validation/loss", "validation/loss/length/256-511",
         "validation/loss/source/books", each with its perplexity; what does not exist is left out."""
         named = {"": self.whole}
         named |= {f"/length/{one.name}": one for one in self.by_length}
@@ -200,10 +200,8 @@ class LayoutDecision(Frozen):
         return staying_s - self.new_s - self.switch_s
 
 
-# `LengthProfile`: what a set of document lengths looks like, as numbers.
-#
-# One source for the terminal, `--json`, the page and the picture of `evenload lengths`, so that they agree. Attention
-# work counts the (query, key) pairs of causal attention, n (n + 1) / 2 for a document of n tokens.
+# `LengthProfile`: what a set of document lengths looks like, for the terminal, `--json`, the page and the picture of
+# `evenload lengths`. Attention work counts causal pairs, n (n + 1) / 2 for a document of n tokens.
 
 
 class LengthClass(Frozen):

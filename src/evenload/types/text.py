@@ -21,10 +21,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}s"
 
 
-# Numbers in the unit that fits, for messages and reports alike: `format_bytes`, and `scaled` for other units.
-#
-# Here and not with the reports, because planners and the runtime say in their messages how much memory is missing,
-# and a model of a few MiB is not helped by "needs 0.0 GiB".
+# Here and not with the reports, because planners and the runtime say how much memory is missing.
 
 MISSING = "-"
 """What stands for a value that is not known, so that it never looks like zero."""
@@ -63,8 +60,6 @@ def round_to_three(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-# `LengthUnit`: what lengths of documents count, and texts in that unit.
-#
 # Without a tokeniser documents are counted in bytes, and nothing may call those tokens. Texts are written for tokens,
 # once, and `in_unit` makes the others.
 

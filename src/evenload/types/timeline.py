@@ -1,9 +1,5 @@
-"""`Timeline`: what ran when, made by the simulator and by the runtime alike; with its file, the seconds of packs, and
-where the time of a step goes (`TimeSplit`).
-
-Because both sides produce the same columns, "predicted against measured" is one function. What only a prediction
-knows is optional: which tasks are critical, what happens beside the packs, and bytes by kind.
-"""
+"""Hold what ran when, as the simulator and the runtime both record it (`Timeline`), its file, the seconds of packs, and
+where the time of a step goes (`TimeSplit`). What only a prediction knows is optional."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -54,20 +50,20 @@ COUNTED_KINDS = tuple(kind for kind in MEMORY_KINDS if kind not in _PREDICTED_KI
 class SideTasks:
     """What happens beside the packs, as columns over n tasks: on a rank's copy stream and links, and after its packs.
 
-    recompute    the front of a backward task: forward work repeated; inside of the task
-    offload, reload    copies to and from host memory on the rank's copy stream, during a forward / backward task
-    send_forward, send_backward    p2p transfers from the rank to `peer`
-    reduction    sums of gradients over replicas, unit by unit, beside packs and after them
-    optimizer    the update, after the last sum of all ranks
-    gather    of updated weights: after the update, or, beside the first packs, those of the update before the step,
-              which may have begun before it (start_s below 0)
-    weight_wait    a forward waits for weights that are on their way; inside of the task
+        recompute          the front of a backward task: forward work repeated; inside of the task
+        offload, reload    copies to and from host memory on the rank's copy stream, during a forward / backward task
+        send_forward, send_backward    p2p transfers from the rank to `peer`
+        reduction          reduce-scatters of gradients over replicas, unit by unit, beside packs and after them
+        optimizer          the update, after the last reduction of all ranks
+        gather             of updated weights: after the update, or beside the first packs those of the update before
+                           the step, which may have begun before it (start_s below 0)
+        weight_wait        a forward waits for weights that are on their way; inside of the task
 
     Args:
         dp_rank, rank: int32[n]; `rank` is the pipeline rank.
         kind: uint8[n], index into `SIDE_KINDS`.
-        stage, pack: int32[n], of the task it belongs to, -1 where it belongs to none; a sum or a gather has the first
-            stage of its rank, which tells the ranks that hold the same layers.
+        stage, pack: int32[n], of the task it belongs to, -1 = none; a reduction or a gather has the first stage of its
+            rank.
         peer: int32[n], the receiving pipeline rank of a p2p transfer, else -1.
         start_s, end_s: float64[n].
     """
@@ -227,13 +223,9 @@ def read_timeline(path: Path | IO[bytes]) -> Timeline:
     return Timeline(**values, side=side)
 
 
-# Seconds of every pack of a `Timeline`, and how evenly they are spread.
-#
-# A pipeline runs at the pace of its slowest pack, so a pack counts with its slowest stage; where the schedule splits
-# a backward pack (I + W) its parts on a stage are added. Imbalance is the slowest pack over the mean pack of the same
-# replica (replicas may cut into different numbers of packs), of the worst replica; 1.0 is perfect. Planner,
-# `metrics.jsonl` and reports all mean this; only the planner knows which packs a group of replicas shares (DP-Merge)
-# and counts those apart. Price: O(n log n) in tasks.
+# Seconds of packs: a pipeline runs at the pace of its slowest pack, so a pack counts with its slowest stage, I and W of
+# a backward added. Imbalance is the slowest pack over the mean pack of the same replica, of the worst replica; 1.0 is
+# perfect. O(n log n) in tasks.
 
 
 class PackSeconds(NamedTuple):
@@ -284,11 +276,9 @@ def replica_imbalance(timeline: Timeline) -> float:
     return max(ends) / (sum(ends) / len(ends)) if ends else float("nan")
 
 
-# `TimeSplit`: where the time of an optimizer step goes, by cause; the causes add up to the step time.
-#
-# Every cause is device-seconds over all devices divided by the number of devices, so a second of one of eight devices
-# that wait is an eighth of a second here. The order is that of a stacked bar: useful work first, then what computing
-# costs on top of it, then waiting, then the end of the step.
+# `TimeSplit`: where the time of an optimizer step goes, in device-seconds divided by the number of devices; causes add
+# up to the step time. In the order of a stacked bar: useful work, what computing costs on top, waiting, the end of the
+# step.
 
 CAUSE_LABELS = {
     "useful_s": "useful work",

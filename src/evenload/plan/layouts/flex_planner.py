@@ -4,16 +4,10 @@
     measured steps and switches ────────────────────────────────────────────────────────┼─► FMOP ─► StepPlan, next state
                                current layout ─► planned and simulated ─────────────────┘
 
-The search estimates, simulation decides: time and memory of the conditions are those of complete plans, so nothing is
-emitted that its own prediction calls impossible. The seconds of a switch are part of the step that follows it. A layout
-of another generation in the next StepPlan is the order to switch.
-
-Inside a layout any strategy plans: `flexpipe` packs as published, `auto` as it does in a layout that stays. Plans of
-steps that are known ahead are kept until those steps come, so a step costs a plan of the current layout and of
-`finalists` others, however many steps are known, and HBSA (milliseconds).
-
-`FlexRunPlanner` plans the steps of a run whose layout may change; `PlannerState` is what it carries from step to step:
-documents that wait, and the layout that runs.
+The search estimates, simulation decides: the conditions' time and memory are those of complete plans, planned inside a
+layout by any strategy. A layout of another generation in the next StepPlan is the order to switch, whose seconds are
+part of that step. Plans of steps known ahead are kept, so a step costs a plan of the current layout and of `finalists`
+others, and HBSA (milliseconds). `FlexRunPlanner` plans the steps of a run, `PlannerState` is what it carries along.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,13 +40,7 @@ from evenload.types.text import format_bytes
 
 @dataclass(frozen=True, eq=False)
 class FlexProposal:
-    """A step's plan and how its layout was decided.
-
-    Args:
-        state: for the next step.
-        search: of the coming batch.
-        told: the decision, for people.
-    """
+    """A step's plan, the state for the next step, the coming batch's search, and the decision as a record."""
 
     proposal: Proposal
     state: FlexState
@@ -71,7 +59,7 @@ class FlexPlanner:
         strategy: plans every step inside its layout.
         layouts: that the run may take; None = any.
         options_of: options of planning in a layout; None = the planner's in all of them.
-        moved: what switches of a run move and share; None = the model's units, as costs say.
+        moved: pieces that switches of a run move and share; None = the model's units, as costs say.
 
     Raises:
         ConfigError: a layout that the run cannot change to, or a strategy that knows no pipeline where one has one.
@@ -102,21 +90,17 @@ class FlexPlanner:
 
     @property
     def layout(self) -> ParallelLayout:
-        """In which the run starts."""
         return self.start.layout
 
     @property
     def known_steps(self) -> int:
-        """Steps whose lengths it wants to know, the coming one included."""
         return self.options.known_steps
 
     def changes_layout_of(self, strategy: str) -> bool:
-        """Whether steps of a strategy may run in several layouts."""
         chosen = strategy_named(strategy)
         return chosen.changes_layout or (chosen.follows_layouts and self.candidates.given is not None)
 
     def with_strategy(self, strategy: str) -> "FlexPlanner":
-        """The same decisions with another strategy inside layouts."""
         if strategy == self.strategy:
             return self
         candidates = self.candidates
@@ -148,7 +132,6 @@ class FlexPlanner:
         """Decide on a layout for a step and plan it; beyond memory where no layout holds the batch.
 
         Args:
-            documents: of the step, in arrival order.
             state: what the step before handed out; None = the run starts.
             coming: documents of the steps that follow, as far as known; `known_steps - 1` of them count.
             delay, is_last: as of `StepPlanner.propose`; measured: what trained steps say of layouts.
@@ -217,12 +200,8 @@ class FlexPlanner:
         measured: MeasuredLayouts,
         replanned: Callable[[LayoutOutcome], LayoutOutcome | None],
     ) -> tuple[list[LayoutOutcome], list[str]]:
-        """Up to the last finalist, layouts whose switch has room, with its seconds; and those that hold the step, but
-        not the switch, in words. What comes behind is not planned.
-
-        Args:
-            replanned: with a first step that leaves room; None = none does.
-        """
+        """Up to the last finalist, layouts whose switch has room, with its seconds; and names of those that hold the
+        step, but not the switch. `replanned` makes a first step that leaves room; None = none does."""
         others: list[LayoutOutcome] = []
         without_room: list[str] = []
         for planned in outcomes:
@@ -246,8 +225,7 @@ class FlexPlanner:
         factor_of: Callable[[ParallelLayout, int], float],
         there: LayoutOutcome,
     ) -> LayoutOutcome | None:
-        """A layout whose first step is planned within what a switch leaves of memory; the steps behind it have all of
-        it. None where the step does not fit then, or the switch itself has no room."""
+        """A layout whose first step is planned within what a switch leaves of memory; None where it does not fit."""
         takes, cap_bytes = self._switches.memory(current, there.layout), self.start.memory_cap_bytes
         if cap_bytes is None or takes.switch_bytes > cap_bytes or takes.left_bytes >= cap_bytes:
             return None
@@ -270,7 +248,6 @@ class FlexPlanner:
         return [self._found[batch, current] for batch in known]
 
     def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
-        """The candidates' search for one batch."""
         return self.candidates.search(num_tokens, current)
 
     def switch_seconds(self, old: ParallelLayout, plan: StepPlan) -> float:
@@ -279,33 +256,26 @@ class FlexPlanner:
         return self.options.overhead_s + self._switches.seconds(self.candidates.coefficients(new), old, new, hidden_s)
 
     def _has_room(self, old: ParallelLayout, plan: StepPlan) -> bool:
-        """By prediction, for a switch to the layout of a step, and for what it leaves behind beside that step."""
         cap_bytes = self.start.memory_cap_bytes
         return cap_bytes is None or self._switch_peak_bytes(old, plan) <= cap_bytes
 
     def _switch_peak_bytes(self, old: ParallelLayout, plan: StepPlan) -> int:
-        """The most that a device holds at once in a switch to the layout of a step, and in that step."""
         takes = self._switches.memory(old, plan.layout)
         return max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
 
     def require_room(self, old: ParallelLayout, plan: StepPlan) -> None:
-        """For a switch that is no decision of this planner: from the layout in which processes start to that of the
-        first step of a resumed run.
-
-        Raises:
-            InfeasiblePlanError: by prediction there is none.
-        """
+        """Raise `InfeasiblePlanError` where a switch that is no decision of this planner has no room by prediction:
+        from the layout in which processes start to that of the first step of a resumed run."""
         if not self._has_room(old, plan):
             start, there = old.describe(), plan.layout.describe()
             raise InfeasiblePlanError(
-                f"processes start in {start} and step {plan.step} is planned for {there}, in which the run went on "
-                f"before; the change holds up to {format_bytes(self._switch_peak_bytes(old, plan))} of a process's "
-                f"memory at once by prediction, the limit is {format_bytes(self.start.memory_cap_bytes or 0)}; start "
-                f"in {there} ([parallel]), without {there} in plan.layouts, or with a larger plan.memory_bytes"
+                f"processes start in {start} and step {plan.step} is planned for {there}; the change holds up to "
+                f"{format_bytes(self._switch_peak_bytes(old, plan))} of a process's memory at once by prediction, the "
+                f"limit is {format_bytes(self.start.memory_cap_bytes or 0)}; start in {there} ([parallel]), without "
+                f"{there} in plan.layouts, or with a larger plan.memory_bytes"
             )
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
-        """That plans inside one layout, whatever its generation."""
         return self._plans.planner_of(layout)
 
     def _planned(
@@ -319,7 +289,6 @@ class FlexPlanner:
         *,
         is_last: bool,
     ) -> MemoryPlans:
-        """The coming step, within so much memory of a device."""
         plans = self._plans if cap_bytes == self.start.memory_cap_bytes else self._plans.within(cap_bytes)
         if not self._delays and not left_out:
             return plans.ahead(layout, step, documents)
@@ -327,7 +296,6 @@ class FlexPlanner:
         return plans.coming(layout, step, documents, left_out, state, is_last=is_last)
 
     def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_room: Sequence[str]) -> Proposal:
-        """The closest of plans that all exceed memory, with a reason that says so."""
         closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
         layout = closest.plan.layout
         depths = sorted({one.layout.pp for one in outcomes})
@@ -340,7 +308,6 @@ class FlexPlanner:
 
 
 def _outlook(keep: LayoutOutcome, best: LayoutOutcome | None, switch_s: float) -> Outlook:
-    """What is compared: the current layout, and the best other one where there is one."""
     steps = len(keep.step_s) if best is None else best.compared_steps(keep)
     later = 0 if best is None else best.later_steps(keep)
     keep_s = sum(keep.step_s[:steps])
@@ -355,8 +322,7 @@ def _outlook(keep: LayoutOutcome, best: LayoutOutcome | None, switch_s: float) -
 
 
 def _fitting_by_prediction(keep: LayoutOutcome, others: Sequence[LayoutOutcome]) -> LayoutOutcome | None:
-    """What there is where no layout holds the coming batch by what was measured: the fastest that does by prediction;
-    None where the current one does, or none."""
+    """Where no layout holds the coming batch by what was measured, the fastest that does by prediction, if any."""
     if keep.proposal.feasible:
         return None
     fitting = [one for one in others if one.proposal.feasible]
@@ -364,7 +330,6 @@ def _fitting_by_prediction(keep: LayoutOutcome, others: Sequence[LayoutOutcome])
 
 
 def _in_generation(proposal: Proposal, layout: ParallelLayout) -> Proposal:
-    """The same plan, its layout with the generation of this one."""
     if proposal.plan.layout.generation == layout.generation:
         return proposal
     planned = msgspec.structs.replace(proposal.plan.layout, generation=layout.generation)
@@ -372,7 +337,6 @@ def _in_generation(proposal: Proposal, layout: ParallelLayout) -> Proposal:
 
 
 def _with_switch(proposal: Proposal, switch_s: float) -> Proposal:
-    """The same plan, its step time with the switch before it."""
     predicted = proposal.plan.predicted
     step_s = predicted.step_time_s + switch_s
     plan = msgspec.structs.replace(proposal.plan, predicted=msgspec.structs.replace(predicted, step_time_s=step_s))
@@ -381,12 +345,8 @@ def _with_switch(proposal: Proposal, switch_s: float) -> Proposal:
 
 
 class PlannerState(Frozen):
-    """Between two steps; small and serialisable.
-
-    Args:
-        delay: what a strategy that moves documents between steps remembers.
-        flex: what a planner that changes the layout remembers; None = the run starts, or keeps its layout.
-    """
+    """Between two steps: what a strategy that moves documents remembers, and what a planner that changes the layout
+    does; None = the run starts, or keeps its layout."""
 
     delay: DelayState = DelayState()
     flex: FlexState | None = None
@@ -407,12 +367,10 @@ class FlexRunPlanner:
 
     @property
     def state_type(self) -> type[PlannerState]:
-        """What it carries from step to step."""
         return PlannerState
 
     @property
     def known_steps(self) -> int:
-        """Steps whose lengths it wants to know, the coming one included."""
         return self.planner.known_steps if isinstance(self.planner, FlexPlanner) else 1
 
     def plan_step(
@@ -444,11 +402,9 @@ class FlexRunPlanner:
 
 
 def resumed_flex(saved: FlexState | None, layouts: Sequence[ParallelLayout]) -> FlexState | None:
-    """A checkpoint's state for a run that starts in the first of these layouts and may take the others.
-
-    None, a fresh start, where it may no longer take the saved one. Else the layout has a generation of its own where it
-    is not the one in which processes start, so that the first plan is the order to go there.
-    """
+    """A checkpoint's state for a run that starts in the first of these layouts and may take the others; None, a fresh
+    start, where it may no longer take the saved one. The layout gets a generation of its own where processes start in
+    another, so that the first plan is the order to go there."""
     if saved is None:
         return None
     start, shape = layouts[0], msgspec.structs.replace(saved.layout, generation=0)

@@ -7,21 +7,13 @@
 
     A and B             stay
     not A and C and D   stay, with the memory plan
-    otherwise           switch: A and not B; not A and (not C or not D)
+    otherwise           switch (the printed condition E leaves out "not A, not C, D")
 
-The printed condition E leaves out "not A, not C, D", line 36 says "else if not D", and "A false implies B false" holds
-only if a step beyond memory takes for ever: hence the infinity and the "otherwise".
+Ours on top is hysteresis: a switch that nothing forces must gain `margin` of the time without it, and, but for the
+first one, have paid at `patience_steps` steps in a row. With margin 0 and patience 1 the decision is the published one.
 
-Ours on top is hysteresis: a switch that nothing forces must gain `margin` of the time without it, and must have paid at
-`patience_steps` steps in a row, so that batches that alternate do not move the model back and forth. Until the first
-switch patience is not asked for: the layout in which a run starts was nobody's answer to its batches. With margin 0 and
-patience 1 the decision is the published one.
-
-T of all conditions runs over the steps whose lengths are known. Where a switch gains more some of these steps later,
-because the coming ones are faster as they are, it is made then; the steps it waits count for patience, because it has
-been in view all the while.
-
-`layout_decision` says what was decided, and why, in the record of a step.
+T of all conditions runs over the steps whose lengths are known. Where a switch gains more some of these steps later, it
+is made then; the steps it waits count for patience.
 """
 
 import math
@@ -39,13 +31,8 @@ _PREDICTED = "{} holds the batch as predicted; by measured memory no layout does
 
 
 class FlexState(Frozen):
-    """Everything between two steps; small and serialisable.
-
-    Args:
-        layout: of the step before; at first, the one in which the run starts.
-        switched_at: the step before which the layout changed last; None = never.
-        paying_steps: latest steps in a row at which a switch would have paid, then or later, none of which switched.
-    """
+    """Between two steps: the layout of the step before, the step before which it last changed (None = never), and how
+    many latest steps in a row a switch would have paid at, then or later, without one."""
 
     layout: ParallelLayout
     switched_at: int | None = None
@@ -57,12 +44,9 @@ class Outlook:
     """Seconds of the known steps; infinite where the coming batch does not fit.
 
     Args:
-        keep_s: T(current), without a memory plan for the coming step.
-        save_s: T(current) + T_rc + T_swap: with one.
-        new_s: T(new) of the best other mapping.
-        switch_s: T(switch).
+        keep_s, save_s: T(current) without, and with a memory plan for the coming step.
+        new_s, switch_s: T(new) of the best other mapping, and T(switch).
         later_steps: after so many of the known steps a switch gains most; 0 = before the coming one.
-        known_steps: whose seconds these are.
     """
 
     keep_s: float
@@ -92,7 +76,6 @@ class Decision:
 
 
 def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision:
-    """Weigh the conditions before a step."""
     switched_s = outlook.new_s + outlook.switch_s
     fits, fits_saving = math.isfinite(outlook.keep_s), math.isfinite(outlook.save_s)
     slower = switched_s >= outlook.keep_s * (1 - options.margin)
@@ -112,12 +95,6 @@ def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision
 
 
 def state_after(decision: Decision, step: int, state: FlexState, switched_to: ParallelLayout | None) -> FlexState:
-    """For the next step.
-
-    Args:
-        step: the one decided on.
-        switched_to: the new layout; None = it stayed.
-    """
     if switched_to is not None:
         return FlexState(layout=switched_to, switched_at=step)
     paying_steps = state.paying_steps + 1 if decision.is_put_off else 0
@@ -139,11 +116,10 @@ def layout_decision(
     """What was decided before a step.
 
     Args:
-        before, after: the layouts of the step before and of the step.
         other: the best other layout that holds the coming batch; None = none does.
         patience: steps in a row at which a switch has paid, this one included, and how many it takes.
-        memory_plans: of the current layout for the coming step.
         fits_by_prediction: the plan of the step fits as predicted, whatever measured steps say of memory.
+        memory_plans: of the current layout for the coming step.
     """
     has_switched = after != before
     action: LayoutAction = "save memory" if decision.action == "save memory" else "stay"

@@ -2,37 +2,29 @@
 
     every depth P ─► memory of P stages within P devices? (lines 3-6) ─► even split ─► bounded Search ─► Mapping
 
-For a depth the layers of a stage lie between floor(L / P) and floor(L / P) + L mod P (lines 9-10), where the first and
-the last stage may have fewer, by what embedding or head weigh in layers, and the others as many more. `Search` places
-stage after stage and cuts a branch when
+For a depth the layers of a stage lie between floor(L / P) and floor(L / P) + L mod P (lines 9-10), at the ends less
+what embedding or head weigh in layers, elsewhere as many more. `Search` places stage after stage and cuts a branch when
 
     its stage is beyond memory (n_max of line 10; more layers only need more)
     its remaining layers cannot be spread within the bounds
     the mapping so far plus an even spread of the rest is no faster than the best known one (the even split at first)
     another branch came to the same layer with no more of anything that counts
 
-The last two lose nothing, so the search finds the best mapping within the bounds. A step's estimate depends on a
-mapping only through three maxima over stages (work, parameters, bytes received), so few branches are left: polynomial
-where the paper's recursion is not. Devices of a stage: replicas of a `ParallelLayout` have one depth, so a stage has
-dp = floor(devices / P) groups of cp·tp devices; unequal g_i (Table 2's (3, 3, 3, 4, 3)) are searched too, see below.
+The last two lose nothing. A step's estimate depends on a mapping only through three maxima over stages (work,
+parameters, bytes received), so few branches are left: polynomial where the paper's recursion is not. Beyond the paper,
+which takes the least depth that fits, we search every deeper one too, because gradient reduction across nodes can cost
+more than a deeper pipeline, and a depth that does not fit may recompute or offload.
 
-Beyond the paper: it takes the least depth that fits (`least_depth_only`); we search every deeper one too, because
-gradient reduction across nodes can cost more than a deeper pipeline. And a depth that does not fit as it is may
-recompute or offload (`plan.activation_policy`), not only the current one. The printed `M_peak < i M` is read as `<=`.
-
-**Stages with different numbers of devices**, FlexPipe's mappings such as (1, 1, 2, 1, 1, 1, 1) (§5.1). A depth that
-does not divide the devices leaves up to P - 1 of them idle where all stages have floor(devices / P). Here each of these
-goes to one stage. The pipeline is then one (no replicas), whose packs every stage takes to its devices in turn
-(`types.layout`); a device of a stage with g of them runs ceil(n / g) of n micro-batches:
+**Stages with different numbers of devices**, such as (1, 1, 2, 1, 1, 1, 1) (§5.1). A depth that does not divide the
+devices leaves up to P - 1 of them idle; here each goes to one stage. The pipeline is then one, whose packs every stage
+takes to its devices in turn; a device of a stage with g of them runs ceil(n / g) of n micro-batches:
 
     T = sum_i u_i + max_i c_i (W_i - u_i) + max_i (reduction and optimizer of stage i)
 
-with c_i = (ceil(n / g_i) - 1) / (n - 1), in the terms of `mapping_cost`, whose T this is where all g are 1. Which
-stages of a depth are replicated and where they are cut is found by dynamic programming over (stage, replicated ones so
-far, layer) in numpy: the least maximum over stages of rest, reduction and optimizer together, within memory. What is
-left out: numbers of devices that differ by more than one, and that the two maxima may lie on different stages;
-`tests/plan/test_dealt_search.py` holds it against all mappings. O(depth · replicated stages · layers²) a depth, and
-depths whose bound is hopeless against what is known are not searched.
+with c_i = (ceil(n / g_i) - 1) / (n - 1), in the terms of `mapping_cost`. Which stages are replicated and where they are
+cut is found by dynamic programming over (stage, replicated ones so far, layer): the least maximum over stages of rest,
+reduction and optimizer together, within memory. Left out are numbers of devices that differ by more than one, and that
+the two maxima may lie on different stages. O(depth · replicated stages · layers²) a depth.
 """
 
 import math
@@ -61,12 +53,8 @@ PricesOf = Callable[[int, int], Sequence[MappingCosts]]
 
 @dataclass(frozen=True)
 class MappingSearch:
-    """What HBSA found.
-
-    Args:
-        mappings: one per depth, those that fit first, by T + switch; then by bytes beyond memory.
-        num_priced: complete mappings whose T was computed, even splits included.
-    """
+    """What HBSA found: one mapping per depth, those that fit first, by T + switch, then by bytes beyond memory; and how
+    many complete mappings were priced."""
 
     mappings: tuple[Mapping, ...]
     num_priced: int
@@ -80,11 +68,7 @@ class LayerBounds(NamedTuple):
 
 
 def layer_bounds(num_layers: int, depth: int, *, embedding_layers: int, head_layers: int) -> LayerBounds:
-    """Lines 9-10.
-
-    Args:
-        embedding_layers, head_layers: what the ends weigh on top of their layers, in layers, rounded up.
-    """
+    """Lines 9-10; the ends weigh so many layers, rounded up, on top of theirs."""
     share, rest = divmod(num_layers, depth)
     if depth == 1:
         return LayerBounds((num_layers,), (num_layers,))
@@ -163,12 +147,10 @@ def _cost(mapping: Mapping, switch_weight: float) -> float:
 
 
 def mapping_order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
-    """Memory first, then time; the shallower of equals."""
     return mapping.excess_bytes, _cost(mapping, switch_weight), mapping.depth
 
 
 def priced_mapping(price: MappingCosts, edges: tuple[int, ...], policy: int, receive: ReceiveSeconds | None) -> Mapping:
-    """A mapping with its estimates."""
     switch_s = 0.0
     if receive is not None:
         switch_s = max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
@@ -177,12 +159,8 @@ def priced_mapping(price: MappingCosts, edges: tuple[int, ...], policy: int, rec
 
 
 class _Search:
-    """Lines 14-26 for one depth, policy and number of micro-batches.
-
-    Args:
-        limit_s: cost of the best known mapping; only a faster one is found.
-        bounded: layers of a stage within the bounds of lines 9-10; else any.
-    """
+    """Lines 14-26 for one depth, policy and number of micro-batches; only what costs less than `limit_s` is found, with
+    layers of a stage within the bounds of lines 9-10 (`bounded`), or any."""
 
     def __init__(
         self,
@@ -207,7 +185,6 @@ class _Search:
         self.num_priced = 0
 
     def run(self) -> Mapping | None:
-        """The best mapping below the limit."""
         self._place((0,), 0.0, 0, 0.0)
         if self._best is None:
             return None
@@ -266,7 +243,7 @@ def _end_layers(price: MappingCosts, layer: int) -> int:
 
 @dataclass(frozen=True)
 class DealtMapping:
-    """Layers and devices of stages, with the most that any stage adds to the step."""
+    """Layers and devices of stages."""
 
     edges: tuple[int, ...]
     devices: tuple[int, ...]
@@ -276,9 +253,7 @@ class DealtCosts(MappingCosts):
     """Prices mappings of one depth and number of micro-batches whose stages have different numbers of devices.
 
     Args:
-        coefficients: of any layout of as many devices, for the links.
-        micro_batches: of the one pipeline.
-        cap_bytes: of a device; None = no limit.
+        coefficients: of any layout of as many devices, for the links; micro_batches: of the one pipeline.
     """
 
     def __init__(
@@ -318,13 +293,11 @@ class DealtCosts(MappingCosts):
         return self.seconds_of(spread, 0)
 
     def dealt_seconds(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
-        """Estimated T of a mapping."""
         stages = [(first, last, count) for (first, last), count in zip(pairwise(edges), devices, strict=True)]
         rest_s = max(self.share(count) * (self.rest_s[last] - self.rest_s[first]) for first, last, count in stages)
         return self.seconds_of(rest_s, 0) + max(self.after_seconds(*stage) for stage in stages)
 
     def after_seconds(self, first: int, last: int, devices: int) -> float:
-        """Gradient reduction, gathering of weights and optimizer of one stage."""
         parameters = self.trained_parameters(first, last)
         links, gradient_bytes = self._links, max(self._weight_bytes, 4)
         ring_s = sum(
@@ -334,7 +307,6 @@ class DealtCosts(MappingCosts):
         return ring_s + links.optimizer_s_per_parameter * parameters / devices
 
     def dealt_excess_bytes(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
-        """Above the memory of the fullest device; 0 = fits."""
         if self.cap_bytes is None:
             return 0.0
         fullest = 0.0
@@ -344,17 +316,12 @@ class DealtCosts(MappingCosts):
         return max(0.0, fullest - self.cap_bytes)
 
     def in_flight_bytes(self, devices: int, later: int) -> float:
-        """Activations of one layer on a device of a stage, of the micro-batches that it holds at once, estimated
-        (`schedule.dealt`).
-
-        Args:
-            later: devices of the stages behind it.
-        """
+        """Activations of one layer on a device of a stage with so many `later` devices behind it, of the micro-batches
+        that it holds at once, estimated (`schedule.dealt`)."""
         held = min(-(-later // devices) + 1, math.ceil(self.micro_batches / devices))
         return float(self._held_bytes[held])
 
     def static_stage_bytes(self, first: int, last: int, devices: int) -> float:
-        """Peak of one device of a stage without activations, estimated."""
         logits = self._logits_bytes if last == self.num_layers else 0.0
         trained_bytes = max(self._weight_bytes, 4) + self._state_bytes / devices
         held = self.parameters(first, last) * self._weight_bytes
@@ -363,10 +330,7 @@ class DealtCosts(MappingCosts):
 
 def best_dealt_mapping(price: DealtCosts, devices: int) -> DealtMapping | None:
     """Which stages of a depth get one device more than the others, and their layers; None where nothing fits memory.
-
-    Args:
-        devices: of all stages; more than the depth, and not a multiple of it.
-    """
+    `devices`, of all stages, are more than the depth, and not a multiple of it."""
     depth, layers = price.depth, price.num_layers
     least, wide = divmod(devices, depth)
     tables = [_StageTable(price, least + more) for more in (0, 1)]

@@ -1,15 +1,12 @@
 """Which layouts are worth planning for the coming batches, the most promising first.
 
 Layouts that a run declares (`plan.layouts`) are estimated one by one; without such a list HBSA searches all depths over
-all devices, also with different numbers of devices a stage where the strategy deals packs to them. Either way the
-estimate only orders them: complete plans are what a decision is taken on.
+all devices, also with different numbers of devices a stage where the strategy deals packs to them. The estimate only
+orders them: complete plans are what a decision is taken on.
 
-A run that declares none may take a few depths of its processes, within a number of process groups
-(`enumerated_layouts`). Groups are made before anything is measured or read, and on every process alike, so lengths,
-costs and memory cannot choose here: the number of processes and of layers does. Layers are split evenly, one stage a
-rank; uneven splits and virtual stages are what `plan.layouts` declares. Depths that leave no process idle come first,
-of these the nearest to the depth in which the run starts, as ratios; a layout whose groups are too many is left out.
-Price: O(processes · layouts).
+A run that declares none may take a few depths of its processes, within a number of process groups, which are made
+before anything is measured or read (`enumerated_layouts`): layers split evenly, one stage a rank, first the depths that
+leave no process idle, of these the nearest to the depth in which the run starts. Price: O(processes · layouts).
 """
 
 import itertools
@@ -53,13 +50,8 @@ Ranks = tuple[int, ...]
 
 
 def enumerated_layouts(start: ParallelLayout, most_layouts: int, most_groups: int) -> tuple[ParallelLayout, ...]:
-    """Other layouts of the same processes, cp and tp, the first worth most; none where there is one depth only.
-
-    Args:
-        start: in which the run starts.
-        most_layouts: with that one.
-        most_groups: process groups that the others need on top of those of `start`.
-    """
+    """Other layouts of the same processes, cp and tp, the most promising first; none where there is one depth only.
+    `most_layouts` counts `start`, `most_groups` the process groups needed on top of its own."""
     devices = start.dp * start.pipeline_ranks
     depths = range(1, min(devices, start.num_layers) + 1)
     order = sorted(depths, key=lambda pp: (devices % pp, abs(math.log(pp / start.pp)), pp))
@@ -118,7 +110,6 @@ class LayoutCandidates:
 
     Args:
         start: planner of the layout in which the run starts; its devices, cp and tp stay.
-        coefficients_of: costs of a layout.
         given: the layouts that the run may take, generation 0; None = any.
         deals_packs: also search layouts whose stages have different numbers of devices.
 
@@ -149,16 +140,14 @@ class LayoutCandidates:
             self._require_takeable(layout)
 
     def coefficients(self, layout: ParallelLayout) -> CostCoefficients:
-        """Costs of a layout, by its sizes."""
         key = layout.dp, layout.pp, *(layout.devices if layout.has_wide_stages else ())
         if key not in self._coefficients:
             self._coefficients[key] = self.coefficients_of(layout)
         return self._coefficients[key]
 
     def worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
-        """Layouts other than the current one in the order in which they promise most: the best of every known batch,
-        then the second, …; all that may fit, or else the closest few. Declared ones with virtual stages come before
-        them. With the generation of a switch."""
+        """Layouts other than the current one, with the generation of a switch, the most promising first: the best of
+        every known batch, then the second, …; all that may fit, or else the closest few."""
         cap, generation = self._start.memory_cap_bytes, current.generation + 1
         ordered = []
         for rank in range(max(len(search.mappings) for search in found)):
@@ -199,26 +188,15 @@ class LayoutCandidates:
         return self._with_dealt(found, batches, current, weight)
 
     def batch_costs(
-        self,
-        num_tokens: NDArray[np.int64],
-        policy: NDArray[np.int8] | None = None,
-        lengths: BatchLengths | None = None,
+        self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None, lengths: BatchLengths | None = None
     ) -> BatchCosts:
-        """A batch under one policy, as it is priced for any mapping.
-
-        Args:
-            lengths: of the same documents, for several policies; None = made here.
-        """
         cp, tp, coefficients = self._layout.cp, self._layout.tp, self._start.costs.coefficients
         lengths = lengths or BatchLengths(self._layer_costs, num_tokens)
         return BatchCosts(self._model, coefficients, num_tokens, policy, cp=cp, tp=tp, lengths=lengths)
 
     def prices(self, batch: BatchCosts, depth: int, dp: int | None = None) -> list[MappingCosts]:
-        """Of mappings of one depth, one for every number of micro-batches that is tried.
-
-        Args:
-            dp: replicas; None = as many as the devices make.
-        """
+        """Of mappings of one depth, one for every number of micro-batches that is tried; by default as many replicas as
+        the devices make."""
         start, options = self._layout, self._start.options
         dp = start.dp * start.pipeline_ranks // depth if dp is None else dp
         counts = pack_counts(-(-batch.whole_tokens // dp), depth, options.candidates, options.max_pack_tokens)
@@ -239,7 +217,6 @@ class LayoutCandidates:
         ]
 
     def receive_seconds(self, depth: int, current: ParallelLayout, dp: int | None = None) -> ReceiveSeconds:
-        """What devices receive in a switch to mappings of one depth."""
         even = self._even(depth, self._layout.dp * self._layout.pipeline_ranks // depth if dp is None else dp)
         if current != self._receive_from:
             self._receive_from, self._receive = current, {}
@@ -248,11 +225,7 @@ class LayoutCandidates:
         return self._receive[even]
 
     def _with_dealt(
-        self,
-        found: MappingSearch,
-        batches: Sequence[Callable[[], BatchCosts]],
-        current: ParallelLayout,
-        weight: float,
+        self, found: MappingSearch, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
     ) -> MappingSearch:
         """With the mappings of depths that leave devices idle, were all stages to have as many of them."""
         devices = self._layout.dp * self._layout.pipeline_ranks
@@ -279,7 +252,7 @@ class LayoutCandidates:
         self, batch: BatchCosts, depth: int, devices: int, limit_s: float = float("inf")
     ) -> list[tuple[float, DealtCosts]]:
         """Of mappings of one depth over so many devices, one for every number of micro-batches that is tried, each with
-        the seconds that none of them beats; the most promising first. None where these are hopeless beside a limit."""
+        its least seconds; the most promising first. None where these are hopeless compared to a limit."""
         options, (least, wide) = self._start.options, divmod(devices, depth)
         of_stages = (*(least + 1,) * wide, *(least,) * (depth - wide))
         if of_stages not in self._dealt_layouts:
@@ -302,14 +275,8 @@ class LayoutCandidates:
         return sorted(found, key=lambda pair: pair[0])
 
     def _dealt_mapping(
-        self,
-        price: DealtCosts,
-        edges: tuple[int, ...],
-        devices: tuple[int, ...],
-        policy: int,
-        current: ParallelLayout,
+        self, price: DealtCosts, edges: tuple[int, ...], devices: tuple[int, ...], policy: int, current: ParallelLayout
     ) -> Mapping:
-        """With its estimates."""
         layout = split_layout([b - a for a, b in pairwise(edges)], pp=price.depth, devices=devices)
         receive = ReceiveSeconds(self._model, self.coefficients(layout), current, layout)
         return Mapping(
@@ -326,7 +293,6 @@ class LayoutCandidates:
     def _estimated(
         self, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
     ) -> MappingSearch:
-        """The given layouts, those that fit first, by time and switch."""
         found = []
         for layout in self.given or ():
             if layout.num_stages > layout.pp:
@@ -347,7 +313,6 @@ class LayoutCandidates:
     def _priced(
         self, layout: ParallelLayout, edges: tuple[int, ...], batch: BatchCosts, policy: int, current: ParallelLayout
     ) -> Iterator[Mapping]:
-        """A given layout, with every number of micro-batches that is tried."""
         if layout.has_wide_stages:
             for _, price in self._dealt_prices(batch, layout.pp, layout.pipeline_ranks):
                 yield self._dealt_mapping(price, edges, layout.devices, policy, current)

@@ -1,14 +1,10 @@
 """Steps planned in any layout of a run, and kept until they come; `LayoutOutcome` is one layout over the known steps.
 
-Where a layout does not hold a step as it is, two memory plans stand against each other: documents that recompute or
-offload in all stages, which every `StepPlanner` chooses by itself (`plan.activation_policy`), and layers that recompute
-for all documents, as few in every stage as memory asks for: FlexPipe's O_plan (§5.1; Sun et al., AdaPipe, choose layers
-stage by stage, too). The first pays only for long documents, the second in stages that lack memory only. The faster one
-that fits is the layout's plan. The paper's O_plan offloads portions of the optimizer as well; the runtime keeps
-optimizer state on the device, so no plan can ask for that: T_swap of this candidate is 0.
-
-A stage's peak falls nearly linearly with its recomputed layers, as long as its schedule stays: a first guess, then the
-slope that a plan shows, gives the next number. Price: at most `MOST_PLANS` plans.
+Where a layout does not hold a step as it is, the faster of two memory plans that fits is taken: documents that
+recompute or offload in all stages, which every `StepPlanner` chooses by itself, and layers that recompute for all
+documents, as few in every stage as memory asks for (FlexPipe's O_plan, §5.1; also Sun et al., AdaPipe). Optimizer state
+stays on the device, so T_swap of the latter is 0. A stage's peak falls nearly linearly with its recomputed layers: a
+first guess, then the slope that a plan shows, gives the next number. Price: at most `MOST_PLANS` plans.
 """
 
 from collections.abc import Callable
@@ -23,6 +19,7 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import REPLAY, activation_bytes_per_token, kv_bytes_per_token, recomputed_width
 from evenload.plan.deferral import DelayState
+from evenload.plan.layouts.layout_candidates import CoefficientsOf
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions, PolicyOption
 from evenload.plan.strategies.flexpipe import FlexOptions
@@ -37,24 +34,16 @@ MOST_PLANS = 6
 PlanWith = Callable[[ParallelLayout], Proposal]
 """A step in a layout that recomputes some of its layers, all documents alike."""
 _KEPT_RECOMPUTING = 64
-"""Planners of layouts with recomputed layers: steps ask for ever other numbers of these, layouts are few."""
+"""Planners of layouts with recomputed layers, of which steps ask for ever other numbers."""
 _KEPT_LIMITS = 8
-"""Other limits of memory: of the changes between two layouts that the steps at hand ask for. What one that was
-forgotten had planned is planned again, alike."""
+"""Other limits of memory: of the changes between two layouts that the steps at hand ask for."""
 
 
 def plan_recomputing_layers(
     model: ModelSpec, layout: ParallelLayout, cap_bytes: int, plan_with: PlanWith
 ) -> Proposal | None:
-    """The fastest plan that fits among those with few recomputed layers.
-
-    Args:
-        layout: with one stage a rank and one rank a stage and replica; others have no plan of this kind.
-        cap_bytes: of a device.
-
-    Returns:
-        None where recomputing all layers of the stages that lack memory does not do.
-    """
+    """The fastest plan that fits among those with few recomputed layers; None where not even all layers of the stages
+    that lack memory do, and of layouts with several stages a rank or ranks a stage."""
     most = np.array(layout.stage_counts, np.int64)
     stored = plan_with(layout)
     stored_bytes = _peak_bytes(stored)
@@ -81,7 +70,6 @@ def plan_recomputing_layers(
 
 
 def _needed(lacking: NDArray[np.int64], saved: NDArray[np.float64], most: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Layers of every stage that save what it lacks, at one layer's bytes; all of them where they are too few."""
     return np.minimum(most, np.ceil(lacking / saved).astype(np.int64))
 
 
@@ -93,7 +81,6 @@ def _share_of_layer(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.floa
 
 
 def _peak_bytes(proposal: Proposal) -> NDArray[np.int64]:
-    """Of every pipeline rank, on the replica where it holds most."""
     return np.max([choice.candidate.simulation.peak_bytes for choice in proposal.choices], axis=0)
 
 
@@ -101,7 +88,6 @@ def _seconds(proposal: Proposal) -> float:
     return proposal.plan.predicted.step_time_s
 
 
-CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
 OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -109,14 +95,9 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, eq=False)
 class MemoryPlans:
-    """A step in one layout.
-
-    Args:
-        chosen: what is run in it; beyond memory where nothing fits.
-        is_stored: it keeps all activations: no memory plan is needed.
-        documents_s, layers_s: predicted seconds with documents, and with layers that save memory; None = it does not
-            fit, is not among `FlexOptions.memory_plans`, or is not needed.
-    """
+    """A step in one layout: the proposal that is run, beyond memory where nothing fits; whether it keeps all
+    activations and needs no memory plan; and predicted seconds with documents, and with layers that save memory, where
+    such a plan fits, is among `FlexOptions.memory_plans`, and is needed."""
 
     chosen: Proposal
     is_stored: bool
@@ -125,13 +106,7 @@ class MemoryPlans:
 
 
 class LayoutPlans:
-    """Of one run.
-
-    Args:
-        start: planner of the layout in which the run starts.
-        coefficients_of: costs of a layout, kept by the caller.
-        options_of: options of planning in a layout; None = those of `start` in all of them.
-    """
+    """Of one run, which starts in the layout of `start`; `options_of` None = its options in all layouts."""
 
     def __init__(
         self,
@@ -151,13 +126,11 @@ class LayoutPlans:
         self._within: dict[int | None, LayoutPlans] = {}
 
     def forget_before(self, step: int) -> None:
-        """Steps before this one have come."""
         self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= step}
         for tighter in self._within.values():
             tighter.forget_before(step)
 
     def within(self, cap_bytes: int | None) -> "LayoutPlans":
-        """The same with another limit of a device's memory."""
 
         def made() -> LayoutPlans:
             start = self._start
@@ -169,11 +142,9 @@ class LayoutPlans:
         return _kept(self._within, cap_bytes, made, _KEPT_LIMITS)
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
-        """That plans inside one layout, whatever its generation, with the run's policy of activations."""
         return self._planner(layout, self._start.options.policy)
 
     def ahead(self, layout: ParallelLayout, step: int, documents: tuple[Document, ...]) -> MemoryPlans:
-        """A step by itself, kept until it has come."""
         key = step, layout.arrangement, documents
         if key not in self._ahead:
             self._ahead[key] = self._planned(layout, lambda planner: planner.propose(step, documents, self._strategy))
@@ -189,7 +160,6 @@ class LayoutPlans:
         *,
         is_last: bool,
     ) -> MemoryPlans:
-        """The coming step, which may leave documents out; arguments as `StepPlanner.propose`."""
 
         def propose(planner: StepPlanner) -> Proposal:
             return planner.propose(step, documents, self._strategy, left_out, state=delay, is_last=is_last)
@@ -238,7 +208,6 @@ class LayoutPlans:
         return StepPlanner(start.costs.model, coefficients, layout, start.memory_cap_bytes, options, host=start.host)
 
     def _saves_memory(self, proposal: Proposal) -> bool:
-        """Some document is not replayed because the layout does not hold the batch otherwise."""
         if self._start.options.policy != "choose":
             return False
         policies = (choice.candidate.policy for choice in proposal.choices)
@@ -246,7 +215,6 @@ class LayoutPlans:
 
 
 def _kept(found: dict[_Key, _Value], key: _Key, make: Callable[[], _Value], most: int) -> _Value:
-    """What is there by this key or made now; of all, those asked for last stay."""
     value = found.pop(key) if key in found else make()
     found[key] = value  # the newest last
     if len(found) > most:
@@ -260,11 +228,9 @@ class LayoutOutcome:
 
     Args:
         layout: with the generation that it has or would have.
-        proposal: of the coming step; its layout may recompute some layers.
-        plans: the memory plans that it was chosen from.
-        step_s: predicted seconds of every known step, as far as measured steps correct them.
+        proposal: of the coming step; its layout may recompute some layers. `plans`: that it was chosen from.
+        step_s, switch_s: predicted seconds of every known step, and of a switch to it, corrected by measured ones.
         holds: known steps that fit, up to the first that does not.
-        switch_s: of a switch to it, corrected alike; 0 = it is the current one.
     """
 
     layout: ParallelLayout
@@ -281,23 +247,20 @@ class LayoutOutcome:
 
     @property
     def excess_bytes(self) -> int:
-        """Above a device's memory, of the coming step."""
         return max(choice.candidate.excess_bytes for choice in self.proposal.choices)
 
     def compared_steps(self, keep: "LayoutOutcome") -> int:
-        """Steps over which it stands against the current layout: those that both hold."""
         return min(self.holds, keep.holds) if keep.holds else self.holds
 
     def later_steps(self, keep: "LayoutOutcome") -> int:
-        """After how many of the compared steps a switch to it gains most: until then the current layout, which holds
-        them, is the faster one. 0 where it does not hold the coming step."""
+        """After how many of the compared steps a switch to it gains most; 0 where it does not hold the coming step."""
         steps = self.compared_steps(keep) if keep.holds else 0
         gains_s = [0.0, *accumulate(a - b for a, b in zip(keep.step_s[:steps], self.step_s[:steps], strict=True))]
         return min(range(steps), key=gains_s.__getitem__, default=0)
 
     def order(self, keep: "LayoutOutcome") -> tuple[int, float]:
-        """Of layouts that hold the coming step: what gains most over the current layout, now or later, or where that
-        cannot run, what holds the most steps and is fastest over them."""
+        """Of layouts that hold the coming step: what gains most over the current layout, now or later, or, where that
+        cannot run, what holds the most steps and is fastest."""
         steps, later = self.compared_steps(keep), self.later_steps(keep)
         seconds = sum(self.step_s[later:steps]) + self.switch_s
         if keep.holds:

@@ -1,20 +1,14 @@
 """`MappingCosts`: seconds and bytes of any mapping of layers to stages, estimated in microseconds (FlexPipe §5.1).
 
 A search over mappings prices thousands of them, so a batch is reduced once to sums per layer; a stage is then a
-difference of two sums. With micro-batches of equal work t the step is FlexPipe's eq. 1 in its right reading (as printed
-it counts one stage as n + 1 steps):
+difference of two sums. With u_i of the longest micro-batch and W_i of its replica on stage i, the step is
 
-    T = sum_i t_i + (n - 1) · max_i t_i + p2p transfers + gradient reduction + optimizer
+    T = sum_i u_i + max_i (W_i - u_i) + p2p transfers + gradient reduction + optimizer
 
-One long document makes its micro-batch longer than the others. It passes all stages once and the slowest stage has the
-rest of its replica's work to do beside it; with u_i of the longest micro-batch and W_i of the replica on stage i:
-
-    T = sum_i u_i + max_i (W_i - u_i) + ...                    equal to the above where all are equal
-
-Memory of stage i (eq. 2): weights; gradients and optimizer shard of what is trained; chunks of min(P - i, n)
+which for micro-batches of equal work t is FlexPipe's eq. 1 in its right reading, sum_i t_i + (n - 1) · max_i t_i + ...
+Memory of stage i (eq. 2): weights; gradients and optimizer shard of what is trained; activations of min(P - i, n)
 micro-batches in flight, the longest documents of a replica among them; temporaries of the largest. Both are estimates,
-for choosing what is planned and simulated; nothing is decided on them alone. Price: O(n log n) per batch and policy,
-O(stages) per mapping.
+for choosing what is planned and simulated. Price: O(n log n) per batch and policy, O(stages) per mapping.
 """
 
 from dataclasses import dataclass
@@ -56,10 +50,8 @@ class Mapping:
 
     Args:
         edges: layers where stages begin, and the end; `len(edges) - 1` stages.
-        policy: number in the order in which policies are tried.
-        step_s, excess_bytes: estimated; excess above the memory of the fullest device.
-        switch_s: seconds for which devices receive what the mapping needs, from the current layout.
-        devices: of every stage, where they differ in number (`dealt_search`); () = `dp` times cp·tp each.
+        step_s, excess_bytes, switch_s: estimated; excess above the memory of the fullest device.
+        devices: of every stage, where they differ in number; () = `dp` times cp·tp each.
     """
 
     edges: tuple[int, ...]
@@ -77,25 +69,19 @@ class Mapping:
 
 
 def layer_costs(model: ModelSpec, coefficients: CostCoefficients, *, cp: int = 1, tp: int = 1) -> PackCosts:
-    """Prices of packs layer by layer: of a pipeline with a stage for every layer."""
     return PackCosts(model, coefficients, even_layout(model.num_layers, pp=model.num_layers, cp=cp, tp=tp))
 
 
 class BatchLengths:
-    """What of a batch is the same under all policies; each made when it is asked for.
-
-    Args:
-        costs: `layer_costs` of the model.
-        num_tokens: int64[n], at least one document.
-    """
+    """What of a batch (int64[n], at least one document) is the same under all policies; made when needed."""
 
     def __init__(self, costs: PackCosts, num_tokens: NDArray[np.int64]) -> None:
         self.costs, self.num_tokens = costs, num_tokens
         self._packs: dict[int, tuple[SliceColumns, NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def packs(self, heaviest: int) -> tuple[SliceColumns, NDArray[np.float64], NDArray[np.float64]]:
-        """Packs of all documents, of the heaviest alone and of none, with their forward and backward seconds under
-        replay; float64[3, layers] each."""
+        """Packs of all documents, of the heaviest alone and of none; forward and backward seconds, float64[3, layers]
+        each, all replayed."""
         if heaviest not in self._packs:
             everyone = list(range(len(self.num_tokens)))
             columns = whole_document_columns([everyone, [heaviest], []], self.num_tokens, self.costs.layout.cp)
@@ -105,7 +91,6 @@ class BatchLengths:
 
     @cached_property
     def longest_tokens(self) -> int:
-        """On one rank."""
         return -(-int(self.num_tokens.max()) // self.costs.layout.cp)
 
     @cached_property
@@ -116,16 +101,8 @@ class BatchLengths:
 
 
 class BatchCosts:
-    """One batch under one policy, summed up per layer.
-
-    Args:
-        model: of the run.
-        coefficients: of any layout; links are not used.
-        num_tokens: int64[n], at least one document.
-        policy: int8[n]; None = all replay.
-        cp, tp: sizes that stay as they are.
-        lengths: of the same documents, for several policies; None = made here.
-    """
+    """One batch (int64[n], at least one document) under one policy (int8[n]; None = all replay), summed up per layer.
+    `coefficients` are of any layout; `lengths` serve several policies."""
 
     def __init__(
         self,
@@ -190,8 +167,6 @@ class MappingCosts:
         coefficients: of that depth and dp, for the links.
         micro_batches: of a replica, at least 1.
         cap_bytes: of a device; None = no limit.
-
-    `even_edges` are those of `even_layout`.
     """
 
     def __init__(
@@ -257,18 +232,15 @@ class MappingCosts:
         return [0.0, *np.cumsum(in_flight).tolist()]
 
     def trained_parameters(self, first: int, last: int) -> int:
-        """Of one device of a stage, those that have gradients and optimizer state."""
         return self.parameters(first, last) if self._trains_all else (last - first) * self._trained_layer
 
     def parameters(self, first: int, last: int) -> int:
-        """Of one device of a stage."""
         held = (last - first) * self._layer + (self._embedding + self._positions if first == 0 else 0)
         if last == self.num_layers:
             held += self._norm + (0 if self._is_tied_whole else self._embedding)
         return held
 
     def stage_bytes(self, stage: int, first: int, last: int) -> float:
-        """Peak of one device of a stage, estimated."""
         in_flight = self._in_flight_bytes[min(self.depth - stage, len(self._in_flight_bytes) - 1)]
         logits = self._logits_bytes if last == self.num_layers else 0.0
         weights_bytes = self.parameters(first, last) * self._weight_bytes
@@ -276,19 +248,16 @@ class MappingCosts:
         return weights_bytes + trained_bytes + (last - first) * in_flight + self._temp_bytes + logits
 
     def fits(self, stage: int, first: int, last: int) -> bool:
-        """Whether a stage is within memory."""
         return self.cap_bytes is None or self.stage_bytes(stage, first, last) <= self.cap_bytes
 
     def excess_bytes(self, edges: tuple[int, ...]) -> float:
-        """Above the memory of the fullest device; 0 = fits."""
         if self.cap_bytes is None:
             return 0.0
         fullest = max(self.stage_bytes(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
         return max(0.0, fullest - self.cap_bytes)
 
     def can_fit(self) -> bool:
-        """Whether some policy may fit: weights, gradients and optimizer state of all stages are within their devices'
-        memory, as far as estimates tell."""
+        """Whether weights, gradients and optimizer state of all stages are within memory, as far as estimates tell."""
         if self.cap_bytes is None:
             return True
         held, trained = self.parameters(0, self.num_layers), self.trained_parameters(0, self.num_layers)
@@ -300,7 +269,7 @@ class MappingCosts:
         return sum(self.stage_bytes(stage, *pair) for stage, pair in enumerate(pairwise(self.even_edges)))
 
     def seconds_of(self, most_rest_s: float, most_parameters: int) -> float:
-        """Of a step, from the two figures in which mappings of these sizes differ: seconds, and trained parameters."""
+        """Of a step, from the two figures in which mappings of these sizes differ."""
         return self._fixed_s + most_rest_s + self._s_per_parameter * most_parameters
 
     def least_seconds(self) -> float:
@@ -308,7 +277,6 @@ class MappingCosts:
         return self.seconds_of(self._whole_rest_s / self.depth, 0)
 
     def step_seconds(self, edges: tuple[int, ...]) -> float:
-        """Estimated T of a mapping."""
         rest_s = max(self.rest_s[last] - self.rest_s[first] for first, last in pairwise(edges))
         return self.seconds_of(rest_s, max(self.trained_parameters(*pair) for pair in pairwise(edges)))
 
@@ -319,5 +287,4 @@ def _even_edges(num_layers: int, depth: int) -> tuple[int, ...]:
 
 
 def _running(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums up to every layer; float64[layers + 1]."""
     return np.array([0.0, *accumulate(values.tolist())])

@@ -1,18 +1,13 @@
-"""What trained steps and switches say about layouts: measured over predicted seconds.
+"""What trained steps and switches say about layouts: measured over predicted seconds, and bytes.
 
-A layout that runs slower than predicted beside others is worth less than its plans say; a switch that takes longer
-than predicted must win more, one of its kind (what makes a pipeline shallower mostly copies weights, what makes it
-deeper takes what every switch takes); and where steps hold more than predicted, a layout needs room for that. All are
-kept as the last few ratios, of which the median counts, so that one disturbed step says nothing. Layouts that never
-ran take what all others have in common (a slow machine is slow in every layout), and what is known of a layout fades
-towards that while it does not run, so that nothing is held against it for ever.
+All are kept as the last few ratios, of which the median counts, so that one disturbed step says nothing. Layouts that
+never ran take what all others have in common (a slow machine is slow in every layout), and what is known of a layout
+fades towards that while it does not run.
 
-Small, frozen and serialisable: it travels in checkpoints, and the same values give the same decisions.
-
-`LayoutTrack` is the Monitor of a run (FlexPipe §3.2): measured steps and switches in, what plans may know out. Steps
-are planned ahead of their training (`data.prefetch_steps`), and plans already made are kept: what step n shows decides
-from step n + 1 + steps_ahead on, always exactly that, whatever threads do. So what is known after the last steps is
-kept until it has been used, and goes into checkpoints: a resumed run decides as this one would have.
+`LayoutTrack` is the Monitor of a run (FlexPipe §3.2). Steps are planned ahead of their training and plans are kept:
+what step n shows decides from step n + 1 + steps_ahead on, always exactly that, whatever threads do. So what is known
+after the last steps is kept until it has been used, and goes into checkpoints: a resumed run decides as this one would
+have.
 """
 
 import statistics
@@ -34,13 +29,7 @@ WARM_UP_STEPS = 1
 
 
 class LayoutRatios(Frozen):
-    """Measured over predicted step times of one layout.
-
-    Args:
-        layout: generation 0.
-        ratios: newest last.
-        last_step: that was measured.
-    """
+    """Measured over predicted step times of one layout of generation 0, newest last; and its last measured step."""
 
     layout: ParallelLayout
     ratios: tuple[float, ...]
@@ -55,20 +44,14 @@ class SwitchRatios(Frozen):
 
 
 class MeasuredLayouts(Frozen):
-    """Everything known at one step.
-
-    Args:
-        layouts: that ran, in the order in which they first did.
-        switches: kinds that were made, in the order in which they first were.
-        memory_ratios: measured over predicted peak bytes of steps in any layout, newest last.
-    """
+    """Everything known at one step: of layouts and of kinds of switches in the order in which they first came, and of
+    measured over predicted peak bytes of steps, newest last."""
 
     layouts: tuple[LayoutRatios, ...] = ()
     switches: tuple[SwitchRatios, ...] = ()
     memory_ratios: tuple[float, ...] = ()
 
     def with_step(self, step: int, layout: ParallelLayout, ratio: float) -> "MeasuredLayouts":
-        """Known after a step in a layout."""
         key = layout.arrangement
         before = next((one.ratios for one in self.layouts if one.layout == key), ())
         newest = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
@@ -79,14 +62,12 @@ class MeasuredLayouts(Frozen):
         return msgspec.structs.replace(self, layouts=layouts)
 
     def with_switch(self, kind: SwitchKind, ratio: float) -> "MeasuredLayouts":
-        """Known after a switch."""
         kept = {one.kind: one.ratios for one in self.switches}
         kept[kind] = (*kept.get(kind, ()), ratio)[-KEPT_RATIOS:]
         switches = tuple(SwitchRatios(kind=one, ratios=ratios) for one, ratios in kept.items())
         return msgspec.structs.replace(self, switches=switches)
 
     def with_peak(self, ratio: float) -> "MeasuredLayouts":
-        """Known after a step whose memory was measured."""
         return msgspec.structs.replace(self, memory_ratios=(*self.memory_ratios, ratio)[-KEPT_RATIOS:])
 
     def factor(self, layout: ParallelLayout, step: int) -> float:
@@ -119,12 +100,8 @@ class KnownAfter(Frozen):
 
 
 class LayoutTrack:
-    """Of one run; `note` is called by the thread that trains, `for_step` by the one that plans.
-
-    Args:
-        steps_ahead: of a step's training its plan may be made.
-        known: of a checkpoint.
-    """
+    """Of one run; `note` is called by the thread that trains, `for_step` by the one that plans, which is up to
+    `steps_ahead` steps ahead of it; `known` is of a checkpoint."""
 
     def __init__(self, steps_ahead: int, known: Sequence[KnownAfter] = ()) -> None:
         self.steps_ahead = steps_ahead
@@ -144,8 +121,7 @@ class LayoutTrack:
 
         Args:
             step_time_s: measured; of the first step in a layout, which says nothing, with the switch before it.
-            switch: the kind of that switch and measured over predicted seconds; None = there was none, or no time was
-                predicted.
+            switch: kind, and measured over predicted seconds; None = there was none, or no time was predicted.
             peak_bytes: measured, of the fullest rank, where it is what `Prediction.peak_memory_bytes` predicts.
         """
         if plan.layout.generation != self._generation:
@@ -169,5 +145,4 @@ class LayoutTrack:
         return after[max(known)] if known else MeasuredLayouts()
 
     def known(self) -> tuple[KnownAfter, ...]:
-        """For a checkpoint."""
         return tuple(KnownAfter(step=step, measured=measured) for step, measured in sorted(self._after.items()))

@@ -2,34 +2,23 @@
 
 The model is a list of *pieces*: of every unit (embedding, a layer, head) what one rank keeps in one flat buffer, or
 keeps frozen. A rank holds the weights of all pieces of its stages, and of each trained piece one share of the
-optimizer state: what falls to it among the ranks that hold the same elements (`ParallelLayout.data_sizes`: dp·cp, more
-in a stage of several devices), in rank order (ZeRO-1, cut by unit). A tied embedding is one piece that both the first
-and the last stage hold, each with a whole optimizer state.
+optimizer state among the ranks that hold the same elements, in rank order (ZeRO-1, cut by unit). A tied embedding is
+one piece that both the first and the last stage hold, each with a whole optimizer state.
 
-Weights travel as whole pieces to ranks that do not hold them, optimizer state as the overlaps of old and new shares:
-nothing travels to where it is, so bytes are the fewest that there can be. Where several ranks have what is wanted, one
-of the same node sends it, and among those the one with least to send so far. Tensor-parallel ranks hold parts of their
-own, so only ranks with the same place in their groups exchange anything; cp and tp never change.
-
-Pure and the same on every rank, so nothing is negotiated: the order of the moves is the order in which all ranks post
-them. Price: O(pieces · ranks) in plain Python, about a millisecond for a hundred pieces on four ranks.
-
-Pieces that lie in memory which a node's ranks share (twins, below) come to a node once, however many of its ranks lack
-them: the first of them fetches, and the others take it from there, *relayed*, when it has come.
-
-Where we differ from FlexPipe (§4): stages and optimizer are moved by one rule whether the pipeline grows, shrinks or is
-cut anew. It sends twins of other nodes ahead where links are slow; the update before a switch changes all weights, so
-what was sent ahead of it would be of the wrong step.
-
-`SwitchPieces` are the pieces of one run. A run knows them from its modules (`runtime.stages.live_pieces`) and hands
-them to its planner, so that decisions are priced by what switches do; without a run they follow from the model's sizes.
+Weights travel as whole pieces to ranks that do not hold them, optimizer state as the overlaps of old and new shares, so
+bytes are the fewest that there can be. Of several ranks that have what is wanted one of the same node sends it, of
+those the one with least to send so far. Only ranks with the same place in their tensor-parallel groups exchange
+anything; cp and tp never change. The same on every rank, so nothing is negotiated: ranks post moves in their order.
+Price: O(pieces · ranks) in plain Python, about a millisecond for a hundred pieces on four ranks.
 
 Twins (FlexPipe §4, TwinLayer): FlexPipe keeps a copy of every layer of a machine in its host memory, from which a
-device that gains a layer reads it. Where devices compute in host memory the layer itself can lie there: it is always of
-the last step, and takes nothing on top of what training holds anyway. So a budget bounds how much of a machine's memory
-is shared, not what is added. A piece is shared whole, weights and optimizer state, on all ranks or on none. Pieces are
-taken in the order of the model, embedding first; one that does not fit into what is left of the budget is left out, and
-travels between processes like any other.
+device that gains a layer reads it. Where devices compute in host memory the layer itself can lie there, of the last
+step and without a copy, so a budget bounds how much of a machine's memory is shared. A piece is shared whole, in the
+order of the model while the budget lasts; others travel between processes. Shared pieces come to a node once: the first
+of its ranks fetches, and the others take it from there, *relayed*.
+
+`SwitchPieces` are the pieces of one run, from its modules (`runtime.stages.live_pieces`) or else from the model's
+sizes.
 """
 
 import itertools
@@ -82,8 +71,8 @@ class Move(Frozen):
 
 
 class Moves(Frozen):
-    """All that travels, in the order in which every rank posts it: weights, without which the step cannot begin, and
-    optimizer state, which is needed at its end. `relayed` weights come from ranks that must receive them first."""
+    """All that travels, in the order in which every rank posts it: weights, which the step needs at its beginning, and
+    optimizer state, at its end. `relayed` weights come from ranks that must receive them first."""
 
     weights: tuple[Move, ...]
     state: tuple[Move, ...]
@@ -102,8 +91,7 @@ def plan_moves(
     """What ranks with this place in their tensor-parallel groups send each other.
 
     Args:
-        pieces: of one such rank; the parts of others may have other sizes.
-        shared: indices of the pieces that the ranks of a node read from each other's memory.
+        pieces: of one such rank; shared: indices of those that ranks of a node read from each other's memory.
 
     Raises:
         ConfigError: cp, tp or the number of layers change.
@@ -150,18 +138,13 @@ def pipeline_ranks(layout: ParallelLayout, piece: Piece) -> tuple[int, ...]:
 
 
 def state_share(layout: ParallelLayout, piece: Piece, pp_rank: int, place: int) -> tuple[int, int]:
-    """Elements whose optimizer state a holder has; padding, of which the last ones have some, is not counted. May be
-    empty, `start == stop`.
-
-    Args:
-        pp_rank: of the holder; place: among the ranks that hold what it holds.
-    """
+    """Elements whose optimizer state a holder has, `place` among the ranks that hold the same; without padding, so it
+    may be empty."""
     size = -(-piece.num_elements // layout.data_sizes[pp_rank])
     return min(place * size, piece.num_elements), min((place + 1) * size, piece.num_elements)
 
 
 def moved_bytes(moves: Sequence[Move], pieces: Sequence[Piece], *, of_state: bool) -> int:
-    """Of weights, or of optimizer state."""
     return sum(
         move.num_elements * (pieces[move.piece].state_bytes if of_state else pieces[move.piece].weight_bytes)
         for move in moves
@@ -192,14 +175,11 @@ def moving_seconds(
 
 
 class _Senders:
-    """Who sends, by how much each has to send already."""
-
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
         self._bytes: dict[int, int] = defaultdict(int)
 
     def choose(self, holders: Collection[int], target: int, num_bytes: int) -> int:
-        """One of the holders for the target."""
         node = target // self._ranks_per_node
         source = min(holders, key=lambda rank: (rank // self._ranks_per_node != node, self._bytes[rank], rank))
         self._bytes[source] += num_bytes
@@ -231,13 +211,8 @@ def _lacking(
 
 
 class SwitchPieces(Frozen):
-    """Of one tensor-parallel place.
-
-    Args:
-        shared: indices of the pieces that the ranks of a machine read from each other's memory; others are sent.
-        ranks_per_machine: which are neighbours in the order of ranks.
-        tp: tensor-parallel places, which all move their pieces at once and are neighbours.
-    """
+    """Of one tensor-parallel place: pieces, indices of those that ranks of a machine (neighbours in the order of ranks)
+    read from each other's memory, and how many tensor-parallel places move their pieces at once."""
 
     pieces: tuple[Piece, ...]
     shared: frozenset[int]
@@ -245,13 +220,11 @@ class SwitchPieces(Frozen):
     tp: int = 1
 
     def moves(self, old: ParallelLayout, new: ParallelLayout, tp_rank: int = 0) -> Moves:
-        """What travels between two layouts; errors as `plan_moves`."""
         return plan_moves(
             old, new, self.pieces, ranks_per_node=self.ranks_per_machine, tp_rank=tp_rank, shared=self.shared
         )
 
     def is_read(self, move: Move) -> bool:
-        """And not sent."""
         is_near = move.source // self.ranks_per_machine == move.target // self.ranks_per_machine
         return is_near and move.piece in self.shared
 
@@ -279,12 +252,7 @@ def model_pieces(model: ModelSpec, tp: int) -> tuple[Piece, ...]:
 def shared_pieces(
     pieces: Sequence[Piece], layouts: Sequence[ParallelLayout], ranks_per_node: int, budget_bytes: int | None
 ) -> frozenset[int]:
-    """Indices of the pieces that are shared.
-
-    Args:
-        layouts: that the run may take.
-        budget_bytes: most bytes of one machine, in any of the layouts; None = no limit.
-    """
+    """Indices of the pieces that are shared, within a budget of one machine in any of the layouts (None = no limit)."""
     if budget_bytes is None:
         return frozenset(range(len(pieces)))
     # A tensor-parallel rank knows the parts of its own place, and has a share of the budget for them.
@@ -297,8 +265,7 @@ def shared_pieces(
 
 
 def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node: int) -> int:
-    """The most that one piece takes of a machine: of its holders there, weights whole and shares of optimizer state,
-    each in the layout that has most of it."""
+    """The most that one piece takes of a machine, weights whole and shares of optimizer state, in any layout."""
     most = 0
     for layout in layouts:
         by_node: dict[int, int] = {}

@@ -3,17 +3,13 @@
     stall           what every switch takes + stages, pieces that come and go, of the rank with most of them
                     + the longer of what is sent and what is read + what is relayed + fresh memory
     state           the longer of what is sent and what is read; the step hides it, as far as that lasts
-    the switch      bytes: weights and gradients of the pieces of both layouts, and the optimizer state of both shares:
-                    what is gained is taken, and filled, before what is left can go
+    the switch      bytes: weights and gradients of the pieces of both layouts, and the optimizer state of both shares
     the first step  bytes: its own peak, and the optimizer state that other devices still read, until their update
 
 Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links. Without measured copies what
-would be read is priced as if it were sent inside the machine, and nothing else takes time; then seconds follow from
-closed forms over devices and units (`cost.switch`), which large clusters need: moves are counted in plain Python.
-
-A piece, or an element of optimizer state, that a device has in both layouts counts once: it stays where it is
-(`runtime.stages.twin_memory`). Of a piece that is not shared, a share that is cut anew is copied, so the kept part
-counts twice. Price: O(pieces · devices) in plain Python, below a millisecond for forty layers on sixteen devices.
+would be read is priced as if it were sent, and seconds follow from closed forms (`cost.switch`). A piece, or an element
+of optimizer state, that a device has in both layouts counts once, but twice where a share that is not shared memory is
+cut anew. Price: O(pieces · devices) in plain Python, below a millisecond for forty layers on sixteen devices.
 """
 
 from collections import defaultdict
@@ -46,11 +42,7 @@ def stall_seconds(
     *,
     is_taken: bool,
 ) -> float:
-    """Until the step can begin.
-
-    Args:
-        is_taken: the memory was taken in the step before.
-    """
+    """Until the step can begin; `is_taken`: the memory was taken in the step before."""
     copies = coefficients.copies
     both_s = _both_ways(moves.weights, moved, coefficients, of_state=False)
     relayed_s = _both_ways(moves.relayed, moved, coefficients, of_state=False)
@@ -64,7 +56,6 @@ def stall_seconds(
 
 
 def state_seconds(moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients) -> float:
-    """Until all optimizer state has come, with nothing else to do."""
     return _both_ways(moves.state, moved, coefficients, of_state=True)
 
 
@@ -87,7 +78,6 @@ def _arranging_seconds(copies: CopySpec, pieces: Sequence[Piece], old: ParallelL
 
 
 def _both_ways(moves: Sequence[Move], moved: SwitchPieces, coefficients: CostCoefficients, *, of_state: bool) -> float:
-    """Sent and read at once."""
     copies, sent, read = coefficients.copies, [], []
     for move in moves:
         (read if copies is not None and moved.is_read(move) else sent).append(move)
@@ -99,7 +89,6 @@ def _both_ways(moves: Sequence[Move], moved: SwitchPieces, coefficients: CostCoe
 
 
 def _received(moves: Sequence[Move], pieces: Sequence[Piece], *, of_state: bool) -> Mapping[int, float]:
-    """Bytes by rank."""
     found: dict[int, float] = defaultdict(float)
     for move in moves:
         found[move.target] += moved_bytes([move], pieces, of_state=of_state)
@@ -107,19 +96,14 @@ def _received(moves: Sequence[Move], pieces: Sequence[Piece], *, of_state: bool)
 
 
 class SwitchMemory(Frozen):
-    """Of the fullest device.
-
-    Args:
-        switch_bytes: held at once between the two steps.
-        left_bytes: held beside the first step, of what the new layout does not have there.
-    """
+    """Of the fullest device: bytes held at once between the two steps, and during the first step of what the new layout
+    does not have there."""
 
     switch_bytes: int
     left_bytes: int
 
 
 def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout) -> SwitchMemory:
-    """What a change between two layouts takes."""
     devices = max(old.world_size, new.world_size)
     both, left = [0] * devices, [0] * devices
     for index, piece in enumerate(moved.pieces):
@@ -140,17 +124,12 @@ class SwitchPrices:
     """Of one run. Layouts of any generation.
 
     Args:
-        model, start: of the run; only pp, dp and layers differ from one layout to another.
         coefficients: of any of its layouts.
         moved: of a run that trains; None = the model's units, all shared where copies were measured.
     """
 
     def __init__(
-        self,
-        model: ModelSpec,
-        start: ParallelLayout,
-        coefficients: CostCoefficients,
-        moved: SwitchPieces | None = None,
+        self, model: ModelSpec, start: ParallelLayout, coefficients: CostCoefficients, moved: SwitchPieces | None = None
     ) -> None:
         self.given, self._model = moved, model
         if moved is None:
@@ -169,12 +148,8 @@ class SwitchPrices:
     def seconds(
         self, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout, hidden_s: float
     ) -> float:
-        """For which training stands still: until the step begins, and until its optimizer state is there.
-
-        Args:
-            coefficients: of the new layout.
-            hidden_s: of the step before it needs its optimizer state.
-        """
+        """For which training stands still: until the step begins, and until its optimizer state is there, where the
+        step runs `hidden_s` before it needs that. `coefficients` are of the new layout."""
         old, new = old.arrangement, new.arrangement
         if coefficients.copies is None:
             return switch_seconds(self._model, coefficients, old, new, hidden_s)
@@ -190,7 +165,6 @@ class SwitchPrices:
         return stall_s + max(0.0, state_s - hidden_s)
 
     def memory(self, old: ParallelLayout, new: ParallelLayout) -> SwitchMemory:
-        """What a change takes of the fullest device."""
         key = old.arrangement, new.arrangement
         if key not in self._memory:
             self._memory[key] = switch_memory(self._moved, *key)

@@ -1,33 +1,21 @@
 """`auto`: one optimiser over all strategies, scored by simulated time within memory.
 
     1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
-    2  where several activation policies come close, each of the best (`refine`): split
-       backwards and other schedules of the best packs, then neighbours of the best trials (`plan.candidates`):
-       look-ahead, tapered ends, token weight, pack count, cut; the slowest replica last; then the packs found under
-       ZB-H1
+    2  where several activation policies come close, each of the best is refined:
+         the heaviest replica improves (other schedules and tapered ends of its best packs, then neighbours of its best
+         trials: look-ahead, tapers, token weight, pack count, cut); the others rate the best few of those
+         replicas are evened out again
+         what is left of the budget goes to the slowest replica, for which the step waits
+         last, the packs of the slowest under the other schedules
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
-The best of each is then priced as it will run, rank by rank where ranks share packs, and the fastest taken. So `auto`
-is never worse than any of them on the same step and layout. A strategy of whole documents cannot win where the longest
-document alone, through all stages and back, takes longer than what was found.
+The best of each is then priced as it will run, rank by rank where ranks share packs, and the fastest taken, so `auto`
+is never worse than any of them. Strategies solved by an exact solver are left out: they take seconds.
 
-Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the
-clock instead and is off by default, because the plan then depends on the machine.
-
-The strategies solved by an exact solver are left out: they take seconds, and what they solve (equal windows of
-whole documents) is not what bounds a step here.
-How a step that was found improves by time alone (`refine`):
-
-    1  the heaviest replica improves: other schedules and tapered ends of its best packs, then neighbours of its best
-       trials; the others rate the best few of those
-    2  replicas are evened out again
-    3  what is left of the budget goes to the slowest replica, for which the step waits, until none gets better or
-       it is near its bound
-    4  the packs of the slowest under the other schedules
+Deterministic: the budget is a number of simulations (`max_candidates`).
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,8 +45,7 @@ TAPERED = 2
 REFINED_SHARED = 8
 """Best trials of the improved representative replica that every replica rates."""
 LATE = 1.01
-"""Of the median time of replicas: above it one rates more of the improved representative's trials, because memory ruled
-out, or its documents do not suit, what suited the representative best."""
+"""Of the median time of replicas: one above it rates more of the improved representative's trials."""
 LATE_SHARED = 24
 """How many more at most."""
 WORTH_IT = 0.999
@@ -68,7 +55,7 @@ CLOSE_POLICIES = 1.06
 MOST_REFINED = 3
 """Policies that are refined, at most."""
 NO_GAIN = 1.001
-"""Of what no plan of a strategy is faster than: another policy of it is not worth a plan."""
+"""Of what no plan of a strategy is faster than: within it another policy is not worth a plan."""
 BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 """Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
 
@@ -78,13 +65,10 @@ class RefineRules:
     """How far to improve what was found.
 
     Args:
-        variants: of a trial, the same packs under other schedules.
+        variants: of a trial, the same packs under other schedules; others: as these, tried at the end.
         tapered: of a trial, others with smaller packs at both ends, for the heaviest replica.
-        others: of a trial, the same packs under schedules that are tried at the end, on what was found.
-        may_split: backwards may run as I and W.
-        may_reorder: other settings of the list schedule may be tried.
-        budget: trials over all replicas, those before included; what is due to every replica is always rated.
-        time_budget_s: ends the search by the clock too.
+        may_split: backwards may run as I and W; may_reorder: other settings of the list schedule may be tried.
+        budget: trials over all replicas; what is due to every replica is always rated.
     """
 
     variants: Callable[[Trial], list[Trial]]
@@ -93,17 +77,15 @@ class RefineRules:
     may_split: bool
     may_reorder: bool
     budget: int
-    time_budget_s: float | None = None
 
 
 def refine(found: SearchResult, rules: RefineRules) -> None:
-    """Improve a step by time alone, in place; it is never worse after."""
     for search in (*found.own, *found.blocks.values()):
         search.rank_by(by_time)
     busy = [search for search in found.own if len(search.documents)]
     if not busy:
         return
-    budget = _Budget(rules)
+    budget = _Budget(rules.budget)
     representative = max(busy, key=lambda search: search.work_s)
     varied = [representative, *found.blocks.values()]
     score([(search, [v for trial in best_packs(search) for v in rules.variants(trial)]) for search in varied])
@@ -117,7 +99,7 @@ def refine(found: SearchResult, rules: RefineRules) -> None:
     share_best(representative, late, LATE_SHARED)
     even_out(found)
     stuck: set[int] = set()
-    while budget.left():
+    while budget.trials:
         slowest = int(found.seconds().argmax())
         if slowest in stuck:
             break  # the step waits for it, so the others need no search
@@ -130,7 +112,6 @@ def refine(found: SearchResult, rules: RefineRules) -> None:
 
 
 def _try_others(found: SearchResult, rules: RefineRules) -> None:
-    """The packs of the slowest replica under the other schedules, for as long as the step gets faster."""
     score_key = (math.inf, math.inf, math.inf)
     while found.score_key() < score_key:
         score_key = found.score_key()
@@ -150,30 +131,21 @@ def _try_on_best_packs(search: ReplicaSearch, rules: RefineRules) -> None:
             search.add(other, made)
 
 
+@dataclass
 class _Budget:
-    """Trials that are left."""
+    """Trials that may still be rated."""
 
-    def __init__(self, rules: RefineRules) -> None:
-        self.trials = rules.budget
-        self.deadline_s = None if rules.time_budget_s is None else time.monotonic() + rules.time_budget_s
-
-    def left(self) -> int:
-        """Trials that may still be rated."""
-        return 0 if self.deadline_s is not None and time.monotonic() > self.deadline_s else self.trials
-
-    def rate(self, search: ReplicaSearch, trials: list[Trial]) -> None:
-        """Rate as many as the budget allows."""
-        self.trials -= score([(search, trials[: self.left()])])
+    trials: int
 
 
 def _improve(search: ReplicaSearch, budget: _Budget, rules: RefineRules, share: float) -> bool:
     """Rate neighbours of the best trials while the share of the budget lasts; whether the best got better."""
-    before, keep = search.score_key(search.best()), int((1 - share) * budget.left())
-    while budget.left() > keep and not search.is_near_bound():
+    before, keep = search.score_key(search.best()), int((1 - share) * budget.trials)
+    while budget.trials > keep and not search.is_near_bound():
         around = search.frontier(may_split=rules.may_split, may_reorder=rules.may_reorder)
         if not around:
             break
-        budget.rate(search, around)
+        budget.trials -= score([(search, around[: budget.trials])])
     return search.score_key(search.best()) < before
 
 
@@ -184,26 +156,22 @@ class AutoOptions(StrategyOptions, tag="auto"):
         split_backward: backwards may run as two actions, weight gradients later (zero bubble).
         max_candidates: schedules simulated beyond `slimpack`'s in a step, over all replicas, for every set of
             activation policies that comes close.
-        time_budget_s: the search also ends by the clock; None = never, because plans then depend on the machine.
 
     Raises:
-        ConfigError: no candidates, or no time.
+        ConfigError: no candidates.
     """
 
     split_backward: bool = True
     max_candidates: int = 128
-    time_budget_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_candidates < 1:
             raise ConfigError(f"plan options: auto.max_candidates is {self.max_candidates}, must be at least 1")
-        if self.time_budget_s is not None and not self.time_budget_s > 0:
-            raise ConfigError(f"plan options: auto.time_budget_s is {self.time_budget_s}, must be above 0")
 
 
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
-    """`others` are candidates as they are, but those that need a solver or choose a layout. Where nothing can plan the
-    step, the error is the last strategy's."""
+    """Plan a step by `slimpack`'s search and by `others`, but those that need a solver or choose a layout. Where
+    nothing can plan the step, the error is the last strategy's."""
     # As it runs, because that is what others are compared with.
     plans: list[Planned] = [(problem, _as_run(problem, found.choices())) for problem, found in searched(problems)[:1]]
     failure: Exception | None = None
@@ -237,36 +205,28 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
 
 
 def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
-    """Choices as they run, in an order that host memory holds where there is one."""
     as_run = repriced_choices(problem, choices)
     return tuple(ordered_within_host(problem, choice) or choice for choice in as_run)
 
 
 def least_beyond_memory(plans: list[Planned]) -> list[Planned]:
-    """Those that exceed memory by the least, of devices and hosts together: all that fit, where some do.
-
-    The host's does not count first: a device's share is less than what it may have of a node, and no plan beyond a
-    device's memory runs.
-    """
+    """Those that exceed memory by the least, of devices and hosts together (a device's share of host memory is less
+    than it may have of a node, and no plan beyond a device's memory runs); all that fit, where some do."""
     beyond = [max(beyond_memory_bytes(problem, choice) for choice in choices) for problem, choices in plans]
     return [planned for planned, excess in zip(plans, beyond, strict=True) if excess == min(beyond)]
 
 
 def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchResult]]:
-    """What the search by time finds under each of the policies that come close, the best first; none where no packs
-    meet the limits."""
-    steps = _close_to_best(search_policies(problems, rules_of))
+    """What the search by time finds under the policies that come close, the best first; none where no packs fit
+    limits."""
+    steps = search_policies(problems, rules_of)
+    keys = [found.score_key()[:2] for _, found in steps]
+    # Refining may still make the policies that come close the best.
+    close = [step for step, key in zip(steps, keys, strict=True) if key <= (keys[0][0], CLOSE_POLICIES * keys[0][1])]
+    steps = close[:MOST_REFINED]
     for problem, found in steps:
         refine(found, refine_rules(problem))
     return sorted(steps, key=lambda step: step[1].score_key())
-
-
-def _close_to_best(steps: list[tuple[StepProblem, SearchResult]]) -> list[tuple[StepProblem, SearchResult]]:
-    """The policies that refining may still make the best, of all searched ones, the best first."""
-    if not steps:
-        return []
-    excess, seconds, _ = steps[0][1].score_key()
-    return [step for step in steps if step[1].score_key()[:2] <= (excess, CLOSE_POLICIES * seconds)][:MOST_REFINED]
 
 
 def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
@@ -278,12 +238,11 @@ def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, .
 
 
 def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
-    """What no plan of a strategy is faster than, 0 = not known; None where none can be faster than what was
-    found, which fits memory or else may always be beaten.
+    """What no plan of a strategy is faster than, 0 = not known; None where none can be faster than what was found.
 
-    No plan of whole documents is faster than the longest one, which passes every stage forward and backward in turn
-    (where backwards are split, only I does, so that is no bound). And where memory does not bind, a strategy that
-    searches for time alone is as fast as it gets: policies that save memory only add to the time of every pack.
+    No plan of whole documents is faster than the longest one through all stages and back (where backwards are split,
+    only I passes, so that is no bound). And where memory does not bind, a strategy that searches for time alone is as
+    fast as it gets: policies that save memory only add to the time of every pack.
     """
     excess, summed_s = step_score(found)[0], _summed_s(problems[0], found)
     if excess:
@@ -306,7 +265,6 @@ def rules_of(problem: StepProblem) -> SearchRules:
 
 
 def refine_rules(problem: StepProblem) -> RefineRules:
-    """How far `auto` goes on."""
     options, layout, asked = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
     may_reorder = asked in (CHOOSE, LIST.name)
     may_split = may_reorder and asked == CHOOSE and options.split_backward and layout.num_stages > 1
@@ -326,18 +284,15 @@ def refine_rules(problem: StepProblem) -> RefineRules:
         may_split=may_split,
         may_reorder=may_reorder,
         budget=options.max_candidates,
-        time_budget_s=options.time_budget_s,
     )
 
 
 def _summed_s(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> float:
-    """When all gradients are summed; what comes then takes the same after every plan."""
     return step_end(problem.costs, [choice.candidate.simulated() for choice in choices]).summed_s
 
 
 def _tapered(trial: Trial, pp: int) -> list[Trial]:
-    """Smaller packs where the pipeline fills and drains, and I and W: several steps of the search at once, because one
-    alone rarely pays. Few packs then do, which helps where documents are short."""
+    """Smaller packs at both ends, and I and W: several steps of the search at once, because one alone rarely pays."""
     setting = trial.setting
     if setting.cut == "whole":
         return []
@@ -352,7 +307,6 @@ def _tapered(trial: Trial, pp: int) -> list[Trial]:
 
 
 def step_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float, float]:
-    """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
     return *worst_score(choices), sum(choice.candidate.makespan_s for choice in choices)
 
 

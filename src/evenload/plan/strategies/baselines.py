@@ -1,33 +1,25 @@
 """Strategies of whole windows and documents that other trainers use: `padded`, `sequential`, `best_fit`, `balanced`.
 
-padded      consecutive documents in a batch padded to their longest; the naive baseline (Async packing). Documents stay
-            in arrival order: what a plain data loader with a padding collator does. A batch takes the next document
-            while `(count + 1) · longest <= max_pack_tokens`. Batches go round robin to replicas, 1F1B. O(n).
+padded      consecutive documents in a batch padded to their longest, as a plain data loader with a padding collator
+            does. A batch takes the next document while `(count + 1) · longest <= max_pack_tokens`. Batches go round
+            robin to replicas, 1F1B. O(n).
 sequential  documents one after the other, cut at the window; what common loaders do.
 
                 arrival   A A A B B C C C C C D | windows of 4:   [A A A B0] [B1 C0 C0 C0] [C1 C1 D]
 
-            Common loaders let such pieces be trained as if they were documents (or let attention cross documents).
             Here a piece is a slice: its attention sees its document from the start, so training equals plain training.
             Forward packs are the windows. Backward packs hold the same slices, documents in order and slices
-            last-first, filled up to the window again; so a document's slices lie in different packs and there may be a
-            few more packs than windows. A document has one replica: replicas get consecutive documents, cut where the
-            tokens are nearest to equal. 1F1B; the list schedule where that exceeds memory. O(n + windows).
-best_fit    best-fit decreasing by tokens into windows of `max_pack_tokens`; SlimPack's Megatron-LM baseline. The whole
-            global batch is packed at once and windows go round robin to replicas, 1F1B. It fills windows almost
-            perfectly and ignores work: a window with one long document takes many times as long as a window of short
-            ones, and every stage and replica waits for it. Smaller windows (`window_tokens`) are more micro-batches:
-            less time at the ends of a pipeline, less memory, more constants. A document longer than such a window is a
-            pack of its own, so any window may be asked for; which one suits a run best is what a comparison tries for a
-            fair baseline. O(n log n).
-balanced    micro-batches of equal predicted time, with a token limit, 1F1B: what verl, slime and prime-rl do, with the
-            limit that they do not all keep. Documents go to replicas by LPT on forward + backward time, then to
-            micro-batches of their replica the same way. The number of micro-batches is a multiple of pp; of a few
-            multiples (powers of two from the least that the token limit allows) the fastest by simulation within memory
-            is kept. A document longer than a fair share stays whole and makes its micro-batch late: what slicing cures.
-            `options.micro_batches` fixes their number instead: then the token limit binds first, replicas get no more
-            tokens than their micro-batches hold, and where LPT by time opens more of them, best fit by tokens packs
-            them as tightly as can be. More come back where that is not enough; the caller decides.
+            last-first, filled up to the window again. Replicas get consecutive documents, cut where the tokens are
+            nearest to equal. 1F1B; the list schedule where that exceeds memory. O(n + windows).
+best_fit    best-fit decreasing by tokens into windows of `max_pack_tokens` over the whole global batch, round robin to
+            replicas, 1F1B; SlimPack's Megatron-LM baseline. It fills windows almost perfectly and ignores work. Smaller
+            windows (`window_tokens`) are more micro-batches; a longer document is a pack of its own. O(n log n).
+balanced    micro-batches of equal predicted time, with a token limit, 1F1B: what verl, slime and prime-rl do. Documents
+            go to replicas by LPT on forward + backward time, then to micro-batches of their replica the same way; of a
+            few multiples of pp as their number the fastest by simulation within memory is kept. A document longer than
+            a fair share stays whole and makes its micro-batch late: what slicing cures. `options.micro_batches` fixes
+            the number instead: then the token limit binds first, and where LPT by time opens more micro-batches, best
+            fit by tokens packs them as tightly as can be.
 """
 
 from itertools import pairwise
@@ -64,7 +56,6 @@ def plan_padded(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 
 
 def padded_batches(num_tokens: list[int], max_pack_tokens: int) -> list[list[int]]:
-    """Consecutive document indices of every batch."""
     batches: list[list[int]] = []
     longest = 0
     for index, tokens in enumerate(num_tokens):
@@ -100,7 +91,6 @@ def plan_sequential(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 
 
 def sequential_packs(num_tokens: list[int], window: int) -> tuple[list[list[Piece]], list[list[Piece]]]:
-    """Forward and backward packs of documents in order."""
     forward: list[list[Piece]] = []
     pieces: list[list[Piece]] = []  # by document
     room = 0
@@ -131,7 +121,7 @@ def sequential_packs(num_tokens: list[int], window: int) -> tuple[list[list[Piec
 
 
 def _consecutive(num_tokens: NDArray[np.int64], dp: int) -> list[NDArray[np.int64]]:
-    """Runs of documents, one a replica; every border at the document edge nearest to its share of the tokens."""
+    """Runs of documents, one a replica, cut at the document edge nearest to each share of the tokens."""
     edges = np.concatenate([[0], np.cumsum(num_tokens)])
     shares = edges[-1] * np.arange(1, dp) / dp
     borders = [0, *(int(np.abs(edges - share).argmin()) for share in shares), len(num_tokens)]
@@ -169,9 +159,6 @@ class BestFitOptions(StrategyOptions, tag="best_fit"):
     Args:
         window_tokens: of a window, at most `max_pack_tokens`; longer documents are packs of their own. None =
             `max_pack_tokens`.
-
-    Raises:
-        ConfigError: no token.
     """
 
     window_tokens: int | None = None
@@ -223,8 +210,7 @@ def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 
 
 def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
-    """As `assign_replicas`, with no more tokens each than a fixed number of micro-batches holds; None where that
-    number is free, or nothing fits so."""
+    """As `assign_replicas`, with no more tokens each than a fixed number of micro-batches holds; None otherwise."""
     options, dp = problem.options, problem.layout.dp
     if options.micro_batches is None or options.max_pack_tokens is None:
         return None
@@ -261,11 +247,7 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
 
 
 def _groups(
-    work_s: NDArray[np.float64],
-    num_tokens: NDArray[np.int64],
-    count: int,
-    pp: int,
-    max_pack_tokens: int | None,
+    work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], count: int, pp: int, max_pack_tokens: int | None
 ) -> list[list[int]]:
     """Non-empty LPT groups; the token limit may need more than asked, then the next multiple of pp is balanced."""
     tokens = None if max_pack_tokens is None else num_tokens

@@ -7,20 +7,16 @@ documents are spread so that the largest window has the least attention work.
     fixed_exact    the MILP of eq. 1 from the greedy answer, within `solver_time_limit_s`; where it stops there, the
                    result's note says so, with the gap
 
-`window` = W > 1 packs over W global batches (WLB Fig. 6). A loader hands out one batch a step, so the strategy keeps
-a pool: each step packs all documents that wait together with the new ones and trains the W-th part of the windows,
-those that waited longest by tokens, with their neighbours in work; the rest is packed anew. The pool settles at W
-batches, the first steps and the last are smaller and larger. Mean delay is about W - 1 steps, never more than
-`max_delay_steps`. Attention pairs are those of the model's own windows, not d² of full attention.
+`window` = W > 1 packs over W global batches (WLB Fig. 6): each step packs all documents that wait together with the new
+ones and trains the W-th part of the windows, those that waited longest by tokens, with their neighbours in work. The
+pool settles at W batches; mean delay is about W - 1 steps, never more than `max_delay_steps`.
 
 The MILP, solved by HiGHS (`pip install evenload[exact]`):
 
     minimise t    x[i, j] binary, sum_j x[i, j] = 1, sum_i work[i] x[i, j] <= t, sum_i tokens[i] x[i, j] <= capacity
 
-Groups are interchangeable, so the document of the k-th most work may lie in the first k groups only, which takes
-out a factor of num_groups! of equal solutions; and t is at least the mean group and the largest document. Still
-NP-hard (number partition): tens of documents in seconds, hundreds only as far as the time limit goes. A solver
-that stops early says so (`is_optimal`, `gap`).
+Groups are interchangeable, so the document of the k-th most work may lie in the first k groups only. NP-hard (number
+partition): tens of documents in seconds, hundreds only as far as the time limit goes.
 """
 
 from collections.abc import Callable
@@ -35,7 +31,7 @@ from evenload.cost.layer_counts import slice_pairs
 from evenload.errors import ConfigError
 from evenload.plan.deferral import Arrivals, DelayedChoice
 from evenload.plan.packing import assign_evenly, longest_first
-from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem, StrategyOptions
+from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
 OPTIMAL_GAP = 1e-6
@@ -44,13 +40,8 @@ OPTIMAL_GAP = 1e-6
 
 @dataclass(frozen=True)
 class ExactGroups:
-    """The best groups found.
-
-    Args:
-        groups: per group its item indices, ascending; may be empty.
-        objective: work of the largest group.
-        bound: no grouping can have a smaller objective.
-    """
+    """The best groups found (item indices, ascending; may be empty), the work of the largest one, and a bound below
+    which no grouping's is."""
 
     groups: tuple[tuple[int, ...], ...]
     objective: float
@@ -74,12 +65,10 @@ def exact_groups(
     start: list[list[int]],
     time_limit_s: float = 60.0,
 ) -> ExactGroups:
-    """Items into as many groups as `start` has, so that the largest group has the least work.
+    """Put items into as many groups as `start` has, so that the largest group has the least work.
 
     Args:
-        work: float64[n], finite, not negative.
-        num_tokens: int64[n].
-        capacity: tokens that a group may hold.
+        work: float64[n], finite, not negative; num_tokens: int64[n], of which a group may hold `capacity`.
         start: a known grouping within the capacity, groups may be empty; the answer is never worse.
         time_limit_s: the solver stops here with the best it has.
 
@@ -118,7 +107,6 @@ def exact_groups(
 
 
 def require_highspy() -> Any:
-    """The solver's module; a `ConfigError` where it is not installed."""
     try:
         import highspy
     except ImportError as error:
@@ -183,9 +171,6 @@ class FixedExactOptions(StrategyOptions, tag="fixed_exact"):
 
     Args:
         solver_time_limit_s: for one step.
-
-    Raises:
-        ConfigError: no time.
     """
 
     solver_time_limit_s: float = 10.0
@@ -201,10 +186,6 @@ Packer = Callable[[StepProblem, NDArray[np.float64], int], tuple[list[list[int]]
 """(problem, attention work, windows wanted) to (documents of every window, note)."""
 
 
-def _packs_over_batches(options: PlanOptions) -> bool:
-    return options.window > 1
-
-
 def attention_work(problem: StepProblem) -> NDArray[np.float64]:
     """(query, key) pairs of every document over all layers; float64[n]."""
     model, tokens = problem.costs.model, problem.num_tokens
@@ -215,13 +196,11 @@ def attention_work(problem: StepProblem) -> NDArray[np.float64]:
 
 
 def _plan_all(problem: StepProblem, name: str, pack: Packer) -> tuple[ReplicaChoice, ...]:
-    """Of this batch alone."""
     windows, note = pack(problem, attention_work(problem), _num_windows(problem, name))
     return assign_evenly(problem, windows, note)
 
 
 def _plan_pool(problem: StepProblem, arrivals: Arrivals, name: str, pack: Packer) -> DelayedChoice:
-    """Over `window` global batches."""
     if arrivals.is_last or problem.options.window == 1:
         return DelayedChoice(_plan_all(problem, name, pack))
     work = attention_work(problem)
@@ -232,7 +211,6 @@ def _plan_pool(problem: StepProblem, arrivals: Arrivals, name: str, pack: Packer
 
 
 def _num_windows(problem: StepProblem, name: str) -> int:
-    """Fewest windows that hold the tokens, a multiple of dp."""
     dp, capacity = problem.layout.dp, problem.window_tokens(name)
     return max(1, -(-int(problem.num_tokens.sum()) // (capacity * dp))) * dp
 
@@ -278,7 +256,7 @@ FIXED_GREEDY = Strategy(
     description="packs of fixed length with the least attention work, greedily",
     plan=partial(_plan_all, name="fixed_greedy", pack=_greedy),
     delay=partial(_plan_pool, name="fixed_greedy", pack=_greedy),
-    moves_documents=_packs_over_batches,
+    moves_documents=lambda options: options.window > 1,
     ignores_memory=True,
 )
 FIXED_EXACT = Strategy(
@@ -287,6 +265,6 @@ FIXED_EXACT = Strategy(
     plan=partial(_plan_all, name="fixed_exact", pack=_exact),
     delay=partial(_plan_pool, name="fixed_exact", pack=_exact),
     options=FixedExactOptions,
-    moves_documents=_packs_over_batches,
+    moves_documents=lambda options: options.window > 1,
     solver_limit_s=lambda options: options.own(FixedExactOptions).solver_time_limit_s,
 )

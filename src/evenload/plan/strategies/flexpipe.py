@@ -1,9 +1,6 @@
-"""`flexpipe` inside one layout: what `plan.reconfiguration` plans every step with once the layout is chosen.
+"""`flexpipe` inside one layout: what `plan.layouts` plans every step with once the layout is chosen.
 
-FlexPipe changes the pipeline, not the packing; the number of its micro-batches follows the batch (§7.1). So documents
-stay whole, go to replicas and micro-batches of equal predicted time, longest first, and run in 1F1B: the micro-batches
-of `balanced`. O(candidates · n log n).
-
+FlexPipe changes the pipeline, not the packing (§7.1): documents stay whole and run in the micro-batches of `balanced`.
 Its options say how the layout is chosen, under `auto` with `plan.layouts`, too.
 """
 
@@ -45,7 +42,7 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
     patience_steps: int = 2
     overhead_s: float = 0.0
     finalists: int = 3
-    memory_plans: tuple[Literal["documents", "layers", "optimizer"], ...] = ("documents", "layers")
+    memory_plans: tuple[Literal["documents", "layers"], ...] = ("documents", "layers")
     least_depth_only: bool = False
     part_pipelines: bool = True
     follow_measured: bool = True
@@ -53,17 +50,10 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
     most_groups: int = 256
 
     def __post_init__(self) -> None:
-        for field, least in (
-            *(("known_steps", 1), ("finalists", 1), ("patience_steps", 1), ("overhead_s", 0.0)),
-            *(("most_layouts", 2), ("most_groups", 1)),
-        ):
-            if getattr(self, field) < least:
-                raise ConfigError(f"plan options: flexpipe.{field} is {getattr(self, field)}, must be at least {least}")
-        if "optimizer" in self.memory_plans:
-            raise ConfigError(
-                "plan options: flexpipe.memory_plans has 'optimizer', but optimizer state stays on its device in this "
-                "version; choose from documents, layers"
-            )
+        least = {"known_steps": 1, "finalists": 1, "patience_steps": 1, "overhead_s": 0.0, "most_layouts": 2}
+        for field, low in (least | {"most_groups": 1}).items():
+            if getattr(self, field) < low:
+                raise ConfigError(f"plan options: flexpipe.{field} is {getattr(self, field)}, must be at least {low}")
         if not 0 <= self.margin < 1:
             raise ConfigError(f"plan options: flexpipe.margin is {self.margin}, must be in [0, 1)")
 

@@ -1,10 +1,8 @@
 """All strategies by name, naive first; packages add theirs by entry points, a program by `register`.
 
-Adding one: CONTRIBUTING.md. Whether a run may use a strategy, and whether its replicas share documents where nobody
-said so, is decided here, too. Sharing is on for the strategies that can, because a document that is too long for one
-replica makes all others wait, and because their plans share one only where that is faster by prediction. Off where
-nothing can be shared: one replica, or costs that know no link between replicas (a cost file by hand, or one measured on
-a single replica), so that sharing cannot be priced.
+Adding one: CONTRIBUTING.md. Here is decided, too, whether a run may use a strategy, and whether its replicas share
+documents where nobody said so: on for the strategies that can, because their plans share only where that is faster by
+prediction; off with one replica, or costs that know no link between replicas.
 """
 
 import msgspec
@@ -27,10 +25,7 @@ STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     Strategy,
     "evenload.strategies",
-    (
-        *(PADDED, SEQUENTIAL, BEST_FIT, FIXED_GREEDY, FIXED_EXACT, BALANCED),
-        *(WLB, SKRULL, SLIMPACK, FLEXPIPE, AUTO),
-    ),
+    (*(PADDED, SEQUENTIAL, BEST_FIT, FIXED_GREEDY, FIXED_EXACT, BALANCED), *(WLB, SKRULL, SLIMPACK, FLEXPIPE, AUTO)),
 )
 strategy_named, register = STRATEGIES.named, STRATEGIES.register
 
@@ -46,15 +41,14 @@ def whole_strategies() -> tuple[str, ...]:
 
 
 def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, longest: int | None = None) -> None:
-    """Refuse what `evenload plan` predicts and the runtime of this version cannot run, what would end a run later, and
-    settings that would do nothing (`evenload plan` compares many strategies under one set of options, a run has one).
+    """Refuse what `evenload plan` predicts and a run cannot follow, and settings that would do nothing.
 
     Args:
         longest: `data.max_document_tokens`; None = not known.
 
     Raises:
-        ConfigError: unknown; it knows no pipeline and the layout has one; options that it does not read, or that do
-            not go together; or documents that fit no pack and are not cut.
+        ConfigError: unknown strategy; a pipeline that it does not know; options that it does not read, or that do not
+            go together; or documents that fit no pack and are not cut.
     """
     strategy = strategy_named(name)
     strategy.require_layout(layout)
@@ -86,15 +80,8 @@ def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, l
 
 
 def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None:
-    """Refuse a strategy that changes the layout where there is one only, and several layouts under one that stays.
-
-    Args:
-        layout: in which the run starts.
-        num_layouts: that it may take.
-
-    Raises:
-        ConfigError: unknown, or either of these.
-    """
+    """Refuse, by a `ConfigError`, a strategy that changes the layout where a run, which starts in `layout`, may take
+    one only, and several layouts under one that stays."""
     strategy = strategy_named(name)
     if strategy.changes_layout and num_layouts == 1:
         groups = layout.dp * layout.pp
@@ -117,21 +104,16 @@ def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None
 def decide_dp_merge(
     options: PlanOptions, strategy: str, layout: ParallelLayout, coefficients: CostCoefficients
 ) -> tuple[PlanOptions, str]:
-    """Options with `dp_merge` set where the strategy reads it, and what was decided, in words for a log ("" = nothing
-    to say: one replica, or a strategy that never shares)."""
+    """Set `dp_merge` where the strategy reads it, and say what was decided ("" = nothing to say)."""
     if not strategy_named(strategy).shares_documents or layout.dp == 1:
         return options, ""
     merge, why = options.dp_merge, "plan.options.dp_merge"
     if merge is None:
-        merge, why = _can_share(layout, coefficients)
+        try:
+            coefficients.group_link(layout.dp * layout.cp, stride=layout.tp)
+            merge, why = True, "plan.options.dp_merge = false turns it off"
+        except ConfigError:
+            merge, why = False, "the costs know no link between replicas"
     shared = "replicas share documents too long for one of them where that is faster"
     said = shared if merge else "every document stays on one replica"
     return msgspec.structs.replace(options, dp_merge=merge), f"{said} ({why})"
-
-
-def _can_share(layout: ParallelLayout, coefficients: CostCoefficients) -> tuple[bool, str]:
-    try:
-        coefficients.group_link(layout.dp * layout.cp, stride=layout.tp)
-    except ConfigError:
-        return False, "the costs know no link between replicas"
-    return True, "plan.options.dp_merge = false turns it off"

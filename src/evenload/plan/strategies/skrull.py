@@ -1,13 +1,12 @@
 """`skrull`: global data scheduling and distributed-aware context parallelism, without a pipeline (Skrull §4).
 
     1. bucket: tokens that one rank may hold, from the memory model; exact where Skrull fits a line (C.1)
-    2. documents to replicas and micro-batches of at most bucket · cp tokens (GDS, eq. 8-11): `plan.dacp`
-    3. in every micro-batch documents whole on one rank or shared by all, within the bucket (DACP, eq. 1-7):
-       `plan.dacp`
+    2. documents to replicas and micro-batches of at most bucket · cp tokens (GDS, eq. 8-11)
+    3. in every micro-batch documents whole on one rank or shared by all, within the bucket (DACP, eq. 1-7)
 
-A micro-batch costs `max(transfers, local) + shared` on its slowest rank (eq. 2), forward and backward each. Replicas
-wait for each other at the end of the step only. Where a document does not fit a micro-batch of its own, the step is
-planned with the least bucket that can hold it and reported as beyond memory.
+2 and 3 are `plan.dacp`. A micro-batch costs `max(transfers, local) + shared` on its slowest rank (eq. 2), forward and
+backward each. Where a document does not fit a micro-batch of its own, the step is planned with the least bucket that
+can hold it and reported as beyond memory.
 """
 
 import dataclasses
@@ -39,8 +38,7 @@ BUCKETS_TRIED = 64
 
 @dataclass(frozen=True, eq=False)
 class _Priced:
-    """One replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1] of the slowest
-    rank, bytes."""
+    """One replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1], bytes."""
 
     owner: NDArray[np.int64]
     forward_s: NDArray[np.float64]
@@ -83,7 +81,6 @@ def can_fit(problem: StepProblem) -> bool:
 
 
 def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
-    """The problem as GDS sees it: seconds of forward and backward together."""
     costs, cp, num_tokens = problem.costs, problem.layout.cp, problem.num_tokens
     limit = bucket * cp
     if problem.options.max_pack_tokens is not None:
@@ -97,8 +94,8 @@ def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
 
 
 def bucket_tokens(problem: StepProblem) -> int:
-    """Tokens one rank may hold in a micro-batch, local or its share of longer documents (Skrull's C); 0 where
-    nothing fits, and all tokens of the step where memory has no limit."""
+    """Tokens that one rank may hold in a micro-batch (Skrull's C); 0 = nothing fits, without a limit the whole
+    step's."""
     most = max(1, int(problem.num_tokens.sum()))
     if problem.cap_bytes is None:
         return most
@@ -116,8 +113,7 @@ def bucket_tokens(problem: StepProblem) -> int:
 
 
 def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64], codes: NDArray[np.int8]) -> NDArray[np.int64]:
-    """Of every bucket under the most expensive policy, full of shared tokens, whose gathered keys and values make
-    them the more expensive kind; int64[buckets]."""
+    """Of every bucket under the most expensive policy, full of shared tokens; int64[buckets]."""
     tokens = np.tile(buckets * problem.layout.cp, len(codes))
     columns = whole_document_columns([[index] for index in range(len(tokens))], tokens, problem.layout.cp)
     policy = np.repeat(codes, len(buckets))
@@ -128,7 +124,6 @@ def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64], codes: NDArray
 
 
 def _price(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) -> list[_Priced]:
-    """Owners, seconds and bytes of all replicas at once: numpy's price is by the call."""
     costs, num_tokens, policy = problem.costs, problem.num_tokens, problem.policy
     groups = [group for of_replica in replicas for group in of_replica]
     owned = assign_owners(step.columns, groups, as_published=step.as_published)
@@ -181,7 +176,6 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
 
 
 def _gather_seconds(costs: PackCosts, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Transfers of every document's keys and values, forward and backward, were it shared."""
     alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens, costs.layout.cp)
     return sum(costs.context_seconds(alone, direction)[0].sum(axis=1) for direction in _DIRECTIONS)  # type: ignore[return-value]
 

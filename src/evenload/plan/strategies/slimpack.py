@@ -1,23 +1,17 @@
 """`slimpack`: equal-work MicroPacks from exact slices, forward and backward cut separately (SlimPack §4-5).
 
     phase 1   documents to replicas by forward + backward time (`plan.packing`)
-    phase 2   per replica, documents in descending forward work, m = i·pp packs with i log-spaced (§5.1):
-              asymmetric   sequential fill with exact cuts, forward by forward work, backward by backward work,
-                           slices of a document last-first (§4.1.2)
-              symmetric    chain-free slices used in both directions (`plan.candidates`; ours)
+    phase 2   per replica, documents in descending forward work, m = i·pp packs with i log-spaced (§5.1), asymmetric or
+              symmetric cuts (`plan.candidates`)
     order     PackFlow's static order with and without the injected forward (§4.2), and the memory-capped list
               schedule; or the one that the options name
     choose    by simulated makespan among the candidates within memory (§4.3); where the options leave the schedule
               open, each is searched alone, the static one where a few trials put it near, and the faster step is taken
-              (one search over both was: it preferred a slow even cut of one schedule to a fast uneven one of the other)
 
-Where we differ from the paper: exact boundaries from a closed form instead of a MILP (the same optimum: work is
-monotone in the cut); time instead of FLOPs; the list schedule, because injecting "one extra forward" never says
-when to come back and its memory grows. Without a pipeline, packs of whole documents are tried too, and
-for documents that replicas share. DP-Merge (`plan.dp_merge`) where the options allow it and the step is faster.
-
-The replica with the most work rates every (m, cuts), and other orders of the best; the others, which hold nearly equal
-work, the best of those; then replicas are evened out (`plan.search`).
+Where we differ from the paper: exact boundaries instead of a MILP (the same optimum: work is monotone in the cut); time
+instead of FLOPs; the list schedule, because injecting "one extra forward" never says when to come back and its memory
+grows. Without a pipeline, and for documents that replicas share, packs of whole documents are tried too. DP-Merge
+(`plan.dp_merge`) where the options allow it and the step is faster. The search over replicas is `plan.search`.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +50,7 @@ from evenload.schedule.packflow import LIST, STATIC
 from evenload.schedule.schedule_rule import ScheduleRule
 
 EVENNESS_FACTOR = 1.2
-"""Uneven cuts win only where they are faster than even ones by more than this: where memory leaves even cuts no
-room, a few of their packs in flight can take three times as long."""
+"""Uneven cuts win only where they are faster than even ones by more than this."""
 EVEN_REPLICAS = 1.01
 """Max/mean time of replicas above which merging documents is tried."""
 EFFICIENT = 0.97
@@ -94,9 +87,6 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
             replicas afterwards, and the fastest by simulation whether its packs are even or not.
         max_imbalance: cuts whose max/mean pack time is within this, forward and backward, are preferred; others are
             used only where none fits memory, or where they are much faster.
-
-    Raises:
-        ConfigError: an imbalance below 1.
     """
 
     as_published: bool = False
@@ -114,7 +104,6 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
 
 
 def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
-    """As `Strategy.search`."""
     options = problems[0].options
     if options.own(SlimpackOptions).as_published:
         return _plan_as_published(problems)
@@ -123,7 +112,7 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     for schedule in SCHEDULES if options.schedule == CHOOSE else (options.schedule,):
         if steps and not _may_suit(steps[0][1], orders_of(schedule)):
             continue
-        by = _ranked_by(schedule)
+        by = LIST.name if schedule in (CHOOSE, STATIC.name) else schedule  # rigid orders fit memory by chance
         rules_of = {name: _rules_under(name) for name in {schedule, by}}
         if by not in policies:
             policies[by] = rank_policies(problems, rules_of[by])
@@ -138,27 +127,15 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     return problem, found.choices()
 
 
-def _ranked_by(schedule: str) -> str:
-    """The schedule under which policies are ranked: rigid orders fit memory by chance."""
-    return LIST.name if schedule in (CHOOSE, STATIC.name) else schedule
-
-
 def _may_suit(found: SearchResult, orders: Sequence[Order | ScheduleRule]) -> bool:
-    """Whether the best packs of the replica with the most work are not clearly slower under another schedule than under
-    the one that they were found for."""
+    """Whether the heaviest replica's best packs are not clearly slower under other orders than under their own."""
     busy = [search for search in (*found.own, *found.blocks.values()) if len(search.documents)]
-    representative = max(busy, key=lambda search: search.work_s, default=None)
-    if representative is None:
+    heaviest = max(busy, key=lambda search: search.work_s, default=None)
+    if heaviest is None:
         return False
-    other = ReplicaSearch(
-        representative.problem,
-        representative.documents,
-        representative.ranks,
-        representative.score_key,
-        representative.pool,
-    )
-    score([(other, [trial_under(trial.setting, order) for trial in best_packs(representative) for order in orders])])
-    (excess, seconds), score_key = other.score_key(other.best()), representative.score_key(representative.best())
+    other = ReplicaSearch(heaviest.problem, heaviest.documents, heaviest.ranks, heaviest.score_key, heaviest.pool)
+    score([(other, [trial_under(trial.setting, order) for trial in best_packs(heaviest) for order in orders])])
+    (excess, seconds), score_key = other.score_key(other.best()), heaviest.score_key(heaviest.best())
     return (excess, PROMISING * seconds) < score_key
 
 
@@ -177,15 +154,13 @@ def _require_published_order(options: PlanOptions) -> None:
 def _plan_as_published(problems: Sequence[StepProblem]) -> Planned:
     _require_published_order(problems[0].options)
 
-    def rules(problem: StepProblem) -> SearchRules:
-        return SearchRules(
-            first=partial(_first_trials, order=PUBLISHED_ORDER),
-            variants=lambda trial: [],
-            shared=SHARED_TRIALS,
-            even_out=False,
-        )
-
-    steps = search_policies(problems, rules)
+    rules = SearchRules(
+        first=partial(_first_trials, order=PUBLISHED_ORDER),
+        variants=lambda trial: [],
+        shared=SHARED_TRIALS,
+        even_out=False,
+    )
+    steps = search_policies(problems, lambda problem: rules)
     if not steps:
         raise _no_packs(problems[0])
     problem, found = steps[0]
@@ -211,8 +186,8 @@ def _search_ranked(
     rules_of: Callable[[StepProblem], SearchRules],
     rank_rules_of: Callable[[StepProblem], SearchRules],
 ) -> list[tuple[StepProblem, SearchResult]]:
-    """As `search_policies`; under `rank_rules_of` the policies were ranked. Where those are other rules, the first
-    search tells by how much these take longer than promised, for all policies alike."""
+    """As `search_policies`, for policies ranked under `rank_rules_of`. Where those are other rules, the first search
+    tells by how much these take longer than promised, for all policies alike."""
     steps: list[tuple[StepProblem, SearchResult]] = []
     longer = 1.0
     for place, ((excess, seconds), problem) in enumerate(policies.ranked):
@@ -238,11 +213,7 @@ def _best_score_key(steps: list[tuple[StepProblem, SearchResult]]) -> tuple[int,
 
 
 def slimpack_rules(problem: StepProblem, orders: Sequence[Order | ScheduleRule] | None = None) -> SearchRules:
-    """Every setting under one order, the best ones under all.
-
-    Args:
-        orders: default: those that the options allow.
-    """
+    """Every setting under one order (default: of those that the options allow), the best ones under all."""
     orders = orders_of(problem.options.schedule) if orders is None else orders
     # Without a pipeline no pack waits for another, so neither cuts nor evenness are needed.
     has_pipeline = problem.layout.num_stages > 1
@@ -300,7 +271,6 @@ def _efficiency(problem: StepProblem, found: SearchResult) -> float:
 
 
 def _pipeline_share(problem: StepProblem, found: SearchResult | None) -> float:
-    """Of all ranks' time, what computes packs."""
     seconds = 0.0 if found is None else float(found.seconds().sum())
     return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
 
@@ -319,7 +289,6 @@ def _score_key(max_imbalance: float, rated: TrialScore) -> tuple[int, float]:
 
 
 def _first_trials(search: ReplicaSearch, order: Order | ScheduleRule) -> list[Trial]:
-    """Every setting that the options allow."""
     options, layout = search.problem.options, search.problem.layout
     cuts: tuple[Cut, ...] = ("asymmetric", "symmetric")
     own = options.own(SlimpackOptions)

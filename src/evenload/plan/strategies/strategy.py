@@ -2,9 +2,8 @@
 
 A strategy has one of three plan functions. `plan` maps a step under given activation policies to one choice a replica;
 it is called under every policy in order until the step fits memory. `delay` does the same and may move documents to
-later steps; it is used where a state is carried from step to step. `search` chooses the policies, too.
-
-What the rest of the program asks about a strategy stands here as a trait; nothing asks for its name.
+later steps, where a state is carried from step to step. `search` chooses the policies, too. What the rest of the
+program must know of a strategy is a trait here; nothing looks at its name.
 """
 
 from collections.abc import Callable, Sequence
@@ -111,14 +110,13 @@ class Strategy:
         others: Sequence["Strategy"] = (),
         enough_s: float = 0.0,
     ) -> tuple[StepProblem, DelayedChoice]:
-        """The step under the activation policies that suit it best.
+        """Plan the step under the activation policies that suit it best.
 
         Args:
             problems: the step under every activation policy that may be used, all stored first.
             arrivals: when the documents came; None = the step stands alone, and nothing waits.
             others: all registered strategies, for one that tries others.
-            enough_s: of a strategy that does not choose policies itself, a plan within memory that takes no longer
-                ends the choice.
+            enough_s: of a strategy without `search`, a plan within memory that takes no longer ends the choice.
 
         Raises:
             ConfigError: the layout or the model does not suit the strategy.
@@ -139,8 +137,8 @@ class Strategy:
         return plan_under_policies(problems, lambda problem: self._answer(problem, arrivals), self.can_fit, enough_s)
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse a layout with a pipeline, also one of virtual stages on one rank, where there may be none, and stages
-        with different numbers of devices where packs are not dealt."""
+        """Refuse a layout with a pipeline, also of virtual stages on one rank, where there may be none, and stages with
+        different numbers of devices where packs are not dealt."""
         if self.needs_one_stage and layout.num_stages > 1:
             raise ConfigError(
                 f"strategy {self.name}: layout {layout.describe()} has a pipeline and {self.name} has none; "

@@ -5,23 +5,19 @@
     left over from the last step ───────────────────────────────────────┘        │
                                                          does not fit ◄──────────┘ left over, first next step
 
-Greedy: left-over documents first, then longest first; each into the micro-batch with the least predicted time
-W_a + W_l, if that would exceed S_max = `max_pack_tokens` into the one with the fewest tokens, else it is left over.
-O(n log n) per step.
+Greedy: left-over documents first, then longest first; each into the micro-batch with the least predicted time, if that
+would exceed S_max = `max_pack_tokens` into the one with the fewest tokens, else it is left over. O(n log n) per step.
 
-Which outliers are trained is decided by `plan.deferral` (ours, `release` = "balance"), or by the
-paper's queues (`release` = "queues"): length in [L_i, L_{i+1}) ─► queue i ─► N at a time, one for each micro-batch; the
-thresholds L_i are tuned in `plan.deferral`.
+Which outliers are trained is decided by `plan.deferral`: balanced release (ours), or the paper's queues: length in
+[L_i, L_{i+1}) ─► queue i ─► N at a time, one for each micro-batch.
 
-N = dp·`micro_batches`, by default the least multiple of dp·pp whose tokens fit S_max; then the documents chosen are
-also packed into 2N and 4N micro-batches and the fastest by simulation within memory is kept: a pipeline often wants
-more micro-batches than the paper's pp. Without a state (a step planned alone) nothing waits.
+N = dp·`micro_batches`, by default the least multiple of dp·pp whose tokens fit S_max; then also 2N and 4N micro-batches
+are tried, of which the fastest by simulation within memory is kept.
 
-Right readings where the printed algorithm fails: a document fits when the sum is `<= S_max`, not `<`;
-a queue gives floor(len / N)·N, not N, or it grows for ever; left-over documents are sorted too; all queues are
-flushed at the end of the data. Ours: a document that would wait longer than `max_delay_steps` is trained now, and
-for it, or at the end, N grows in multiples of dp·pp until everything due fits, so nothing starves and no limit
-breaks; a step never trains nothing while documents wait.
+Right readings where the printed algorithm fails: a document fits when the sum is `<= S_max`, not `<`; a queue gives
+floor(len / N)·N, not N, or it grows for ever; left-over documents are sorted too; all queues are flushed at the end of
+the data. Ours: a document that would wait longer than `max_delay_steps` is trained now, and for it, or at the end, N
+grows until everything due fits, so nothing starves; a step never trains nothing while documents wait.
 """
 
 from dataclasses import replace
@@ -45,7 +41,7 @@ from evenload.plan.deferral import (
     should_tune,
     tune_outlier_lengths,
 )
-from evenload.plan.packing import LEFT_OVER, PricedPacks, even_shares, members_of, pack_greedily, price_packs, run_packs
+from evenload.plan.packing import LEFT_OVER, assign_evenly, members_of, pack_greedily
 from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
@@ -54,8 +50,7 @@ MORE_MICRO_BATCHES = (2, 4)
 PUBLISHED_NOTE = "as published: Algorithm 1's queues, one number of micro-batches"
 _PIPELINE_FACTOR = 2
 """Where these are tried and there is a pipeline, outliers wait until so many times dp·pp micro-batches are balanced,
-whatever N: a pipeline waits for its longest micro-batch at both ends (4-10 % of the step in WLB's Table 1 settings),
-and does not care that one is longer than its neighbours."""
+because a pipeline waits for its longest micro-batch at both ends (4-10 % of the step in WLB's Table 1 settings)."""
 
 
 class WlbOptions(StrategyOptions, tag="wlb"):
@@ -69,9 +64,6 @@ class WlbOptions(StrategyOptions, tag="wlb"):
         outlier_queues: most queues with release "queues".
         outlier_lengths: the thresholds, ascending; documents below the first never wait. None = tuned on the lengths
             of the first batches for "queues", no threshold for "balance".
-
-    Raises:
-        ConfigError: no queue, or thresholds that do not ascend.
     """
 
     as_published: bool = False
@@ -88,7 +80,6 @@ class WlbOptions(StrategyOptions, tag="wlb"):
 
 
 def plan_wlb(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    """One choice per replica, of this batch alone: no document waits."""
     problem = _as_asked(problem)
     everything = np.ones(len(problem.num_tokens), bool)
     count = _base_count(problem, problem.num_tokens)
@@ -96,7 +87,6 @@ def plan_wlb(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 
 
 def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
-    """One step of Algorithm 1."""
     problem = _as_asked(problem)
     num_tokens, is_new, state = problem.num_tokens, arrivals.is_new, arrivals.state
     count = _base_count(problem, num_tokens[is_new] if is_new.any() else num_tokens)
@@ -122,7 +112,6 @@ def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
 
 
 def _as_asked(problem: StepProblem) -> StepProblem:
-    """With the options that `as_published` stands for."""
     own = problem.options.own(WlbOptions)
     if not own.as_published:
         return problem
@@ -131,13 +120,11 @@ def _as_asked(problem: StepProblem) -> StepProblem:
 
 
 def _longest_first(problem: StepProblem, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The chosen documents by descending time, equal ones in index order."""
     documents = np.flatnonzero(chosen)
     return documents[np.argsort(-problem.document_s[documents], kind="stable")]
 
 
 def _base_count(problem: StepProblem, num_tokens: NDArray[np.int64]) -> int:
-    """N: micro-batches of all replicas."""
     options, layout = problem.options, problem.layout
     if options.micro_batches is not None:
         return options.micro_batches * layout.dp
@@ -185,7 +172,6 @@ def _due_by_queues(problem: StepProblem, arrivals: Arrivals, lengths: tuple[int,
 
 
 def _thresholds(problem: StepProblem, arrivals: Arrivals, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """L_i and the sample for the next tuning."""
     own, state = problem.options.own(WlbOptions), arrivals.state
     if own.outlier_lengths is not None:
         return own.outlier_lengths, ()
@@ -209,8 +195,7 @@ def _thresholds(problem: StepProblem, arrivals: Arrivals, count: int) -> tuple[t
 def _pack(
     problem: StepProblem, order: NDArray[np.int64], must: NDArray[np.bool_], count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Documents in the order placed, the group of each, and how many groups: more than `count` where documents that
-    must be trained need them."""
+    """Documents in the order placed, the group of each, and how many groups: more than `count` where they must be."""
     unit, limit = problem.layout.dp * problem.layout.pp, problem.options.max_pack_tokens
     if must[order].all():
         order = order[np.lexsort((order, -problem.document_s[order]))]
@@ -228,7 +213,7 @@ def _fastest(
     problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int
 ) -> tuple[ReplicaChoice, ...]:
     """The groups, or the same documents in more of them: within memory, then the fastest by simulation."""
-    tried = [_priced(problem, order, group_of, count)]
+    tried = [members_of(group_of, order, count)]
     documents = order[group_of != LEFT_OVER]
     documents = documents[np.lexsort((documents, -problem.document_s[documents]))]
     sizes, work_s = problem.num_tokens[documents], problem.document_s[documents]
@@ -237,13 +222,9 @@ def _fastest(
             break  # the user's number, or packs of single documents
         more = pack_greedily(work_s, sizes, factor * count, problem.options.max_pack_tokens)
         if not (more == LEFT_OVER).any():
-            tried.append(_priced(problem, documents, more, factor * count))
+            tried.append(members_of(more, documents, factor * count))
     note = PUBLISHED_NOTE if problem.options.own(WlbOptions).as_published else ""
-    return min((run_packs(problem, priced, note) for priced in tried), key=worst_score)
-
-
-def _priced(problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int) -> PricedPacks:
-    return price_packs(problem, even_shares(problem, members_of(group_of, order, count)))
+    return min((assign_evenly(problem, groups, note) for groups in tried), key=worst_score)
 
 
 WLB = Strategy(

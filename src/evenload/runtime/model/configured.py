@@ -1,24 +1,82 @@
-"""The configured model's `config.json`, as transformers and as the cost model read it."""
+"""The configured model's `config.json`, or that of a built-in name (`evenload plan --model`), as transformers and the
+cost model read it. A built-in shape says all that random weights, which are only timed, need.
+"""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 from evenload.config.sections import with_adapters
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
-from evenload.data.hub import is_hub_name, local_path
+from evenload.data.hub import is_hub_name, local_path, model_from
 from evenload.errors import ConfigError
 from evenload.runtime.model.supported import check_supported, require_adapters, require_positions
-from evenload.types.model import ModelSpec, model_from_hf_config
+from evenload.types.architectures import ARCHITECTURES
+from evenload.types.model import MODEL_TYPES, MODELS, ModelSpec, model_from_hf_config
+
+
+def config_from(name_or_path: str) -> PretrainedConfig:
+    """Return the configuration of a built-in model, a `config.json` or its folder; a `ConfigError` where it is neither,
+    an `UnsupportedModelError` for an architecture or option that the runtime does not train."""
+    model_from(name_or_path)  # says best what is wrong with a name
+    return _of_built_in(name_or_path) if name_or_path in MODELS else load_config(name_or_path)
+
+
+def _of_built_in(name: str) -> PretrainedConfig:
+    model, architecture = MODELS[name], ARCHITECTURES[MODEL_TYPES[name]]
+    sizes: dict[str, Any] = {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_hidden_size,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied_embeddings,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if model.position_rows:
+        sizes["max_position_embeddings"] = model.position_rows
+    sizes |= dict.fromkeys(architecture.dropouts, 0.0)
+    if any(model.windows):
+        sizes["sliding_window"] = max(model.windows)
+    if model.num_experts:
+        # Mixtral's and Qwen's names of the same numbers.
+        sizes |= {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
+        sizes |= {"moe_intermediate_size": model.ffn_hidden_size, "num_experts_per_tok": model.experts_per_token}
+    config = AutoConfig.for_model(
+        MODEL_TYPES[name], **{architecture.keys.get(key, key): value for key, value in sizes.items()}
+    )
+    check_supported(config)
+    return config
+
+
+def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
+    """A copy with the same layers, but at most `most` a stage, alike on every stage, one of each attention window
+    (0 = full) first."""
+    first_of_kind = [windows.index(window) for window in dict.fromkeys(windows)]
+    others = [layer for layer in range(len(windows)) if layer not in first_of_kind]
+    chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(windows) // stages))])
+    tree = config.to_dict()
+    tree[check_supported(config).layers_key] = len(chosen) * stages
+    if tree.get("layer_types"):
+        tree["layer_types"] = [tree["layer_types"][layer] for layer in chosen] * stages
+    # How many layers have a window; the kinds of layers say it already.
+    if tree.get("max_window_layers") is not None:
+        tree["max_window_layers"] = len(chosen) * stages
+    return type(config).from_dict(tree)
+
+
+def spec_of(config: PretrainedConfig, name: str, bytes_per_element: int) -> ModelSpec:
+    return model_from_hf_config(config.to_dict(), name, bytes_per_element)
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The model's configuration from a directory, a `config.json`, or a name on the Hub.
-
-    Raises:
-        ConfigError: no such file, or one that transformers cannot read.
-        UnsupportedModelError: an architecture or option that replay does not run exactly.
-    """
+    """Return the model's configuration from a directory, a `config.json`, or a name on the Hub; a `ConfigError` where
+    there is none, an `UnsupportedModelError` for an architecture or option that replay does not run exactly."""
     local = Path(local_path(path, "model.path"))
     file = local / "config.json" if local.is_dir() else local
     if not file.is_file():
@@ -40,12 +98,8 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:
-    """The configured model as the cost model sees it.
-
-    Raises:
-        ConfigError: no such model, documents longer than its learned positions, or adapters that fit nowhere.
-        UnsupportedModelError: an architecture or option that is not trained.
-    """
+    """Return the configured model as the cost model sees it; errors as `load_config`, and a `ConfigError` for documents
+    longer than its learned positions, or adapters that fit nowhere."""
     hf = load_config(config.model.path)
     require_positions(hf, config.data.max_document_tokens)
     if config.model.lora is not None:

@@ -1,8 +1,4 @@
-"""What an exported model's directory needs beside the index: tensor files that others may read, and the tokeniser.
-
-safetensors writes through a temporary file that only its owner may read; an exported file gets the permissions that
-any new file of this process has.
-"""
+"""What an exported model's directory needs besides the index: tensor files that others may read, and the tokeniser."""
 
 import json
 import os
@@ -44,7 +40,7 @@ _PROBE = "Chapter 12: it's 2048 words, don't  they\n\n\tsay? naïve 東京 x=[1,
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file with the permissions of an ordinary new file."""
+    """Write a safetensors file with the permissions of an ordinary new file, which safetensors' own lack."""
     file.unlink(missing_ok=True)
     file.touch()
     mode = file.stat().st_mode
@@ -54,9 +50,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
     """The `tokenizer.json` that belongs to a trained model; None where the run used plain bytes, or there is none.
-
-    Records of token ids were made by the model's own tokeniser, as far as anybody knows.
-    """
+    Records of token ids were made by the model's own tokeniser, as far as anybody knows."""
     if data.tokenizer in (None, BYTES) and not trains_given_ids(data):
         return None
     named = None if data.tokenizer in (None, BYTES) else local_path(data.tokenizer, "data.tokenizer", "tokenizer")
@@ -68,8 +62,7 @@ def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
 
 
 def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
-    """What lies beside an exported model, for the line that says where it is; also where transformers would load other
-    tokens than those that were trained."""
+    """What lies beside an exported model, for a log; also where transformers would load other tokens than trained."""
     source = tokenizer_source(data, model_path)
     if source is not None:
         return f"with the tokeniser of {source.parent}{_difference(directory, FileTokenizer(source), data)}"
@@ -79,13 +72,10 @@ def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
 
 
 def require_same_ids(tokenizer: DocumentTokenizer) -> None:
-    """Refuse settings beside a `tokenizer.json` by which transformers makes other ids than we do.
+    """Refuse settings next to a `tokenizer.json` by which transformers makes other ids than we do, by a `ConfigError`.
 
     Its class `PreTrainedTokenizerFast` takes the file as it is, as we do; others build parts of it anew, from
     `add_prefix_space`, `do_lower_case`, `legacy` and what they know of their models.
-
-    Raises:
-        ConfigError: the ids differ; says how to train either.
     """
     if not isinstance(tokenizer, FileTokenizer) or not tokenizer.has_settings or tokenizer.path.name != TOKENIZER_FILE:
         return
@@ -106,8 +96,8 @@ def require_same_ids(tokenizer: DocumentTokenizer) -> None:
 
 
 def _compared(ours: FileTokenizer, opening: tuple[int, ...], loader: Any, directory: Path) -> tuple[Any, bool]:
-    """The tokeniser that transformers loads from a directory, and whether it makes our ids of the probe, which holds
-    every added token of both, after `opening`."""
+    """The tokeniser that transformers loads from a directory, and whether it makes our ids of the probe text with every
+    added token of both, after `opening`."""
     loaded = loader.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     added = sorted(ours.added_tokens | set(loaded.get_added_vocab()))
     text = _PROBE + "".join(f"a{token}b {token} c" for token in added)
@@ -119,8 +109,8 @@ def _compared(ours: FileTokenizer, opening: tuple[int, ...], loader: Any, direct
 
 
 def _difference(directory: Path, trained: FileTokenizer, data: DataConfig) -> str:
-    """transformers has classes of its own for some kinds of models, which split text by their own rules whatever
-    `tokenizer.json` says; published models agree with theirs, a tokeniser that somebody trained need not."""
+    """For some kinds of models transformers has classes that split text by rules of their own, whatever the file
+    says."""
     try:
         opening = required_opening(trained, data.prepend_bos)
         loaded, is_same = _compared(trained, opening, AutoTokenizer, directory)
@@ -135,13 +125,9 @@ def _difference(directory: Path, trained: FileTokenizer, data: DataConfig) -> st
 
 
 def copy_tokenizer(directory: Path, data: DataConfig, model_path: str) -> None:
-    """Put the run's tokeniser, its chat template and the model's generation settings beside an exported model, so that
-    `AutoTokenizer.from_pretrained(directory)` gives the tokens that were trained, also before and after a text, and
-    generation ends with the token that ended documents.
-
-    Raises:
-        ConfigError: a file that cannot be copied any more.
-    """
+    """Copy the run's tokeniser, its chat template and the model's generation settings to an exported model, so that
+    `AutoTokenizer.from_pretrained(directory)` gives the tokens that were trained and generation ends with the token
+    that ended documents. Raises `ConfigError` where a file cannot be copied any more."""
     source, home = tokenizer_source(data, model_path), model_directory(model_path)
     try:
         if home is not None:
@@ -167,13 +153,12 @@ def copy_tokenizer(directory: Path, data: DataConfig, model_path: str) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Content only: the copy has the permissions of an ordinary new file."""
     if source.is_file() and source.resolve() != target.resolve():
         shutil.copyfile(source, target)
 
 
 def _write_settings(directory: Path, data: DataConfig) -> None:
-    """What the data settings change of the tokeniser: the end of a document, and what a text begins with."""
+    """The end of a document, and what a text begins with, where the data settings change them."""
     tokenizer = FileTokenizer(directory, data.eos_token)
     own = read_settings(directory / TOKENIZER_CONFIG)
     # transformers chooses a class by the model where no file says that `tokenizer.json` is all there is.

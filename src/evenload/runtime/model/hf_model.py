@@ -1,10 +1,8 @@
 """Unmodified Hugging Face decoders, cut into the units a pipeline stage owns.
 
-A *unit* is the embedding, one layer, or the head (final norm and output projection): the granularity of
-stages, optimizer shards, checkpoints and live moves. The model is built without memory, cut to the
-stage's units, and only those are filled: from safetensors, or from a seed that depends on the unit and
-not on the layout, so that every layout starts from the same weights. With LoRA, adapters are put into the
-filled layers and everything else is frozen.
+A *unit* is the embedding, one layer, or the head (final norm and output projection): the granularity of stages,
+optimizer shards, checkpoints and live moves. The model is built without memory, cut to the stage's units, and only
+those are filled: from safetensors, or from a seed that depends on the unit and not on the layout.
 """
 
 import difflib
@@ -20,20 +18,22 @@ from transformers.activations import ACT2FN
 
 from evenload.config.sections import LoraConfig
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.hf_weights import (
+from evenload.runtime.model.lora import add_adapters
+from evenload.runtime.model.supported import check_supported, require_adapters
+from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
+from evenload.runtime.model.weight_files import (
     EMBEDDING,
     HEAD,
     LAYERS,
     NORM,
     POSITIONS,
+    StoredTensor,
     fill_constants,
     initialise_weights,
     load_weights,
+    require_fitting,
+    stored_weights,
 )
-from evenload.runtime.model.lora import add_adapters
-from evenload.runtime.model.supported import check_supported, require_adapters
-from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
-from evenload.runtime.model.weight_files import StoredTensor, require_fitting, stored_weights
 from evenload.types.architectures import Architecture
 from evenload.types.layout import ParallelLayout
 
@@ -44,9 +44,8 @@ class StageModel:
 
     Args:
         layers: by global layer index.
-        rotary: makes rotary positions; None = the model learns a table of positions.
+        rotary: makes rotary positions; None = the model learns a table, `positions`, which the first stage has.
         embedding: on the first stage (and on the last when tied), else None.
-        positions: the table of learned positions, on the first stage, else None.
         norm, head: on the last stage, else None.
         router_aux_loss_coef: factor of the routers' load-balancing loss; 0 = not trained.
     """
@@ -78,15 +77,14 @@ class StageModel:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Numbers of its units in the order of `unit_parameters`: 0 is the embedding, 1 the first layer, and the head
-        comes after the last."""
+        """Numbers of its units in the order of `unit_parameters`: 0 = embedding, then layers, then the head."""
         first = (0,) if self.is_first else ()
         last = (1 + self.config.num_hidden_layers,) if self.is_last else ()
         return (*first, *(1 + index for index in self.layers), *last)
 
     def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Rotary cosines and sines by layer index, for positions int64[1, T]; layers share them unless they differ by
-        kind. `like` [1, T, hidden] is of the compute precision and device. Empty where positions are learned."""
+        """Rotary cosines and sines by layer index, for positions int64[1, T]; `like` [1, T, hidden] is of the compute
+        precision and device. Empty where positions are learned."""
         if self.rotary is None:
             return {}
         kinds: tuple[str, ...] | None = getattr(self.rotary, "layer_types", None)
@@ -97,18 +95,15 @@ class StageModel:
         return {index: by_kind[self.config.layer_types[index]] for index in self.layers}
 
     def cap_logits(self, logits: Tensor) -> Tensor:
-        """The head's output as the loss reads it (Gemma 2 squeezes it by a tanh)."""
         cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @property
     def embedding_factor(self) -> Tensor | None:
-        """What the embedding's rows are multiplied with (Gemma); None = nothing."""
         factor: Tensor | None = getattr(self.embedding, "embed_scale", None)
         return None if factor is None or self.embedding is None else factor.to(self.embedding.weight.dtype)
 
     def attention_heads(self, layer: int) -> tuple[int, int, int]:
-        """Query heads and key/value heads of this rank, and the width of one."""
         names = self.architecture.names
         attention: Any = getattr(self.layers[layer], names.attention)
         dim: int = attention.head_dim
@@ -118,7 +113,6 @@ class StageModel:
         return attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that are not trained; one may come twice (a tied embedding)."""
         for module in (self.embedding, self.positions, *self.layers.values(), self.norm, self.head):
             if module is not None:
                 yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
@@ -186,12 +180,10 @@ def build_stage_model(
         layers: half-open range of layer indices.
         weights: directory with safetensors, or None to initialise from `seed`.
         lora: train adapters and freeze everything else.
-        router_aux_loss_coef: factor of the routers' load-balancing loss.
         tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
 
     Raises:
-        UnsupportedModelError: a layer holds a module that replay does not know, that tp cannot cut, or whose linears
-            get no adapters.
+        UnsupportedModelError: a layer holds a module that replay does not know, or that tp or adapters cannot take.
         ConfigError: the weights are not exactly the model's, adapters fit nowhere, or sizes do not divide by tp.
     """
     architecture = check_supported(config)
@@ -263,12 +255,8 @@ def _numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
 def build_rank_models(
     config: PretrainedConfig, layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]
 ) -> dict[int, StageModel]:
-    """Models of a pipeline rank's virtual stages, ascending. A tied embedding whose first and last stage lie on one
-    rank is one parameter there, as in the whole model.
-
-    Args:
-        build: makes the model of the stage with these `layers` and `tp`: `build_stage_model` with all else bound.
-    """
+    """Models of a pipeline rank's virtual stages, ascending, each made by `build(layers=, tp=)`. A tied embedding whose
+    first and last stage lie on one rank is one parameter there, as in the whole model."""
     models = {
         stage: build(config, layers=layers, tp=layout.tp)
         for stage, layers in enumerate(layout.stage_layers)

@@ -1,9 +1,7 @@
 """LoRA adapters by `peft` on an unmodified decoder (Hu et al. 2022): only they are trained, checkpointed and exported.
 
-`peft` wraps a linear W as  W·x + (alpha / rank)·B·(A·x).  Replay records W·x as for a plain linear and computes the
-two thin products again in backward, under autograd; W itself has no gradient and no optimizer state, and its weight
-product is left out of the backward. So a token keeps the same bytes as in full training, and static bytes fall from
-gradient and optimizer state of every weight to those of rank·(in + out) elements a linear.
+`peft` wraps a linear W as  W·x + (alpha / rank)·B·(A·x).  Replay records W·x as for a plain linear and computes the two
+thin products again in backward, under autograd; W itself has no gradient, weight product or optimizer state.
 """
 
 import json
@@ -19,8 +17,7 @@ from torch import Tensor, nn
 from evenload.config.sections import LoraConfig, target_linears
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.export_files import save_tensors
-from evenload.runtime.model.hf_weights import LAYERS, unit_seed
-from evenload.runtime.model.weight_files import read_header, require_plain
+from evenload.runtime.model.weight_files import LAYERS, read_header, require_plain, unit_seed
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
 """Names of the modules that hold an adapter's two matrices."""
@@ -42,8 +39,8 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
 
     Args:
         whole: the model that the layers belong to; its other layers may be without memory.
-        layers: filled layers by index; theirs are the adapters that get values.
-        seed: of A's random values, which depend on the layer and not on the layout; B begins as zeros.
+        layers: filled layers by index; theirs are the adapters that get values: A from a seed that depends on the layer
+            and not on the layout, B zeros.
 
     Raises:
         ConfigError: `peft` is missing, a target module that no layer has, or an adapter file that does not fit.
@@ -59,7 +56,6 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
 
 
 def inject_adapters(whole: nn.Module, some_layer: nn.Module, lora: LoraConfig) -> None:
-    """As `add_adapters`, without values of any adapter; `some_layer` is one of the model's."""
     try:
         from peft import inject_adapter_in_model
     except ImportError as error:
@@ -70,7 +66,6 @@ def inject_adapters(whole: nn.Module, some_layer: nn.Module, lora: LoraConfig) -
 
 
 def is_adapter(module_name: str) -> bool:
-    """Whether a module inside a layer is one of an adapter's two matrices."""
     return any(part in ADAPTER_PARTS for part in module_name.split("."))
 
 
@@ -90,7 +85,6 @@ def _peft_config(lora: LoraConfig, targets: list[str], model_path: str | None = 
 
 
 def _initialise(parameters: dict[str, nn.Parameter], seed: int) -> None:
-    """As `peft` does: A by He's rule for a slope of sqrt(5), B zeros."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for name, parameter in parameters.items():

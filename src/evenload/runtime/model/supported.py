@@ -1,8 +1,5 @@
-"""Which models and options are trained exactly; all others are refused by name.
-
-An architecture of unknown modules might mix tokens of different documents, draw random numbers, or depend on the length
-of the pack, and would then be trained wrong without a sign; so might options of a known one.
-"""
+"""Which models and options are trained exactly; all others are refused by name: they might mix tokens of different
+documents, draw random numbers, or depend on the length of the pack, and would then be trained wrong without a sign."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,7 +27,6 @@ def check_supported(config: PretrainedConfig) -> Architecture:
 
 
 def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator[str]:
-    """Options that would be trained wrong, in words."""
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else type(quantised).__name__
         yield (
@@ -90,8 +86,7 @@ def require_positions(config: PretrainedConfig, max_document_tokens: int) -> Non
 
 
 def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
-    """What to say where documents may be longer than what a model's rotary positions are made for; "" where they are
-    not. Learned positions end: `require_positions`."""
+    """What to say where documents may be longer than what rotary positions are made for; "" where they are not."""
     known = getattr(config, "max_position_embeddings", None)
     if not known or check_supported(config).names.positions:
         return ""
@@ -110,20 +105,17 @@ def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
 
 
 def attention_soft_cap(config: PretrainedConfig) -> float:
-    """The limit that attention scores are squeezed below by a tanh; 0 = none."""
     key = check_supported(config).soft_cap_key
     return float((getattr(config, key, None) if key else None) or 0.0)
 
 
 def router_aux_loss_coef(config: PretrainedConfig, chosen: float | None) -> float:
     """The factor of the load-balancing loss; 0 for a model without experts, and where it is not to be trained.
-
-    Args:
-        chosen: `model.router_aux_loss_coef`; None = as transformers would train the model.
+    `chosen` is `model.router_aux_loss_coef`; None = as transformers would train the model.
 
     Raises:
-        ConfigError: nobody decided: transformers trains without the loss unless config.json asks for router logits,
-            which is easily missed; or the model has no router.
+        ConfigError: the model has no router, or nobody decided: transformers trains without the loss unless config.json
+            asks for router logits, which is easily missed.
     """
     if check_supported(config).experts is None:
         if chosen:

@@ -5,9 +5,8 @@
     whole on every rank      norms, biases behind a sum over ranks
     adapters (LoRA)          B of what is cut by output, A of what is cut by input; the other one is whole
 
-A parameter that is cut carries a `TensorSplit`; gradient sums and norms, checkpoints and exports read it. Weights are
-filled whole, unit by unit, and cut at once: so every tp starts from the same weights, and a rank holds one whole unit
-at a time. Words that do not divide give the last ranks fewer, as `torch.distributed.tensor.Shard` would.
+A parameter that is cut carries a `TensorSplit`. Weights are filled whole, unit by unit, and cut at once: so every tp
+starts from the same weights. Words that do not divide give the last ranks fewer, as `torch.distributed.tensor.Shard`.
 """
 
 from collections.abc import Iterable
@@ -70,11 +69,8 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
 def split_weights(
     modules: Iterable[tuple[str, nn.Module]], architecture: Architecture, rank: int, tp: int, *, filled: bool = True
 ) -> None:
-    """Leave in every named module and all modules inside it, in place, what a tensor-parallel rank holds of it.
-
-    Args:
-        filled: weights have values; else nothing has touched their memory, and nothing does here.
-    """
+    """Cut every named module and all modules inside it, in place, to what a tensor-parallel rank holds of it; without
+    `filled` weights have no values, and their memory stays untouched."""
     for prefix, unit in modules:
         for name, module in unit.named_modules(prefix=prefix):
             for parameter_name, parameter in module.named_parameters(recurse=False):
@@ -91,7 +87,7 @@ def linear_kind(name: str) -> str:
 
 
 def adapter_of(name: str, part: str, linears: tuple[str, ...]) -> bool:
-    """Whether a module is one of the matrices ("lora_A", "lora_B") of an adapter of such a linear."""
+    """Whether a module is this matrix ("lora_A", "lora_B") of an adapter of such a linear."""
     parts = name.split(".")
     return len(parts) > 2 and parts[-2] == part and parts[-3] in linears
 

@@ -1,11 +1,9 @@
 """The tensors of a Hugging Face directory, by the headers of its files, and whether they are the configured model's.
 
-A safetensors file begins with the length of a JSON header that names every tensor with its type, shape and place, so
-damage, quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
-transformers would only warn about is refused here: training from half of a model looks like training. A tensor that the
-model computes, or ties, itself is read and compared: harmless is what changes nothing.
-
-Price: one short read a file, and a read of a head where one lies beside tied embeddings.
+A safetensors file begins with a JSON header that names every tensor with its type, shape and place, so damage,
+quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
+transformers would only warn about is refused: training from half of a model looks like training. A tensor that the
+model computes, or ties, itself is read and compared. Price: one short read a file.
 """
 
 import json
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.types.architectures import ExpertNames, ModuleNames
@@ -38,8 +36,8 @@ LEFT_OUT = "evenload_left_out"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is stored: the file's name in the directory, its type as safetensors calls it, its shape, and its
-    name there ("" = that by which it is asked for)."""
+    """Where a tensor is stored, and its name there ("" = that by which it is looked up); type as safetensors calls
+    it."""
 
     file: str
     dtype: str
@@ -122,10 +120,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def require_fitting(
     stored: dict[str, StoredTensor], whole: Any, directory: Path, names: ModuleNames, experts: ExpertNames | None
 ) -> None:
-    """Refuse weights that are not exactly those of the whole model, which is without memory: `UnsupportedModelError`
-    for quantised ones, `ConfigError` for a tensor that is missing, has another shape or no place, or is not what the
-    model computes itself. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding.
-    """
+    """Refuse weights that are not exactly those of the whole model (without memory): `UnsupportedModelError` for
+    quantised ones, `ConfigError` for a tensor that is missing, has another shape or no place, or is not what the model
+    computes itself. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding."""
     embedding, tied = f"{names.embedding_path}.weight", bool(whole.config.tie_word_embeddings)
     source = next(stored_parts(stored, embedding, torch.empty(0), None))[0]
     if tied and _HEAD in stored and source not in stored:
@@ -231,3 +228,40 @@ def stored_tensors(name: str, tensor: Tensor, experts: ExpertNames | None) -> It
             gate, up = weight.chunk(2, dim=0)
             yield f"{stem}.{index}.{experts.gate}.weight", gate
             yield f"{stem}.{index}.{experts.up}.weight", up
+
+
+POSITIONS, EMBEDDING, NORM, HEAD, LAYERS = range(-1, 4)
+"""Numbers of what has a seed of its own; layers follow from the last one on."""
+
+
+def initialise_weights(whole: Any, number: int, unit: nn.Module, seed: int) -> None:
+    """Fill a unit of a transformers model by the model's own rules, from a seed of its own."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(unit_seed(number, seed))
+        # Children first: GPT-2's blocks fill a matrix of theirs again.
+        unit.apply(whole._init_weights)
+
+
+def unit_seed(number: int, seed: int) -> int:
+    return seed * 1_000_003 + number
+
+
+def load_weights(
+    prefix: str, unit: nn.Module, directory: Path, stored: Mapping[str, StoredTensor], experts: ExpertNames | None
+) -> None:
+    """Copy the tensors that a Hugging Face directory has, after `require_fitting`, into a unit."""
+    by_file: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, parameter in unit.named_parameters(prefix=prefix):
+        for part, view in stored_parts(stored, name, parameter.detach(), experts):
+            by_file.setdefault(stored[part].file, []).append((part, view))
+    with torch.no_grad():
+        for file, wanted in by_file.items():
+            with safe_open(directory / file, framework="pt") as tensors:
+                for name, view in wanted:
+                    view.copy_(tensors.get_tensor(stored[name].name or name))
+
+
+def fill_constants(unit: nn.Module) -> None:
+    """Buffers that are in no file, and that a model built without memory has lost: Gemma's factor of embeddings."""
+    if isinstance(getattr(unit, "embed_scale", None), Tensor):
+        unit.embed_scale.fill_(unit.scalar_embed_scale)  # type: ignore[operator]

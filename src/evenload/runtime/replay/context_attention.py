@@ -6,32 +6,22 @@
 
 Any set of rows will do: each of a rank's token ranges is one call of range attention against its document's prefix.
 K and V of all ranks' rows of shared slices travel in one all-gather, and go to the positions that the plan gives them;
-a reduce-scatter sums dK and dV of the slices for the ranks that own the rows.
+a reduce-scatter sums dK and dV of the slices for the ranks that own the rows. Of a document that is cut in forward or
+backward every rank keeps all K and V and accumulates dK and dV of its own queries; of one that is never cut a rank
+keeps its own rows and gathers the others again in backward. Documents that lie whole on one rank are computed while the
+transfers of the others run (Skrull §4.1). Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received a
+layer and transfer, and a copy of the gathered rows.
 
-What stays between slices: of a document that is cut in forward or backward every rank keeps all K and V, gathered,
-and accumulates dK and dV of its own queries; so every key and every gradient travels once. Of a document that is never
-cut a rank keeps its own rows and gathers the others again in backward. `cost.memory` charges exactly this.
-
-Documents that lie whole on one rank are computed while the transfers of the others run (Skrull §4.1); rows come from
-`stepplan.rank_rows`. Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received a layer and transfer, and a
-copy of the gathered rows.
-
-**In a ring** (`RingAttention`) keys and values travel round the group, so that no rank ever holds all of a document's.
+**In a ring** (`RingAttention`; Liu et al. 2023) keys and values travel round the group, so that no rank ever holds all
+of a document's.
 
     forward    round h of cp: attention of own rows against the keys of rank r - h, merged by log-sum-exp, while they
                travel on to rank r + 1
     backward   the same with [keys, values]; their gradients travel behind them and are home after cp rounds
 
-The rows of a rank that are visible to one of its own ranges are a prefix of another rank's rows of the document (the
-ranges of a plan do not overlap), so a round is one call without a mask a range, and the own rows one causal call.
-Output and log-sum-exp stay in fp32 (fp64) until the last round.
-
-Every rank keeps only its own rows of K, V and their gradients, of cut documents too; so a slice's rounds carry its
-document's whole prefix, and what travels grows with the number of slices times the document. `cost.groups` charges
-just that (`CostCoefficients.context_exchange`); `cost.memory` charges the gathered form, an upper bound here. Documents
-of one rank are computed in the first round. A sliding window is refused: visible keys would be no prefix.
-
-Source: Ring Attention (Liu et al. 2023), on the row sets of `stepplan.rank_rows`.
+The rows of a rank that are visible to one of its own ranges are a prefix of another rank's rows of the document, so a
+round is one call without a mask a range, and the own rows one causal call; a sliding window is refused. A slice's
+rounds carry its document's whole prefix, so what travels grows with the number of slices.
 """
 
 from abc import ABC, abstractmethod
@@ -69,14 +59,12 @@ class AttentionCall:
     scoring: Scoring
 
     def key_ranges(self, ranges: Iterable[tuple[slice, Range]]) -> list[KeyRange]:
-        """What rows of a pack see of stored keys and values."""
         return [
             KeyRange(rows, *self.store.keys_and_values(doc_id, self.layer, self.first_key(start), stop))
             for rows, (doc_id, start, stop) in ranges
         ]
 
     def first_key(self, start: int) -> int:
-        """First key that the row at position `start` sees."""
         return first_visible_key(start, self.scoring.window)
 
 
@@ -137,7 +125,6 @@ class LocalAttention:
             )
 
     def is_whole(self, store: ActivationStore) -> bool:
-        """All ranges are whole documents, of which no other pack has a part."""
         return all(store.is_whole(r) for _, r in self.ranges)
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
@@ -154,14 +141,8 @@ class LocalAttention:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Where rows of some shared slices stand in a gathered buffer.
-
-    Args:
-        slices: indices into the pack's shared slices.
-        rows: of the pack, this rank's rows of these slices.
-        padded: rows that every rank sends, as many as the fullest has.
-        places: per slice int64[stop - start], the gathered row of every token.
-    """
+    """Where rows of some shared slices (indices) stand in a gathered buffer: this rank's rows of the pack, rows that
+    every rank sends, as many as the fullest has, and per slice the gathered row of every token, int64[stop - start]."""
 
     slices: tuple[int, ...]
     rows: slice
@@ -169,7 +150,6 @@ class _Exchange:
     places: tuple[Tensor, ...]
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Own rows as they are sent: [n, ...] -> [padded, ...]."""
         if rows.shape[0] == self.padded:
             return rows
         return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
@@ -237,13 +217,8 @@ class GatherAttention(PackAttention):
         dq: Tensor,
         like: Tensor,
     ) -> Tensor:
-        """Fill the shared rows of `dq` [T, H, D]; gradients of K and V as they travel, [n, 2, G, D].
-
-        Args:
-            gathered: K and V [m, 2, G, D] of documents that are never cut; None = there are none.
-            given: gradient, q, output and log-sum-exp.
-            like: [_, G, D], of the precision of gradients.
-        """
+        """Fill the shared rows of `dq` [T, H, D] from `given` gradient, q, output and log-sum-exp, and K and V gathered
+        again; gradients of K and V as they travel, [n, 2, G, D], in the precision of `like` [_, G, D]."""
         store, layer, (grad, q, out, lse) = call.store, call.layer, given
         places = dict(zip(self._again.slices, self._again.places, strict=True))
         shape = like.shape[1:]
@@ -313,7 +288,6 @@ class GatherAttention(PackAttention):
             call.store.record_keys(piece.document.doc_id, call.layer, first, k[mine], v[mine])
 
     def _placed(self, call: AttentionCall, index: int, places: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V, [stop, G, D] each, of a slice's document up to its end."""
         piece = self._slices[index]
         keys, values = (gathered[:, side][places] for side in (0, 1))
         if not piece.document.is_cut:
@@ -343,14 +317,13 @@ def _own_rows(piece: SharedSlice, rank: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Visit:
-    """One of this rank's ranges, by its rows of the pack, against one rank's rows of the document, by their place in
-    the travelling buffer; in the own one the last `keys` are those of `rows`."""
+    """Rows of one of this rank's ranges, and the keys in another rank's travelling buffer that they see all of; in the
+    own one the last `keys` are those of `rows`."""
 
     rows: slice
     keys: slice
 
     def key_range(self, held: Tensor) -> KeyRange:
-        """The rows with their keys and values of the travelling buffer [n, 2, G, D]."""
         return KeyRange(self.rows, held[self.keys, 0], held[self.keys, 1])
 
 
@@ -465,9 +438,7 @@ def require_no_window(window: int) -> None:
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add attention over other keys, in place: outputs weighted by their log-sum-exps, in that precision.
-
-    Autograd must never run through this; backward gives every part the merged output and log-sum-exp instead.
+    """Add attention over other keys in place, weighted by log-sum-exps. Autograd must never run through this.
 
     Args:
         out: [n, H, D], lse: [n, H], of the keys so far (0 and -inf = none); both fp32 or fp64.

@@ -1,15 +1,12 @@
 """Embedding, head and loss, also of a vocabulary that is divided over a tensor-parallel group.
 
-Loss: `torch.nn.functional.cross_entropy` under autograd keeps probabilities beside the fp32 logits and makes the
-gradient in both precisions: 16 bytes a logit measured in fp32, where `cost.memory` charges e + 8. Here the fp32 copy of
-the logits becomes the gradient in place, and one temporary of the same size is there while the log-sum-exp is summed.
-Targets of -100 carry no loss.
+Loss: the fp32 copy of the logits becomes the gradient in place, where `torch.nn.functional.cross_entropy` under
+autograd keeps probabilities as well (16 bytes a logit in fp32, here e + 8). Targets of -100 carry no loss.
 
 Divided over a group. Embedding: every rank looks up the words it has, and zeros for others; sums go to the rows' ranks.
 Head: a block of normed rows is gathered, every rank computes the logits of its words, and the cross entropy needs three
 numbers a row from the group: the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019,
-§3). Logits of all words are never on one rank. As without tensor parallelism the head runs in the backward of the last
-stage, about `HEAD_ROWS` rows at a time: tp · ceil(HEAD_ROWS / tp).
+§3). The head runs in the backward of the last stage, about `HEAD_ROWS` rows at a time.
 
 Price: two transfers of the rows' hidden states and 12 bytes a row and rank (24 in float64).
 """
@@ -34,8 +31,8 @@ from evenload.types.document import Range
 
 
 def embed(model: StageModel, token_ids: Tensor, positions: Tensor, rows: RowExchange | None) -> Tensor:
-    """Tokens and positions in their documents, int64[T] of a pack each -> embeddings of own rows, [n, hidden], with
-    learned positions if there are any; collective where `rows` says that the vocabulary is divided over a group."""
+    """Embeddings [n, hidden] of own rows from tokens and positions int64[T] of a pack; collective where `rows` says
+    that the vocabulary is divided over a group."""
     embedding = model.embedding
     assert embedding is not None
     if rows is None:
@@ -73,8 +70,8 @@ def add_embedding_gradient(
 def head_blocks(
     targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
 ) -> Iterator[tuple[slice, RowExchange | None, slice | Tensor]]:
-    """The rows of a pack as the head takes them: own rows, how they and those of other ranks come together, and which
-    of the pack's rows all of them are; `targets` are of the pack."""
+    """The rows of a pack as the head takes them, block by block: own rows, how they and those of other ranks come
+    together, and which of the pack's rows all of them are."""
     if group is None:
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)
@@ -142,16 +139,8 @@ def _local_words(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Scaled sum of the losses of rows with a target.
-
-    Args:
-        logits: [T, vocab]; targets: int64[T], -100 = no loss.
-        scale: of loss and gradient.
-
-    Returns:
-        Loss (fp64 scalar on the device), and gradient [T, vocab] in the precision of the logits, computed in fp32
-        (fp64 for fp64).
-    """
+    """Scaled sum of the losses of rows with a target (fp64 scalar), and its gradient [T, vocab] in the precision of the
+    logits, computed in fp32 (fp64 for fp64). `targets` int64[T], -100 = no loss."""
     work = work_dtype(logits)
     exact = logits.detach().to(work, copy=True)
     labelled = targets >= 0
@@ -183,12 +172,8 @@ def divided_cross_entropy(
 def row_losses(
     model: StageModel, hidden: Tensor, targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
 ) -> Tensor:
-    """The loss of every row of a pack, [T] in fp32 (fp64), 0 without a target; no gradient. Collective with a group,
-    of which every rank then knows all.
-
-    Args:
-        hidden: final hidden states of own rows, [n, hidden]; targets: int64[T], -100 = no loss.
-    """
+    """The loss of every row of a pack, [T] in fp32 (fp64), 0 without a target; no gradient. `hidden` [n, hidden] are
+    own rows' final states. Collective with a group, of which every rank then knows all."""
     norm, head = model.norm, model.head
     assert norm is not None
     assert head is not None
@@ -209,8 +194,8 @@ def row_losses(
 def _divided_losses(
     logits: Tensor, weight: Tensor, targets: Tensor, group: TensorGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of logits [R, words of this rank]: losses [R], also of rows without a target; exponentials [R, words] and their
-    sums over all words [R]; the target's row in this rank's part, and whether it is there. Collective."""
+    """Of logits [R, words of this rank]: losses [R], also without a target; exponentials [R, words], their sums over
+    all words [R]; the target's row in this rank's part, and whether it is there. Collective."""
     local, is_local = _local_words(weight, targets)
     rows = logits.detach().to(work_dtype(logits))
     largest = group.all_reduce(rows.amax(1), "the largest logits", dist.ReduceOp.MAX)

@@ -1,8 +1,7 @@
 """`HeldBytes`: what one rank holds for coming backwards, by kind, counted where it is allocated and freed.
 
-The virtual stages of a rank share one count, because they share the device. `cost/memory.py` predicts the same kinds
-(`types.timeline.MEMORY_KINDS`) by the same rules; tests compare the two after every action. Temporary tensors inside
-a layer are not counted. O(1) a change.
+The virtual stages of a rank share one count. `cost/memory.py` predicts the same kinds by the same rules. Temporary
+tensors inside a layer are not counted.
 """
 
 from typing import Literal, get_args
@@ -19,8 +18,8 @@ StoreKind = Literal[
     "weight_gradient_inputs",
     "offload_buffers",
 ]
-"""What is counted: recorded tensors by activation policy of their document, keys and values of documents, their
-gradients under way, what an I leaves for its W, and offloaded tensors that are on the device for the running pack."""
+"""Recorded tensors by activation policy of their document, keys and values of documents, their gradients under way,
+what an I leaves for its W, and offloaded tensors that are on the device for the running pack."""
 STORE_KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
 
 
@@ -32,13 +31,7 @@ def own_memory(rows: Tensor) -> Tensor:
 
 
 class HeldBytes:
-    """Bytes held now and at most.
-
-    Args (attributes):
-        held_bytes, peak_bytes: on the device, all kinds.
-        held_by_kind, peak_by_kind: of each kind; peaks of kinds are at different times.
-        host_bytes, peak_host_bytes: offloaded to host memory.
-    """
+    """Bytes held now and at most, on the device and in host memory; peaks of kinds are at different times."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -49,7 +42,6 @@ class HeldBytes:
         self.peak_host_bytes = 0
 
     def count(self, kind: StoreKind, num_bytes: int) -> None:
-        """So many more bytes of a kind on the device; negative when they are freed."""
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self.held_by_kind[kind] += num_bytes

@@ -1,51 +1,25 @@
 """Asynchronous copies of offloaded tensors to host memory and back, while the device computes.
 
 `CudaHostCopies` runs them on a stream of its own, in page-locked memory, without stopping the host. A copy out waits
-for the kernels that write the tensor; whoever uses a tensor that came back makes its stream wait for the copy. All
-device memory is the computing stream's. A copy holds its tensor until that stream has been ordered behind it, and only
-then is the memory free for what is computed next: the allocator reuses it at once, in stream order, however far the
-host is ahead. (`Tensor.record_stream` would let it go before, and the allocator take new memory until the copy has
-run.)
+for the kernels that write the tensor; whoever uses a tensor that came back makes its stream wait for the copy. A copy
+holds its device tensor until the computing stream has been ordered behind it, and only then is the memory free for what
+is computed next: the allocator reuses it at once, in stream order. `ThreadHostCopies` is the same on a device without
+streams: one thread copies, in order, so that plans with offloading run, and are tested, everywhere.
 
-`ThreadHostCopies` is the same on a device without streams: one thread copies, in order. On a CPU this saves nothing,
-since device and host are one memory; it is there so that plans with offloading run, and are tested, everywhere.
-
-Host memory comes from an arena (`HostArena`) and is freed by hand, as soon as the last copy that reads it has been
-*asked for*. That is early enough to be wrong anywhere else, and right here: the stream, or the thread, is the only one
-to touch host memory, and does what it was asked for in order. So whatever is copied next to the same place is written
-after the last read. Nothing else may read or write it, not even the host.
-
-**The arena.** Host memory of offloaded tensors, in segments that are taken once and handed out again and again.
-
-A tensor gets the smallest hole that holds it. Where none does, it is cut between rows over the largest holes, and only
-what these have no room for makes the arena grow, by whole segments. So holes are no loss: beyond the most that tensors
-ever took at once the arena holds less than a segment, and holes too small to be worth a copy of their own:
+**The arena** (`HostArena`) has host memory in segments that are taken once and handed out again and again. Rows are
+freed as soon as the last copy that reads them has been *queued*: the stream, or the thread, is the only one to touch
+host memory, in order, so whatever is copied next to the same place is written after the last read. A tensor gets the
+smallest hole that holds it; where none does, it is cut between rows over the largest holes, and only what these have no
+room for makes the arena grow, by whole segments. So beyond the most that tensors ever took at once it holds little:
 
     held_bytes < peak_live_bytes + segment_bytes + holes * max(smallest_piece_bytes, bytes of a row)
 
-with one hole at most behind every piece that lives and at the start of every segment. (In 32 steps of plans of
-large models best fit without cuts held up to 50 % more than the peak, this 0.3 % at most.) Holes side by
-side are one again when their tensors are freed. Segments are never given back: the next step needs them.
-
-What is taken may have been freed just before, while copies that read it are still queued. The arena does not know of
-copies, and need not.
-
 Price: 35 µs a tensor in Python, most of it for views; holes are found by bisection.
 
-**Page-locked memory** (`PageLockedMemory`) is what a GPU copies to and from by itself, without the host waiting.
-
-It is plain memory of this process, page-locked by CUDA: `cudaHostRegister` makes a range what `cudaHostAlloc` gives.
-torch's own pinned memory (`pin_memory=True`) rounds every tensor up to a power of two, 1 / ln 2 = 1.44 times over sizes
-of every magnitude (`CachingHostAllocator.h`, `PowerOf2Ceil`; a limit of what is rounded came with 2.13).
-
-`Tensor.copy_(non_blocking=True)` needs nothing else (ATen/native/cuda/Copy.cu, torch 2.11 to 2.13): it calls
-`cudaMemcpyAsync`, which is asynchronous for page-locked memory of any origin, and then offers an event to the caching
-host allocator. That ignores memory which is not its own (`record_event` finds no such block), so nobody waits for such
-an event before the memory is written again, which the arena's owner orders. A copy lies within
-one registered range, because a view lies within one segment.
-
-Children that are forked do not inherit it: a page that a fork shares is copied at the next write, and a device would
-go on writing to the old one.
+**Page-locked memory** (`PageLockedMemory`) is memory of this process that `cudaHostRegister` page-locks; torch's own
+(`pin_memory=True`) rounds every tensor up to a power of two. `Tensor.copy_(non_blocking=True)` is asynchronous for
+page-locked memory of any origin. Forked children do not inherit it: a page that a fork shares is copied at the next
+write, and a device would go on writing to the old one.
 """
 
 import mmap
@@ -81,11 +55,7 @@ class PageLockedMemory:
         self._segments: list[Tensor] = []
 
     def new_segment(self, num_bytes: int) -> Tensor:
-        """uint8[num_bytes].
-
-        Raises:
-            ConfigError: CUDA did not page-lock it.
-        """
+        """uint8[num_bytes]; `ConfigError` where CUDA did not page-lock it."""
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_DONTFORK)
         segment = torch.frombuffer(pages, dtype=torch.uint8)
@@ -96,7 +66,6 @@ class PageLockedMemory:
         return segment
 
     def close(self) -> None:
-        """Before its memory is given back to the system; no copy may be under way."""
         while self._segments:
             code = int(self._cuda.cudaHostUnregister(self._segments.pop().data_ptr()))
             assert not code, f"cudaHostUnregister: CUDA error {code}"
@@ -106,10 +75,10 @@ class PageLockedMemory:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         allowed = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
         return (
-            f"CUDA did not page-lock {format_bytes(num_bytes)} more host memory for offloaded activations, beside the "
-            f"{format_bytes(held)} of this process (cudaHostRegister: CUDA error {code}; ulimit -l: {allowed}). Lower "
-            "plan.host_memory_bytes to what the machine has free, raise ulimit -l, or keep activations out of host "
-            'memory (plan.options.policy = "recompute")'
+            f"CUDA did not page-lock {format_bytes(num_bytes)} more host memory for offloaded activations; this "
+            f"process has {format_bytes(held)} (cudaHostRegister: CUDA error {code}; ulimit -l: {allowed}). Lower "
+            "plan.host_memory_bytes to what the machine has free, raise ulimit -l, or set plan.options.policy = "
+            '"recompute"'
         )
 
 
@@ -144,12 +113,8 @@ class HostRows:
 
 
 class HostArena:
-    """Takes and frees tensors in segments of host memory.
-
-    Args:
-        new_segment: so many bytes of host memory, uint8[num_bytes]; a multiple of `segment_bytes`.
-        smallest_piece_bytes: into which tensors may be cut.
-    """
+    """Takes and frees tensors in segments of host memory (uint8, a multiple of `segment_bytes`); tensors may be cut
+    into pieces of `smallest_piece_bytes`."""
 
     def __init__(
         self,
@@ -177,11 +142,7 @@ class HostArena:
         return len(self._holes)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> HostRows:
-        """Memory for a tensor [n, ...]; its contents are whatever was there.
-
-        Raises:
-            What `new_segment` raises; then nothing is taken.
-        """
+        """Memory for a tensor [n, ...], whatever it held; where `new_segment` raises nothing is taken."""
         row_bytes = shape[1:].numel() * dtype.itemsize
         if not shape[0] * row_bytes:
             return HostRows((torch.empty(shape, dtype=dtype),), ())
@@ -212,7 +173,6 @@ class HostArena:
             self._add_hole(span)
 
     def free_all(self) -> None:
-        """Of whoever took it."""
         self.free(HostRows((), tuple(self._live)))
 
     def _hole_for(self, num_rows: int, row_bytes: int) -> tuple[_Span | None, int]:
@@ -267,19 +227,15 @@ Moves = Sequence[tuple[Tensor, Tensor]]
 
 
 class Copy(NamedTuple):
-    """A copy under way.
-
-    Args:
-        wait: orders what is computed from now on behind the copy.
-        release: its source is needed no more; makes sure that it may be reused by what is computed from now on.
-    """
+    """A copy under way: `wait` orders what is computed from now on behind it, `release` makes sure that its source,
+    which is needed no more, may be reused by what is computed from now on."""
 
     wait: Callable[[], object]
     release: Callable[[], object]
 
 
 class HostCopies(ABC):
-    """What both devices have in common."""
+    """Copies of tensors to host memory and back; see the module."""
 
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
@@ -297,11 +253,9 @@ class HostCopies(ABC):
         return buffer, self._copy(tuple(zip(buffer.split(sizes), pieces, strict=True)), device_side=buffer)
 
     def free(self, host: HostRows) -> None:
-        """No copy that reads these rows will be asked for any more."""
         self.arena.free(host)
 
     def begin_step(self) -> None:
-        """What a step left that did not come to its end is nobody's."""
         self.arena.free_all()
 
     @abstractmethod
@@ -321,8 +275,7 @@ class ThreadHostCopies(HostCopies):
 
 
 class CudaHostCopies(HostCopies):
-    """On a side stream and in page-locked memory. Not run on hardware yet; tests/runtime/test_copy_streams.py runs its
-    order of streams and events on the least favourable devices."""
+    """On a side stream and in page-locked memory."""
 
     def __init__(self, device: torch.device, arena: HostArena | None = None) -> None:
         self._stream = torch.cuda.Stream(device)

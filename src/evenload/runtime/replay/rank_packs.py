@@ -1,9 +1,8 @@
 """`RankPacks`: a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
 
 Where a replica's rank runs a pack alone, its rows are the pack's slices. Where a group shares it (`parallel.cp`,
-DP-Merge), they are the token ranges that `stepplan.rank_rows` gives this rank, and attention goes through the group.
-Price: about 10 ns a token and direction for ids, targets and positions, which may be made in another thread before the
-step (`collate`); one pass over the replica's slices a step where some pack is shared.
+DP-Merge), they are the token ranges of `stepplan.rank_rows`, and attention goes through the group. Price: about 10 ns a
+token and direction for ids, targets and positions, which may be made in another thread before the step (`collate`).
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -32,11 +31,9 @@ class PackTokens:
     """Token data of a pack, as the first and the last stage need it.
 
     Args:
-        ranges: (doc_id, start, stop) per slice, in row order.
         token_ids, targets, positions: int64[T]; target -100 carries no loss.
         shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
-        closes: slices that a backward ends, where they are not the ranges: of every document that this rank holds
-            something of.
+        closes: slices that a backward ends, where they are not the ranges.
     """
 
     ranges: tuple[Range, ...]
@@ -48,7 +45,6 @@ class PackTokens:
 
     @property
     def ended(self) -> tuple[Range, ...]:
-        """Slices that a backward ends."""
         return self.ranges if self.closes is None else self.closes
 
 
@@ -166,5 +162,4 @@ class RankPacks:
 
 
 def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:
-    """The token ranges a pack computes, padding included."""
     return tuple(Range(s.doc_id, s.start, pack.pad_to or s.stop) for s in pack.slices)

@@ -1,34 +1,22 @@
 """Replay: run an unmodified Hugging Face decoder layer forward once, and backward over *other* token ranges.
 
-In the forward pack every linear (`nn.Linear`, GPT-2's `Conv1D`) and the attention of a layer record their
-outputs per token. A backward pack runs the same layer again on its own ranges with the recorded outputs in
-place of matrix products and attention, so only norms, rotary embedding and activations are recomputed;
-autograd then walks this cheap graph. Weight gradients go straight into the fp32 (fp64) buffer `weight.main_grad`, or
-are deferred to a later action (`weight_products.py`).
+In the forward pack every linear (`nn.Linear`, GPT-2's `Conv1D`) and the attention of a layer record their outputs per
+token. A backward pack runs the same layer again on its own ranges with the recorded outputs in place of matrix products
+and attention, so only norms, rotary embedding and activations are recomputed; autograd then walks this cheap graph.
+Weight gradients go straight into the fp32 (fp64) buffer `weight.main_grad`, or are deferred to a later action
+(`weight_products.py`). Documents under the policy `recompute` have no recorded products of linears: the backward pack
+makes these again, for their rows only. Attention is recorded under every policy. The closest published relative is
+SlimPack's regrouping of slices in backward (§4.2).
 
-Documents under the policy `recompute` have no recorded products of linears: the backward pack makes
-these again, for the rows of such documents only. Attention is recorded under every policy.
-Cost: measured against plain autograd in benchmarks/replay.py.
-
-Source: our own; the closest published relative is SlimPack's regrouping of slices in backward (§4.2),
-which does not say how activations are shared between the two cuts.
-
-**Experts.** Router. Its logits are recorded and given back to transformers' own router in backward. They are never
-computed twice: in other company a matrix product may differ in its last bit, and a token near a tie would go back
-through experts it never came from, without a sign (in bf16 that is no rare case).
-
-Experts. A token's k experts leave k rows of gate and up projections, recorded in the token's row, so that a slice is
-cut out of them as out of any linear's output. Backward needs nothing else: with g the gradient of the block's output
-and a = act(gate)·up of one of the k,
+**Experts.** The router's logits are recorded and given back to transformers' own router in backward: in other company a
+matrix product may differ in its last bit, and a token near a tie would go back through experts it never came from. A
+token's k experts leave k rows of gate and up projections, recorded in the token's row. Backward needs nothing else:
+with g the gradient of the block's output and a = act(gate)·up of one of the k,
 
     d weight_k = <Wdownᵀ g, a>    d a = weight_k · Wdownᵀ g    dWdown += (weight_k g) aᵀ
 
-so the output of the down projection is not stored, and no matrix product is repeated. Tokens are sorted by expert;
-one product per expert that has tokens.
-
-Price: that of the block's products; two index operations per pack beyond transformers' own grouped implementation.
-On a GPU the host waits once a layer and pass for the experts' numbers of tokens; why not torch's grouped product, which
-reads them on the device: docs/decisions/14-gpu-path.md.
+so no matrix product is repeated. Tokens are sorted by expert; one product per expert that has tokens. On a GPU the host
+waits once a layer and pass for the experts' numbers of tokens (docs/decisions/14-gpu-path.md).
 """
 
 import functools
@@ -59,8 +47,8 @@ ATTENTION_NAME = "evenload_range"
 
 
 class _RecordedLinear:
-    """A linear whose output is recorded and read back. Instances are made by changing the class of the model's own
-    modules, so parameters, names and hooks stay untouched."""
+    """A linear whose output is recorded and read back, made by changing the class of the model's own module, so that
+    parameters, names and hooks stay untouched."""
 
     replay: ReplayState
     site: tuple[int, str]
@@ -84,12 +72,10 @@ class _RecordedLinear:
         return self.known(input, output[None])
 
     def num_rows(self, input: Tensor) -> int:
-        """Rows of the output."""
         return input.shape[1]
 
     @property
     def num_columns(self) -> int:
-        """Columns of the output."""
         raise NotImplementedError
 
     def product(self, rows: Tensor) -> Tensor:
@@ -97,7 +83,6 @@ class _RecordedLinear:
         raise NotImplementedError
 
     def read_or_remake(self, rows: Tensor) -> Tensor:
-        """The product of a backward pack's rows."""
         return self.replay.read_or_remake(self.site, self.product, rows)
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
@@ -261,13 +246,8 @@ class ReplayExperts(nn.Module):
 
 
 class _Order:
-    """The T·k (token, expert) pairs sorted by expert.
-
-    Attributes:
-        entry: int64[T·k], of the sorted pairs their place in the unsorted [T, k].
-        token: int64[T·k], their token.
-        parts: (expert, rows of the sorted pairs) of every expert that has any.
-    """
+    """The T·k (token, expert) pairs sorted by expert: their places in the unsorted [T, k], their tokens, int64[T·k]
+    each, and (expert, rows of the sorted pairs) of every expert that has any."""
 
     def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
         self.num_tokens, k = top_k_index.shape

@@ -1,8 +1,6 @@
 """`PipelineStage`: forward and backward of packs on one stage's layers.
 
-Embedding runs in the forward of the first stage; final norm, head and loss run inside the *backward* of
-the last stage (its forward stops at the final hidden states), so the head's cost belongs to the backward
-pack, where the cost model charges it.
+Final norm, head and loss run inside the *backward* of the last stage, where the cost model charges them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,7 +37,7 @@ def make_layers_replayable(
 
 
 OnFinal = Callable[[int], None]
-"""Told the number of a unit (`StageModel.units`) whose gradients of the step are complete; takes no time."""
+"""Receives the number of a unit (`StageModel.units`) whose gradients of the step are complete; takes no time."""
 
 
 def _tell_nobody(unit: int) -> None:
@@ -56,8 +54,7 @@ class PipelineStage:
     Args:
         tensor: ranks that hold the other parts of the model's matrices; None = there are none. With it, hidden states
             between layers and stages and their gradients have this rank's rows of a pack only (`RowShard`).
-        state: that of layers which are replayable already (`make_layers_replayable`), and may be those of another stage
-            later; None = they become so here.
+        state: that of layers which are replayable already (`make_layers_replayable`); None = they become so here.
     """
 
     def __init__(
@@ -86,7 +83,6 @@ class PipelineStage:
             make_layers_replayable(model.layers, self._state, model.architecture, tensor)
 
     def with_layers(self, layers: Iterable[int]) -> "PipelineStage":
-        """Of some of its layers only, as they are; to time them by themselves."""
         kept = {index: self.model.layers[index] for index in layers}
         return PipelineStage(replace(self.model, layers=kept), self.backend, self._tensor, self._state)
 
@@ -112,31 +108,22 @@ class PipelineStage:
 
     @property
     def row_shard(self) -> RowShard | None:
-        """Which rows of hidden states this rank has; None = all."""
         return None if self._tensor is None else self._tensor.shard
 
     def num_rows(self, ranges: Iterable[Range]) -> int:
-        """Rows of hidden states that this rank has of token ranges."""
         return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
 
     def begin_step(self, num_tokens: dict[int, int], await_weights: Callable[[int], None] = _are_there) -> None:
-        """Before a step's first pack.
-
-        Args:
-            num_tokens: of every document of the global batch, without padding.
-            await_weights: called by forwards before they read a unit's weights; returns when these are there.
-        """
+        """Before a step's first pack; `num_tokens` of every document of the global batch, without padding. Forwards
+        call `await_weights` before they read a unit's weights; it returns when these are there."""
         self._await_weights = await_weights
         if self._balance is not None:
             self._balance.begin_step(num_tokens)
 
     @torch.no_grad()
     def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
-        """Run a forward pack on hidden states [T, hidden] of the stage before (None on the first).
-
-        Returns:
-            Hidden states [T, hidden] for the next stage (on the last: the input of the final norm).
-        """
+        """Run a forward pack on hidden states [T, hidden] of the stage before (None on the first); those for the next
+        stage (on the last: the input of the final norm)."""
         if hidden is None:
             self._await_weights(self.model.units[0])
             rows = self._exchange(pack, "embeddings of a forward pack") if pack.ranges else None
@@ -172,7 +159,6 @@ class PipelineStage:
         return hidden
 
     def announce_backward(self, pack: PackTokens, store: ActivationStore) -> None:
-        """Let what a coming backward pack has in host memory start to come back."""
         store.open_backward(pack.ranges, tuple(reversed(self.model.layers)))
 
     def backward(
@@ -190,12 +176,12 @@ class PipelineStage:
             grad: [T, hidden] from the stage after; None on the last.
             num_label_tokens: of the whole global batch, the loss's denominator.
             products: the weight gradients of the layers' linears wait here (I; `add_all` is W); None = they are added
-                now. Those of norms, embedding and head are added now in any case.
-            on_final: of the stage's last pack, told unit by unit from the head to the embedding.
+                now, as those of norms, embedding and head are in any case.
+            on_final: of the stage's last pack, called unit by unit from the head to the embedding.
 
         Returns:
-            Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the
-            global mean loss (fp64 scalar; on other stages than the last that of the routers' balance, if any).
+            Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the global mean loss
+            (fp64 scalar; on other stages than the last that of the routers' balance, if any).
         """
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.head_row_sums = None
@@ -268,14 +254,12 @@ class PipelineStage:
         return grad
 
     def _join_forward(self, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor) -> None:
-        """Take part in a layer's transfers of a forward pack of which this rank computes no rows: the others need it
-        there."""
+        """Take part in a layer's transfers of a forward pack of which this rank computes no rows."""
         assert pack.shared is not None
         q, k = self._no_rows(layer, like)
         pack.shared.forward(AttentionCall(self.backend, store, layer, Scoring(1.0)), q, k, k)
 
     def _join_backward(self, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor) -> None:
-        """As `_join_forward`, of a backward pack."""
         assert pack.shared is not None
         q, _ = self._no_rows(layer, like)
         lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
@@ -287,8 +271,8 @@ class PipelineStage:
         return like.new_empty(0, heads, dim), like.new_empty(0, kv_heads, dim)
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
-        """The loss of every row of a forward pack, [T] in fp32 (fp64), from its final hidden states; no gradient. Last
-        stage only. Of a tensor-parallel group every rank knows all."""
+        """The loss of every row of a forward pack, [T] in fp32 (fp64), from its final hidden states. Last stage
+        only."""
         if not pack.ranges:
             return hidden.new_zeros(0)
         with torch.no_grad():
@@ -303,8 +287,7 @@ class PipelineStage:
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Gradient of the final hidden states [T, hidden] of `ranges`, and this rank's share of the loss. Last stage
-        only."""
+        """Gradient of the final hidden states [T, hidden], and this rank's share of the loss. Last stage only."""
         grad, loss = head_gradient(self.model, hidden, targets, num_label_tokens, ranges, self._tensor)
         # All ranks of a group know the loss, and one reports it.
         is_told = self._tensor is None or self._tensor.shard.rank == 0

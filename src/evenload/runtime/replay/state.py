@@ -1,8 +1,4 @@
-"""`ReplayState`: what the running pass of a stage is, which every replaced module of its layers reads.
-
-`RouterBalance`: a load-balancing loss of routers that does not depend on how tokens are packed (Fedus et al. 2021, eq.
-4-6).
-"""
+"""`ReplayState`: what the running pass of a stage is, which every replaced module of its layers reads."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,24 +21,16 @@ from evenload.types.document import Range
 
 @dataclass(eq=False)
 class RouterBalance:
-    """Switch Transformer's loss over one stage's layers.
+    """Switch Transformer's load-balancing loss over one stage's layers (Fedus et al. 2021, eq. 4-6).
 
     For document d of n_d tokens on layer l, f = share of its tokens that chose expert e (k chosen, so the shares add
     up to k), P = mean probability of e over its tokens, both over whole documents without padding:
 
         loss = coefficient · Σ_d (n_d / N) · mean over the model's layers l of  E · Σ_e f·P
 
-    with N the tokens of the global batch. f is a count and has no gradient. A document's counts are complete before
-    its first backward slice, whatever the packs are, so the gradient is exact under every plan
-    (docs/decisions/15). Ranks that share a document add its counts up after each of its forward packs, once for all
-    layers of a stage. Of one document and one layer it is transformers' own loss.
-
-    Args:
-        coefficient: the loss is multiplied with it; 0 = none.
-        num_layers: layers of the whole model.
-        num_experts: of a layer.
-        layers: indices of the stage's layers.
-        num_tokens: of every document of the global batch, without padding.
+    with N the tokens of the global batch. f is a count and has no gradient. A document's counts are complete before its
+    first backward slice, so the gradient is exact under every plan (docs/decisions/15). Ranks that share a document add
+    its counts up after each of its forward packs, once for all `layers` of a stage; `num_layers` is of the model.
     """
 
     coefficient: float
@@ -95,7 +83,6 @@ class RouterBalance:
         return known_output(logits.detach(), lambda grad: grad + extra, logits)
 
     def take_loss(self) -> Tensor:
-        """The loss of all packs since the last call; fp64 scalar on the device."""
         loss, self._loss = torch.as_tensor(self._loss, dtype=torch.float64), 0.0
         return loss
 
@@ -155,14 +142,12 @@ class BlockInput:
             yield chunk
 
     def whole(self) -> Tensor:
-        """All rows, once they are there."""
         for _ in self.arrive():
             pass
         return self.rows
 
     @property
     def is_there(self) -> bool:
-        """Nothing is under way any more."""
         return not self._under_way
 
 
@@ -203,9 +188,7 @@ class ReplayState:
         remade: int64[n], rows of the running backward pack whose products are made again; None = no rows of it. `kept`
             are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
-        balance: the load-balancing loss of routers; None = none is trained.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
-        tensor_rows: rows of the running pack on a tensor-parallel group; None = there is none.
     """
 
     backend: RangeAttention
@@ -222,7 +205,6 @@ class ReplayState:
     tensor_rows: TensorRows | None = None
 
     def makes_again(self, site: tuple[int, str]) -> bool:
-        """Whether products at a site of the running backward pack are made from their input."""
         assert self.store is not None
         return self.remade is not None or self.store.recomputes(site)
 

@@ -1,36 +1,24 @@
 """`ActivationStore`: what a stage keeps between a slice's forward and its backward.
 
-Recorded tensors of a forward pack live in *blocks* (`BlockIndex`): slices that are freed at the same moment. A pack
-that is one block is kept uncut, so recording and reading copy nothing. Keys and values of a document that is cut in
-forward are one buffer, because a later slice reads the whole prefix; those of the other documents of a block are one
-tensor a layer. (Values may be a view of a recorded product: then they are held once and counted twice.)
-
-What a block keeps depends on the activation policy of its document (`cost/layer_counts.py`):
+Recorded tensors of a forward pack live in *blocks* (`BlockIndex`): runs of slices with one activation policy whose
+first tokens come back in one backward pack, so that they are freed at the same moment. A pack that is one block is kept
+uncut, so recording and reading copy nothing. Keys and values of a document that is cut in forward are one buffer,
+because a later slice reads the whole prefix; those of the other documents of a block are one tensor a layer. What a
+block keeps depends on the activation policy of its document (`cost/layer_counts.py`):
 
     replay     everything that is recorded
     recompute  all but the products of linear layers, which the backward makes again; so do recomputed layers of a
                stage for all documents
-    offload    everything, in host memory: when a layer of a forward pack ends its tensors are copied out while the
-               next layer runs; in the backward pack they come back, one layer ahead of their use. So at most two
-               layers of a pack's offloaded documents are on the device. Final hidden states stay there
+    offload    everything but final hidden states, in host memory: when a layer of a forward pack ends its tensors are
+               copied out while the next layer runs; in the backward pack they come back (`ReturningRows`), one layer
+               ahead of their use. So at most two layers of a pack's offloaded documents are on the device
 
-Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory
-prediction is tested against (cost/memory.py mirrors these rules).
+Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory prediction is
+tested against (cost/memory.py mirrors these rules). Price: a slice costs Python when a pack is opened, looked up and
+closed, not for every tensor of every layer.
 
-**Blocks.** A *block* is a run of slices of one forward pack with one activation policy whose first tokens come back in
-one backward pack. A slice may be freed when the backward of its first token is over (`cost.memory`), so a block's
-slices are freed at the same moment, and one tensor for all of them holds no byte longer than one tensor each. A forward
-pack with all its slices in one block is kept as it was recorded, uncut.
-
-Price: a slice costs Python when a pack is opened, looked up and closed, not for every tensor of every layer: 8 layers
-record about 80 tensors.
-
-**Offloaded tensors** of a backward pack come back (`ReturningRows`) in the order in which the backward enters its
-layers, each while the one before it is computed, so at most two are on the device.
-
-**Forwards alone.** A `ForwardStore` keeps what rows still to come will read: of a document that lies in one forward
-pack keys and values of the running layer, of one that is cut those of all layers until its last pack is done. Nothing
-else is recorded. Counted as `ActivationStore` counts them; always less than it holds.
+A `ForwardStore` (evaluation) keeps only what rows still to come will read: of a document that lies in one forward pack
+keys and values of the running layer, of one that is cut those of all layers until its last pack is done.
 """
 
 import itertools
@@ -64,8 +52,7 @@ class StoredBlock:
 
     Args:
         rows, own_rows: in the forward pack; own rows are those of a tensor-parallel rank, of others all.
-        tensors: on the device; host: by layer, in host memory.
-        leaving: of the layer being recorded, still on the device and on its way to the host.
+        host: by layer; leaving: of the layer being recorded, on its way to the host.
     """
 
     ranges: tuple[Range, ...]
@@ -98,8 +85,6 @@ class Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A recorded range, and its first rows in its block."""
-
     range: Range
     row: int
     own_row: int
@@ -107,13 +92,7 @@ class _Place(NamedTuple):
 
 
 class BlockIndex:
-    """The blocks of one stage during one step.
-
-    Args:
-        backward_packs: their ranges; ranges that are in none are blocks of their own.
-        policy: of a document.
-        shard: of a tensor-parallel rank.
-    """
+    """The blocks of one stage during one step; ranges that are in no backward pack are blocks of their own."""
 
     def __init__(
         self,
@@ -131,7 +110,6 @@ class BlockIndex:
         self._backward = {doc_id: sorted(starts) for doc_id, starts in backward.items()}
 
     def open_pack(self, ranges: tuple[Range, ...]) -> list[StoredBlock]:
-        """The blocks of a new forward pack, in row order."""
         self._parts.clear()
         blocks: list[StoredBlock] = []
         kind = None
@@ -184,7 +162,6 @@ class BlockIndex:
         return done
 
     def unfinished(self) -> set[int]:
-        """Documents with rows that are still kept."""
         return {doc_id for doc_id, places in self._places.items() if places}
 
     def _freed_by(self, doc_id: int, token: int) -> int | None:
@@ -218,14 +195,10 @@ class _Layer:
 
 
 class ReturningRows:
-    """The rows of some ranges, layer by layer.
+    """The offloaded rows of some ranges, layer by layer in the order in which layers will be entered.
 
     Args:
-        ranges: offloaded ones, in row order.
-        layers: in the order in which they will be entered.
-        index: where the ranges were recorded.
         own_rows_keys: keys of which a tensor-parallel rank has own rows only.
-        held: where bytes on the device are counted.
     """
 
     def __init__(
@@ -250,13 +223,11 @@ class ReturningRows:
         return r in self._known
 
     def enter(self, layer: int) -> None:
-        """Have the tensors of a layer on the device, and those of the next one on their way."""
         for copy in self._there[layer].copies:
             copy.wait()
         self._start_next()
 
     def leave(self, layer: int) -> None:
-        """Nothing of a layer is needed any more."""
         self._held.count("offload_buffers", -self._there.pop(layer).num_bytes)
 
     def find(self, key: Hashable) -> Tensor | None:
@@ -306,7 +277,6 @@ class ActivationStore:
         policies: of documents that do not use `replay`.
         recomputed_layers: whose products no document keeps; then no document has a policy of its own.
         held: where bytes are counted; the stages of a rank share one.
-        shard: of a tensor-parallel rank, which rows it has of what is recorded as own rows.
         copies: to and from the host; made for the device at the first offloaded tensor where it is not given.
     """
 
@@ -340,13 +310,11 @@ class ActivationStore:
         return self._policies.get(doc_id, "replay")
 
     def recomputes(self, site: Site) -> bool:
-        """Whether no document keeps the products of a site."""
         return site[0] in self._recomputed_layers
 
     # ---- forward -------------------------------------------------------------------------------
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
-        """Record a forward pack from now on."""
         self.open_blocks = self._index.open_pack(ranges)
 
     def record_product(self, site: Site, rows: Tensor, *, is_own_rows: bool = False) -> None:
@@ -363,13 +331,8 @@ class ActivationStore:
         is_own_rows: bool = False,
         stays_on_device: bool = False,
     ) -> None:
-        """Keep `rows` [T, ...] of the open pack under `key`. The caller must not change it afterwards.
-
-        Args:
-            is_product: of a linear layer, which recomputed documents do not keep.
-            is_own_rows: a tensor-parallel rank has own rows only, [n, ...].
-            stays_on_device: under every policy.
-        """
+        """Keep `rows` [T, ...] (own rows of a tensor-parallel rank: [n, ...]) of the open pack under `key`; the caller
+        must not change them afterwards. Recomputed documents do not keep products."""
         if is_own_rows:
             self._own_rows_keys.add(key)
         for block in self.open_blocks:
@@ -418,8 +381,7 @@ class ActivationStore:
         return copies
 
     def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows. The caller must not
-        change them afterwards."""
+        """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows."""
         for block in self.open_blocks:
             row = block.rows.start
             for is_whole, run in itertools.groupby(block.ranges, self.is_whole):
@@ -437,7 +399,6 @@ class ActivationStore:
                     row = rows.stop
 
     def is_whole(self, r: Range) -> bool:
-        """A range is all of its document."""
         return r[1] == 0 and r[2] == self._num_tokens[r[0]]
 
     def _record_whole(self, layer: int, ranges: tuple[Range, ...], keys: Tensor, values: Tensor) -> None:
@@ -486,8 +447,6 @@ class ActivationStore:
         )
 
     def enter_layer(self, layer: int) -> None:
-        """Have the offloaded tensors of a layer of the running backward on the device, and those of its next layer on
-        their way."""
         if self._returning is not None:
             self._returning.enter(layer)
 
@@ -517,20 +476,10 @@ class ActivationStore:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def add_key_grads(
-        self,
-        doc_id: int,
-        layer: int,
-        first: int,
-        grad_k: Tensor,
-        grad_v: Tensor,
-        start: int,
-        stop: int,
+        self, doc_id: int, layer: int, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
-        """Add a range's gradients of K and V `[first, stop)`, and return the now final ones of `[start, stop)`.
-
-        Ranges of a document come last-first, so nothing after `start` will be added to again. A document
-        whose backward is one range needs no accumulator.
-        """
+        """Add a range's gradients of K and V `[first, stop)`, and return the now final ones of `[start, stop)`: ranges
+        of a document come last-first. A document whose backward is one range needs no accumulator."""
         buffers = self._buffers[doc_id]
         if start == 0 and stop == buffers.num_tokens and layer not in buffers.grads:
             return grad_k, grad_v
@@ -546,12 +495,10 @@ class ActivationStore:
         return all_k[start:stop], all_v[start:stop]
 
     def defer_weights(self, pack: Hashable) -> WeightProducts:
-        """Where the weight gradients of a backward pack wait until `add_deferred_weights`."""
         products = self._weight_products[pack] = WeightProducts(self.held)
         return products
 
     def add_deferred_weights(self, pack: Hashable) -> None:
-        """Add the weight gradients that a backward pack has deferred, and free what they needed."""
         self._weight_products.pop(pack).add_all()
 
     def close_backward(self, ranges: tuple[Range, ...]) -> None:
@@ -590,13 +537,8 @@ class ActivationStore:
 
 
 class ForwardStore(ActivationStore):
-    """Keys and values of one stage during one step's forwards.
-
-    Args:
-        num_tokens: as of `ActivationStore`.
-        packs: by document the forward packs of the stage, on this rank, that have rows of it, ascending.
-        held, shard: as of `ActivationStore`.
-    """
+    """Keys and values of one stage during one step's forwards; `packs`: by document the forward packs of the stage that
+    have rows of it on this rank, ascending."""
 
     def __init__(
         self,

@@ -6,10 +6,7 @@
     o, down            all rows, own inputs (weights cut by input) ─► sum and scatter ─► own rows
 
 Forward moves a layer's hidden states 4 times; backward 6 times, because a block's input is gathered again for the
-weight gradients instead of being kept (Korthikanti et al. 2022, §4.2). What is recorded is what one rank has: own rows
-of the layer's input and of what o (and down) return, own columns of the rest, so all of it falls by tp.
-
-What hides the transfers:
+weight gradients instead of being kept (Korthikanti et al. 2022, §4.2). What hides the transfers:
 
     forward    gather a block's input in chunks      the first product (q, gate) of the chunk before
                sum and scatter in chunks             the product (o, down) of the next chunk
@@ -17,14 +14,10 @@ What hides the transfers:
                gather a block's input                all that comes before its weight gradients
                sum and scatter the input's gradient  the block's weight gradients (q k v, gate up)
 
-Chunks are runs of a pack's rows (as in torch's asynchronous tensor parallelism), so every row has the same product as
-without. All ranks of a group start their transfers in one order. Nothing hides what W of a split backward gathers
-again: it keeps own rows of inputs and of gradients.
-
-Layers stay transformers' own: the two blocks of a layer get a hook that gathers, and the linears recorded by replay
-become `ColumnLinear` or `RowLinear` by their names. Gradients of what every rank holds whole (norms, biases behind a
-sum) are partial, of own rows or own heads; `data_parallel` sums them over the group. Why not DTensor: docs/decisions/
-0020. Every rank of the group runs the same actions on the same packs, so all its transfers are in one order.
+Chunks are runs of a pack's rows, so every row has the same product as without. Nothing hides what W of a split backward
+gathers again. Layers stay transformers' own: the two blocks of a layer get a hook that gathers, and the linears
+recorded by replay become `ColumnLinear` or `RowLinear` by their names. Gradients of what every rank holds whole (norms,
+biases behind a sum) are partial; `data_parallel` sums them over the group. Why not DTensor: docs/decisions/0020.
 """
 
 import functools
@@ -70,9 +63,8 @@ def _gather_input(
     *,
     has_adapters: bool,
 ) -> tuple[tuple, dict]:
-    """A block gets all rows of its input [1, n, hidden] -> [1, T, hidden]. In record the first of `readers` waits for
-    them; in replay, where products are known, their weight gradients. Adapters, and products that are made again, need
-    them at once."""
+    """Give a block all rows of its input [1, n, hidden] -> [1, T, hidden]. In record the first of `readers` waits for
+    them; in replay their weight gradients do. Adapters, and products that are made again, need them at once."""
     pack = state.tensor_rows
     assert pack is not None
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

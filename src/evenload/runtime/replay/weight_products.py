@@ -1,16 +1,9 @@
-"""Weight gradients of linear layers, at once or deferred to a later action (zero bubble: I and W).
+"""Weight gradients of linear layers, at once or deferred to a later action (zero bubble: I and W; Qi et al. 2023, §2).
 
-A linear layer's backward is two products of the same size: the gradient of its input, which the layer below waits
-for, and that of its weight, which nobody waits for before the optimizer. `WeightProducts` keeps the operands of the
-second one for a whole backward pack, so that I can go on and W adds them later.
-
-Kept per linear: its input and the gradient of its output. Layers that share an input (q, k and v; gate and up) share
-the kept tensor, as `cost.pipeline_tasks` counts. A tensor that is a part of a larger one is copied, so that what is
-counted is what is held.
-
-Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", §2; they split autograd's graph, we keep operands.
-
-`known_output` is the one function that replay gives to autograd.
+A linear layer's backward is two products of the same size: the gradient of its input, which the layer below waits for,
+and that of its weight, which nobody waits for before the optimizer. `WeightProducts` keeps the operands of the second
+one for a whole backward pack: the linear's input and the gradient of its output, shared by layers with one input (q, k
+and v; gate and up). `known_output` is the one function that replay gives to autograd.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +18,8 @@ _WIDE_SUM = "aten::addmm.dtype_out"
 
 
 def known_output(output: Tensor, backward: Callable[[Tensor], Any], *inputs: Tensor) -> Tensor:
-    """`output` as if it were computed from `inputs`, for autograd.
-
-    Args:
-        backward: gradient of the output -> those of the inputs (one, or a sequence of as many). Runs once, and what it
-            holds is freed when it has run. It must hold the inputs detached. Gradients of weights, of which autograd
-            sees nothing, are its own to add.
-    """
+    """`output` as if it were computed from `inputs`, for autograd. `backward` maps its gradient to those of the inputs
+    (one, or a sequence), runs once, and must hold the inputs detached; gradients of weights are its own to add."""
     return _KnownOutput.apply(output, backward, *inputs)  # type: ignore[return-value]
 
 
@@ -54,18 +42,14 @@ AddRows = Callable[[Tensor, Tensor], None]
 
 def add_weight_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
     """Add to `main_grad` of weight [out, in] and bias [out], from input [T, in] and the output's gradient [T, out]."""
-    _add_product(weight, grad_rows, input_rows)
+    add_product(weight.main_grad, grad_rows, input_rows)  # type: ignore[attr-defined]
     _add_bias_gradient(bias, grad_rows)
 
 
 def add_transposed_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
     """As `add_weight_gradient`, of a weight [in, out]."""
-    _add_product(weight, input_rows, grad_rows)
+    add_product(weight.main_grad, input_rows, grad_rows)  # type: ignore[attr-defined]
     _add_bias_gradient(bias, grad_rows)
-
-
-def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
-    add_product(weight.main_grad, left, right)  # type: ignore[attr-defined]
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -80,7 +64,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _sums_wider(device_type: str) -> bool:
-    """Whether torch adds products to wider sums there."""
     key = torch._C._dispatch_key_for_device(device_type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(_WIDE_SUM, key)
 

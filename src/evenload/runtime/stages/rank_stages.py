@@ -25,10 +25,10 @@ from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import StageModel, build_rank_models, build_stage_model, empty_model
-from evenload.runtime.model.hf_weights import fill_constants
 from evenload.runtime.model.lora import inject_adapters
 from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
+from evenload.runtime.model.weight_files import fill_constants
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.architectures import Architecture
