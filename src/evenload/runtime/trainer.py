@@ -189,16 +189,7 @@ class Trainer:
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
         for layout in self.meshes.layouts:
             require_trainable(strategy, layout, planner.options, self.config.data.max_document_tokens)
-        source = StepSource(
-            self.loader,
-            FlexRunPlanner(flex or planner, strategy, measured_of),
-            self.meshes,
-            self.config.parallel.cp_exchange,
-            max_pack_tokens=self.config.max_pack_tokens,
-            to_make=None if last_step is None else max(0, last_step - self.steps_done),
-            of_run=None if run_steps is None else max(0, run_steps - self.steps_done),
-            planner_state=self._planner_state,
-        )
+        source = self._source(FlexRunPlanner(flex or planner, strategy, measured_of), last_step)
         self._saves.begin()
         run = EvaluatedRun(
             state=self.state,
@@ -241,6 +232,20 @@ class Trainer:
             yield self._validated_and_saved(report, run, is_time_to_save=agreed.is_time_to_save)
         self.state.optimizer.gathers.finish()
         source.close()
+
+    def _source(self, planner: FlexRunPlanner, last_step: int | None) -> StepSource:
+        """Make the source of the steps from here on."""
+        run_steps = self.config.train.steps
+        return StepSource(
+            self.loader,
+            planner,
+            self.meshes,
+            self.config.parallel.cp_exchange,
+            max_pack_tokens=self.config.max_pack_tokens,
+            to_make=None if last_step is None else max(0, last_step - self.steps_done),
+            of_run=None if run_steps is None else max(0, run_steps - self.steps_done),
+            planner_state=self._planner_state,
+        )
 
     def _run_late_pass(self, run: EvaluatedRun, on_late_pass: Callable[[Validation], None]) -> None:
         """Make the pass over the validation data that an earlier start left out, before the first step. Collective."""
