@@ -94,9 +94,13 @@ def shrunk_parallel(
             f"{counted(num_ranks, 'rank')} left, but parallel.cp x parallel.tp is {inner}: what they share is not "
             "divided anew while a run goes on; start it again with smaller ones, from its last checkpoint"
         )
-    free = num_ranks // inner
+    free, even = num_ranks // inner, {"virtual": 1, "stage_layers": None, "stage_devices": None}
+    keeps_stages = parallel.pp if parallel.stage_devices is None else 0
     choices = sorted(
-        (_sized(parallel, pp, free // pp) for pp in range(1, min(free, num_layers) + 1)),
+        (
+            msgspec.structs.replace(parallel, pp=pp, dp=free // pp, **({} if pp == keeps_stages else even))
+            for pp in range(1, min(free, num_layers) + 1)
+        ),
         key=lambda one: (one.pp * one.dp, -abs(one.pp - parallel.pp), one.pp),
         reverse=True,
     )
@@ -107,12 +111,6 @@ def shrunk_parallel(
         f"{counted(num_ranks, 'rank')} left, and no run starts in a layout of so many: {refusal(choices[0])}; start it "
         "again with other settings, from its last checkpoint"
     )
-
-
-def _sized(parallel: ParallelConfig, pp: int, dp: int) -> ParallelConfig:
-    if pp == parallel.pp and parallel.stage_devices is None:
-        return msgspec.structs.replace(parallel, dp=dp)
-    return msgspec.structs.replace(parallel, pp=pp, dp=dp, virtual=1, stage_layers=None, stage_devices=None)
 
 
 def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> TrainConfig:

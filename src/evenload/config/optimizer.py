@@ -110,8 +110,7 @@ class OptimizerConfig(Frozen):
         return self.decay_steps or max(1, round(share * total_steps))
 
     def require_steps(self, total_steps: int | None) -> None:
-        """Raise `ConfigError` where the schedule does not fit into a run of so many steps; None = it ends with its
-        data."""
+        """Raise `ConfigError` where the schedule does not fit into so many steps; None = it ends with its data."""
         if self.decay not in ("constant", "custom") and total_steps is None:
             raise ConfigError(
                 f"optimizer.decay is '{self.decay}', which ends at train.steps, but train.steps is not set"
@@ -154,8 +153,7 @@ class OptimizerConfig(Frozen):
 
 @cache
 def custom_schedule(name: str) -> Callable[[int, int | None], float]:
-    """Return the function of that name, looked up once in a process, in the working directory first. `ConfigError`
-    where there is none, or its module cannot be imported."""
+    """Return the function of that name, from the working directory first. `ConfigError`: there is none."""
     module, colon, path = name.partition(":")
     if not (module and colon and path):
         raise ConfigError(

@@ -57,11 +57,10 @@ def run_flex_planner(
     layouts: Sequence[ParallelLayout],
     moved: SwitchPieces | None = None,
 ) -> FlexPlanner:
-    """As training plans where the layout may change between steps.
+    """Make the planner of a run whose layout may change between steps.
 
     Args:
         planner: of the layout in which the run starts.
-        layouts: that it may take; none has more processes.
         moved: what its switches move; None = the model's units.
 
     Raises:

@@ -47,39 +47,33 @@ class RunConfig(Frozen):
             that have not ended after so many seconds are killed. Under torchrun its `--shutdown-timeout` says so.
         keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
             0 = all.
-        keep_best: so many checkpoints with the smallest validation losses stay beside the newest ones; one is written
-            after every pass over the data of `[validation]` whose loss is among them. `best.json` beside
-            them names the best; 0 = none.
+        keep_best: so many checkpoints with the smallest validation losses stay, too; one is written after every pass
+            over the data of `[validation]` whose loss is among them. `best.json` names the best; 0 = none.
         background_checkpoints: train on while a checkpoint is written; takes host memory for one more copy of weights
             (divided by dp) and optimizer state. False = wait until it is written.
         checkpoint_timeout_s: how long ranks wait for each other's part of a checkpoint.
         on_failed_checkpoint: "stop" the run when a checkpoint on the way cannot be written, or report it and
             "continue" until the next one. The last one of a run has to succeed.
-        deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as it does on a CPU in any
-            case: kernels that add in one order (attention's backward holds more memory for it, which is in the
-            predictions), and plans that follow nothing that is measured on the way: refused with `plan.layouts`,
-            `flexpipe`, `recalibrate`, and a search that ends by the clock. What it costs on this GPU is told at start.
+        deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as on a CPU: kernels that
+            add in one order, for which attention's backward holds more memory, and plans that follow nothing measured:
+            refused with `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
         on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
             applied. "stop" the run with an error that names step, pack and documents, or "skip" the step: weights and
             optimizer stay as they were, and its documents count as dropped ("not finite") in the ledger. Ten such
             steps in a row stop the run in either case.
-        report_every_s: at least so many seconds lie between two versions of `report.html` and the files beside it that
-            are written while the run goes on, and more where writing them takes above 2 % of the time; 0 = only at
-            the end.
+        report_every_s: at least so many seconds lie between two versions of `report.html` and its files, and more
+            where writing them takes above 2 % of the time; 0 = only at the end.
         recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
         export_hf: write the trained model as a Hugging Face directory at the end.
         ema_decay: keep a moving average of the weights, `average <- decay * average + (1 - decay) * weights` after
-            every update, in the precision of the optimizer and divided over replicas as its state is; it is in
-            checkpoints, and exported beside the model (`model-average/`). Such as 0.999; unset = none.
-        overlap_reduction: sum the gradients of a layer over replicas as soon as the last pack has added to them, while
-            the layers before it are computed. The sums are the same to the bit. False = all of them after the last
-            backward, as where a run measures at its start that sums keep packs longer than they take alone, and in
-            steps whose packs replicas share.
-        overlap_gather: begin the next step while updated weights are still gathered: a forward waits for those of its
-            own layers. What is trained is the same to the bit. False = all of them before the step ends, as where a run
-            measures at its start that gathers keep packs longer than they take alone.
+            every update; it is in checkpoints, and exported as `model-average/`. Such as 0.999; unset = none.
+        overlap_reduction: reduce-scatter the gradients of a layer while the layers before it are computed; the same to
+            the bit. False = all after the last backward, as in steps whose packs replicas share, and where a run
+            measures that it does not pay.
+        overlap_gather: begin the next step while updated weights are still gathered; the same to the bit. False = all
+            before the step ends, as where a run measures that it does not pay.
         timeout_s: how long a rank waits for another before it gives up.
     """
 

@@ -69,17 +69,16 @@ class ParallelConfig(Frozen):
         dp: replicas that train different documents of the same step (data parallel).
         pp: pipeline stages.
         cp: ranks that share the documents of a replica (context parallel); how, the strategy decides.
-        cp_exchange: how keys and values of shared documents travel. "all_gather": once a layer, and every rank keeps
-            all of documents that are cut. "ring": round the ranks, and every rank keeps its share only, but documents
-            that are cut travel again with every slice; refused for models with a sliding window.
+        cp_exchange: how keys and values of shared documents travel. "all_gather": once a layer, and all are kept of
+            documents that are cut. "ring": every rank keeps its share, but documents that are cut travel again with
+            every slice; refused for models with a sliding window.
         tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
             model's heads, key/value heads and feed-forward columns. Refused for models with experts, OLMo 2 and GPT-2.
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
-        channels: how pipeline ranks exchange hidden states and gradients. "directed": every pair of neighbouring stages
-            has a process group for each direction, so that no transfer waits for another. "fifo": one group and one
-            queue for each pair of ranks, everything in one order that follows the plan; for devices on which transfers
-            of different groups block each other. "auto": "fifo" on GPUs, which do not promise that they never do, but
-            with `stage_devices`; else "directed".
+        channels: how pipeline ranks exchange hidden states and gradients. "directed": a process group for each
+            direction between neighbouring stages, so that no transfer waits for another. "fifo": one queue for each
+            pair of ranks, in the order of the plan, for devices on which transfers of different groups block each
+            other. "auto": "fifo" on GPUs without `stage_devices`, which may do so; else "directed".
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.
         stage_devices: processes of every stage where they differ, such as [1, 2, 1] for pp = 3: the two of the second
@@ -123,10 +122,9 @@ class PlanConfig(Frozen):
         memory_bytes: what one process may hold; default: its share of the machine's memory.
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 85 %; default: what the
             machine, or its container, has.
-        twin_bytes: of a machine's memory, how much its processes may share so that `layouts` change fast: weights and
-            optimizer state that lie there are read by a process that lacks them, and not sent. They are what training
-            holds anyway, so this adds nothing. What does not fit is left out, in the order of the model; 0 = nothing is
-            shared. Default: all on CPUs. GPUs send. Refused where the run takes one layout.
+        twin_bytes: how much memory a machine's processes may share so that `layouts` change fast: weights and optimizer
+            state, which training holds anyway, are read there and not sent. What does not fit is left out; 0 = nothing
+            is shared. Default: all on CPUs. GPUs send. Refused where the run takes one layout.
         options: limits and search space of the planners.
     """
 

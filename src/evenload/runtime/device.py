@@ -43,9 +43,7 @@ def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def use_deterministic_kernels(wanted: bool = True) -> None:
-    """Have torch add in one order on GPUs too, and fail where it has no such kernel. For the whole process.
-
-    cuBLAS also wants `CUBLAS_WORKSPACE_CONFIG` before its first product (`cli.worker_setup`)."""
+    """Have torch add in one order on GPUs too; cuBLAS also wants `CUBLAS_WORKSPACE_CONFIG` before it starts."""
     torch.use_deterministic_algorithms(wanted)
     # Torch would also fill every tensor that is made without values; we write all of them before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[bad-assignment]
@@ -93,8 +91,7 @@ def resident_bytes() -> int | None:
 
 
 def peak_process_bytes(device: torch.device) -> int | None:
-    """The most since `forget_peak_process_bytes`: on a GPU what torch's allocator has reserved of it; None where the
-    system does not say."""
+    """Most bytes since `forget_peak_process_bytes`, on a GPU as torch has reserved; None where not known."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status_bytes("VmHWM")
 
 

@@ -122,9 +122,8 @@ class Executor:
         on_final: OnFinal = lambda unit: None,
         weights: WeightGathers | None = None,
     ) -> RankRun:
-        """Run this rank's actions of a step; gradients are added to `main_grad`. `before_action` is called before every
-        action, `on_final` with every unit whose gradients are complete. `weights` are still gathered, and all there on
-        return; None = they are there."""
+        """Run this rank's actions of a step; gradients are added to `main_grad`. `on_final` is called with every unit
+        whose gradients are complete; `weights` are still gathered, and all there on return."""
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
@@ -263,8 +262,7 @@ def forward_losses(
     step: RankStep, stages: Mapping[int, PipelineStage], mesh: Mesh, stream: torch.cuda.Stream | None = None
 ) -> Tensor:
     """Return this rank's share of the sum of label losses of every document of a plan without backwards, in the plan's
-    order; float64[n] on the CPU. The shares of all ranks add up to the sums. `stages` have whole weights; receives are
-    posted on `stream`, None on a CPU. Collective with the ranks of its pipeline."""
+    order; float64[n] on the CPU. Collective with the ranks of its pipeline."""
     plan, mine = step.plan, step.packs
     packs = plan.pack_plans[mesh.dp_rank]
     actions = plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]

@@ -9,7 +9,7 @@ padding can inflate them.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,6 +104,10 @@ class DevicePeaks:
         return DevicePeaks(coefficients.peak_flops_per_s * num_devices, sheet and sheet * num_devices)
 
 
+_Spans = dict[str, NDArray[np.float64]]
+"""By kind of what was overlapped with one rank's packs, starts and ends, [2, n], from the step's start."""
+
+
 def gather_timeline(
     trace: RankTrace,
     sums: ReductionTrace,
@@ -114,23 +118,30 @@ def gather_timeline(
     static_bytes: int,
     mesh: Mesh,
 ) -> Timeline | None:
-    """Join all ranks' traces as one timeline on rank 0, None elsewhere. `gathers` are of updates whose weights became
-    whole in this step, `zero_s` is this rank's clock at its start, `static_bytes` are weights, gradients and optimizer
-    state. Collective."""
+    """Join all ranks' traces as one timeline on rank 0, None elsewhere; `zero_s` is this rank's clock at the step's
+    start, `gathers` became whole in it. Collective."""
     mine = replace(
         trace,
         start_s=trace.start_s - zero_s,
         end_s=trace.end_s - zero_s,
         memory_bytes=trace.memory_bytes + static_bytes,
     )
-    own = (mesh.dp_rank, mesh.pp_rank, mine, _overlapped(sums, gathers, zero_s))
+    overlaps = {
+        "reduction": [np.stack([sums.start_s, sums.end_s])],
+        "gather": [np.stack([one.start_s, one.end_s]) for one in gathers],
+        "weight_wait": [np.stack([one.wait_start_s, one.wait_end_s]) for one in gathers],
+    }
+    spans: _Spans = {
+        kind: np.concatenate([np.zeros((2, 0)), *parts], axis=1) - zero_s for kind, parts in overlaps.items()
+    }
+    own = (mesh.dp_rank, mesh.pp_rank, mine, spans)
     everyone = [own] * mesh.num_ranks
     dist.gather_object(own, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
     if mesh.rank != 0:
         return None
     places: dict[tuple[int, int], list[RankTrace]] = defaultdict(list)
-    overlapped: dict[tuple[int, int], list[_Overlapped]] = defaultdict(list)
-    holders: dict[int, list[_Overlapped]] = defaultdict(list)
+    overlapped: dict[tuple[int, int], list[_Spans]] = defaultdict(list)
+    holders: dict[int, list[_Spans]] = defaultdict(list)
     for dp_rank, pp_rank, one, of_rank in everyone:
         if pp_rank >= 0:  # not idle
             places[dp_rank, pp_rank].append(one)
@@ -141,44 +152,17 @@ def gather_timeline(
     sides = []
     for place, of_place in overlapped.items():
         stage, same = mesh.layout.stages_of_rank(place[1])[0], holders[mesh.layout.leading_ranks[place[1]]]
-        sides.append(_together("reduction", *place, stage, [one.sums for one in same]))
-        sides.append(_together("gather", *place, stage, [one.gathers for one in same]))
-        waits = max((one.waits for one in of_place), key=lambda one: float((one.end_s - one.start_s).sum()))
-        sides.append(side_tasks("weight_wait", place[0], np.full(len(waits.end_s), place[1]), stage, -1, *waits))
+        sides += [_together(kind, *place, stage, [one[kind] for one in same]) for kind in ("reduction", "gather")]
+        waits = max((one["weight_wait"] for one in of_place), key=lambda one: float((one[1] - one[0]).sum()))
+        sides.append(side_tasks("weight_wait", place[0], np.full(waits.shape[1], place[1]), stage, -1, *waits))
     names = [field.name for field in fields(SideTasks)]
     side = SideTasks(**{name: np.concatenate([getattr(one, name) for one in sides]) for name in names})
     return Timeline(**joined, step_time_s=step_time_s, side=side)
 
 
-class _Spans(NamedTuple):
-    """float64[n] each, from the step's start."""
-
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
-
-
-class _Overlapped(NamedTuple):
-    """What was overlapped with one rank's packs, and when these waited for weights."""
-
-    sums: _Spans
-    gathers: _Spans
-    waits: _Spans
-
-
-def _overlapped(sums: ReductionTrace, gathers: Sequence[GatherTrace], zero_s: float) -> _Overlapped:
-    columns = (
-        [getattr(trace, name) - zero_s for trace in gathers]
-        for name in ("start_s", "end_s", "wait_start_s", "wait_end_s")
-    )
-    start_s, end_s, wait_start_s, wait_end_s = (np.concatenate([np.zeros(0), *column]) for column in columns)
-    of_sums = _Spans(sums.start_s - zero_s, sums.end_s - zero_s)
-    return _Overlapped(of_sums, _Spans(start_s, end_s), _Spans(wait_start_s, wait_end_s))
-
-
-def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[_Spans]) -> SideTasks:
+def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[NDArray[np.float64]]) -> SideTasks:
     """Transfers of ranks with the same layers: one begins when all have come and the one before is done."""
-    end_s = np.maximum.reduce([one.end_s for one in spans])
-    start_s = np.maximum.reduce([one.start_s for one in spans])
+    start_s, end_s = np.maximum.reduce(spans)
     start_s[1:] = np.maximum(start_s[1:], end_s[:-1])
     return side_tasks(kind, dp_rank, np.full(len(end_s), pp_rank), stage, -1, start_s, end_s)
 

@@ -81,9 +81,8 @@ class NonFiniteSteps:
         grad_norm: float,
         before_giving_up: Callable[[], Path | None],
     ) -> str:
-        """Count the documents of a step that is not finite as dropped and return a warning, or raise
-        `NonFiniteStepError`, on every rank; before that `before_giving_up` is called, which gives the newest
-        checkpoint. Collective."""
+        """Count a step's documents as dropped and return a warning, or raise `NonFiniteStepError`, on every rank;
+        before that `before_giving_up` is called, which gives the newest checkpoint. Collective."""
         plan = planned.plan
         text = _account(plan, run, loss, grad_norm, planned.origin, self.mesh)
         self._in_a_row += 1
@@ -175,31 +174,6 @@ def _described(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) 
     return f"backward pack {suspect.pack} of replica {suspect.replica} with {', '.join(documents)}{more}"
 
 
-class ProcessMemory:
-    """Main memory of a rank's process without its tensors, and what the fullest process is predicted to hold."""
-
-    def __init__(self, model: ModelSpec, device: torch.device) -> None:
-        self._model, self._device = model, device
-        self.fixed_bytes: int | None = None
-        """Before the first step, without weights, gradients and optimizer state: interpreter, libraries, process
-        groups, loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
-        self._predicted_bytes = 0
-
-    def begin_step(self, static_bytes: int) -> None:
-        """From now on the peak is that of this step, with so many bytes of weights, gradients and optimizer state."""
-        if self.fixed_bytes is None:
-            resident = None if self._device.type == "cuda" else resident_bytes()
-            self.fixed_bytes = 0 if resident is None else max(0, resident - static_bytes)
-        forget_peak_process_bytes(self._device)
-
-    def predicted_bytes(self, plan: StepPlan, fixed_bytes: int | None) -> int | None:
-        """Return what the fullest process holds after this plan; None where that is not known."""
-        if not fixed_bytes:
-            return None
-        self._predicted_bytes = max(self._predicted_bytes, process_bytes(self._model, plan, fixed_bytes))
-        return self._predicted_bytes
-
-
 class TrainedStep(NamedTuple):
     """Holds what became of a step: rank 0's report, None elsewhere, and what ranks report of it together."""
 
@@ -217,7 +191,11 @@ class StepTrainer:
         """Limit of this process; a switch is prepared in what a step leaves of it."""
         self.non_finite = NonFiniteSteps(run.on_nonfinite, state.mesh)
         self._model, self._state, self._saves = model, state, saves
-        self._process = ProcessMemory(model, state.mesh.device)
+        self._fixed_bytes: int | None = None
+        """Main memory of this process before the first step without tensors: interpreter, libraries, process groups,
+        loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
+        self._process_bytes = 0
+        """Of the fullest process, as predicted so far."""
 
     @property
     def _mesh(self) -> Mesh:
@@ -252,8 +230,7 @@ class StepTrainer:
         with watch.waiting("the barrier at the start"):
             dist.barrier(group=self._mesh.control)
         zero_s = seconds_now(self._mesh.device)
-        forget_peak_bytes(self._mesh.device)
-        self._process.begin_step(self._state.static_bytes())
+        self._forget_peaks(self._mesh.device)
         if plan.layout != self._state.layout:
             self._state.change_layout(plan.layout, coefficients)
             self.non_finite.mesh = self._mesh
@@ -287,11 +264,25 @@ class StepTrainer:
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
             plan_s=planned.plan_time_s,
-            predicted_process_bytes=self._process.predicted_bytes(plan, end.fixed_bytes),
+            predicted_process_bytes=self._predicted_process_bytes(plan, end.fixed_bytes),
         )
         lines = self.non_finite.ledger_lines(planned)
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
         return TrainedStep(report, end, not found.is_finite)
+
+    def _forget_peaks(self, device: torch.device) -> None:
+        """From now on peaks are those of this step."""
+        forget_peak_bytes(device)
+        if self._fixed_bytes is None:
+            resident = None if device.type == "cuda" else resident_bytes()
+            self._fixed_bytes = 0 if resident is None else max(0, resident - self._state.static_bytes())
+        forget_peak_process_bytes(device)
+
+    def _predicted_process_bytes(self, plan: StepPlan, fixed_bytes: int) -> int | None:
+        if not fixed_bytes:
+            return None
+        self._process_bytes = max(self._process_bytes, process_bytes(self._model, plan, fixed_bytes))
+        return self._process_bytes
 
     def _headroom_bytes(self, plan: StepPlan) -> int:
         """Return what a step leaves for a switch that is prepared while it runs."""
@@ -306,8 +297,7 @@ class StepTrainer:
     def _exchange(
         self, found: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
     ) -> tuple[RankEnd, Timeline | None]:
-        """Return what all ranks report of a step together, and its timeline on rank 0, None elsewhere; this rank came
-        to the barrier at `came_s`, and left it at `zero_s`. Collective."""
+        """Return what all ranks report of a step together, and its timeline on rank 0. Collective."""
         mesh, static_bytes = self._mesh, self._state.static_bytes()
         own = RankEnd(
             step_time_s=seconds_now(mesh.device) - zero_s,
@@ -319,7 +309,7 @@ class StepTrainer:
             # By the clock of rank 0; the others follow it.
             is_time_to_save=mesh.rank == 0 and self._saves.is_time(),
             process_bytes=peak_process_bytes(mesh.device) or 0,
-            fixed_bytes=self._process.fixed_bytes or 0,
+            fixed_bytes=self._fixed_bytes or 0,
         )
         with mesh.watch.waiting("the loss and the timeline"):
             end = own.joined(mesh)

@@ -134,7 +134,7 @@ class Trainer:
 
     def resume(self) -> Path | None:
         """Load the latest checkpoint, `coefficients` included; return its path, or None. `ConfigError` where
-        `train.resume` is off, or it is damaged or of another model. Collective."""
+        `train.resume` is off, or it is damaged. Collective."""
         path = checkpoint_for_all(self._checkpoints, self.mesh, may_resume=self.config.train.resume)
         if path is None:
             return None
@@ -188,7 +188,7 @@ class Trainer:
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
         for layout in self.meshes.layouts:
             require_trainable(strategy, layout, planner.options, self.config.data.max_document_tokens)
-        source = self._step_source(FlexRunPlanner(flex or planner, strategy, measured_of), last_step)
+        source = self._source(FlexRunPlanner(flex or planner, strategy, measured_of), last_step)
         self._saves.begin()
         run = EvaluatedRun(
             state=self.state,
@@ -232,8 +232,8 @@ class Trainer:
         self.state.optimizer.gathers.finish()
         source.close()
 
-    def _step_source(self, planner: FlexRunPlanner, last_step: int | None) -> StepSource:
-        """Make the steps that remain, up to `last_step` of the run."""
+    def _source(self, planner: FlexRunPlanner, last_step: int | None) -> StepSource:
+        """Make the source of the steps from here on."""
         run_steps = self.config.train.steps
         return StepSource(
             self.loader,
@@ -323,17 +323,14 @@ class Trainer:
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)
 
-    def export(self) -> Path:
+    def export(self, suffix: str = "") -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
-        return self._exported("")
+        config, output = self.config, Path(self.config.train.output_dir)
+        return export_run(output, config.model, config.data, self.hf_config, self.state.buffers, self.mesh, suffix)
 
     def export_average(self) -> Path | None:
         """Export the moving average of the weights (`train.ema_decay`) as `export` does; None where there is none."""
         if self.config.train.ema_decay is None:
             return None
         with self.state.optimizer.average_as_weights():
-            return self._exported("-average")
-
-    def _exported(self, suffix: str) -> Path:
-        config, output = self.config, Path(self.config.train.output_dir)
-        return export_run(output, config.model, config.data, self.hf_config, self.state.buffers, self.mesh, suffix)
+            return self.export("-average")

@@ -110,8 +110,8 @@ def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path
 
 
 def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> RunPosition:
-    """Read a checkpoint into the parameters, the optimizer and, at the same layout, the random states. Collective.
-    `ConfigError` where it is not complete, changed after it was saved, of another version, or of another model."""
+    """Read a checkpoint into parameters, optimizer and, at the same layout, random states. Collective. `ConfigError`
+    where it is not complete, was changed, or is of another version or model."""
     position = _read_position(path)
     metadata = read_metadata(path)
     tensors = run_tensors(buffers, optimizer, mesh)

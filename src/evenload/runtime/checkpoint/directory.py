@@ -127,8 +127,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def prune_checkpoints(directory: Path, keep: int, best_steps: Collection[int] = ()) -> None:
-    """Delete those that were replaced, and all but the newest `keep` complete checkpoints and those after `best_steps`
-    steps; 0 keeps all. Never deletes the newest."""
+    """Delete all but the newest `keep` checkpoints, 0 = all, and those after `best_steps` steps; never the newest."""
     for path in _replaced_checkpoints(directory):
         if _is_complete(checkpoint_path(directory, steps_in_name(path))):
             _remove(path)
@@ -165,14 +164,6 @@ class BestPass(Frozen):
     loss: float
 
 
-class BestCheckpoint(Frozen):
-    """best.json: the checkpoint, by its directory's name, with the smallest validation loss."""
-
-    checkpoint: str
-    steps_done: int
-    validation_loss: float
-
-
 def with_pass(
     saved: Iterable[BestPass], steps_done: int, loss: float | None, keep: int
 ) -> tuple[tuple[BestPass, ...], bool]:
@@ -199,11 +190,8 @@ def note_best(directory: Path, saved: Sequence[BestPass]) -> None:
     if not saved:
         (directory / BEST_FILE).unlink(missing_ok=True)
         return
-    best = BestCheckpoint(
-        checkpoint=checkpoint_path(directory, saved[0].steps_done).name,
-        steps_done=saved[0].steps_done,
-        validation_loss=saved[0].loss,
-    )
+    name = checkpoint_path(directory, saved[0].steps_done).name
+    best = {"checkpoint": name, "steps_done": saved[0].steps_done, "validation_loss": saved[0].loss}
     new = directory / f".{BEST_FILE}"
     new.write_bytes(msgspec.json.encode(best) + b"\n")
     sync(new)

@@ -121,9 +121,8 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class TensorPieces:
-    """One tensor of the checkpoint, of this whole shape, as this rank holds it. `is_replicated`: every replica of this
-    rank holds the same pieces, so that one of them writes; `is_written_elsewhere`: another rank holds the same and
-    writes it."""
+    """One tensor of the checkpoint, of this whole shape, as this rank holds it. Every replica may hold the same pieces,
+    so that one of them writes; or another rank writes them."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -142,8 +141,7 @@ def whole_tensor(tensor: Tensor) -> TensorPieces:
 def pieces_of_range(
     values: Tensor, first: int, local_shape: Sequence[int], split: TensorSplit | None
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Return the shape of a whole tensor, and as boxes the elements `[first, first + n)`, flat in `values`, of this
-    rank's part of it; `split` says which part, None = all."""
+    """Return a whole tensor's shape and, as boxes, elements `[first, first + n)` of this rank's part of it."""
     shape, base = list(local_shape), [0] * len(local_shape)
     if split is not None:
         shape[split.dim], base[split.dim] = split.whole_size, split.start

@@ -236,8 +236,7 @@ class CheckpointWriter:
 
 
 def _refusal(directory: Path, rank: int) -> str:
-    """What the operating system says to a small file there, or "": torch reports a short write as an unexpected
-    position in its archive and keeps the reason to itself."""
+    """What the system says to a small file there, or "": torch keeps the reason of a short write to itself."""
     try:
         with (directory / f"probe-{rank}").open("wb") as file:
             file.write(bytes(_PROBE_BYTES))
@@ -274,8 +273,7 @@ class Saves:
         return bool(interval_s) and time.monotonic() - self._saved_at_s >= interval_s
 
     def after_step(self, steps_done: int, *, is_time: bool) -> tuple[SavedCheckpoint | None, str]:
-        """Start a checkpoint where one is due; return (what was completed, what failed) since the last step.
-        `CheckpointError` where one failed and `train.on_failed_checkpoint` is "stop". Collective."""
+        """Start a checkpoint where one is due; return (what was completed, what failed) since then. Collective."""
         from_s, every = time.perf_counter(), self._settings.checkpoint_every_steps
         if not (is_time or (every and steps_done % every == 0)):
             return self._end(only_if_done=True)

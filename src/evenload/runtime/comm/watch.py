@@ -34,9 +34,8 @@ class _Sign(msgspec.Struct, array_like=True):
 
 
 class RankWatch:
-    """Knows what this rank is doing, for its own errors and for those of the others, and calls it by `name`, which may
-    change with the layout. Signs are shown in `store`, shared by all ranks and used by this object alone; None = errors
-    know this rank only."""
+    """Knows what this rank is doing, for its own errors and, where ranks share `store`, for those of the others; calls
+    it by `name`, which may change with the layout."""
 
     def __init__(
         self,
@@ -69,8 +68,7 @@ class RankWatch:
 
     @contextmanager
     def waiting(self, what: str, peers: str = "all ranks") -> Iterator[None]:
-        """Surround a transfer or a collective; raise `RankLostError` instead of the transport's error, others pass.
-        `what` is such as "the hidden states of forward pack 7", `peers` have to do their part, such as "rank 1"."""
+        """Surround a transfer; `RankLostError`, naming `what` of which `peers`, instead of the transport's error."""
         thread, from_s = threading.get_ident(), time.monotonic()
         step = f" of step {self.step}" if self.step >= 0 and " of step " not in what else ""
         text = f"{what}{step} from {peers}"

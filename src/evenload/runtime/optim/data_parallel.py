@@ -42,9 +42,8 @@ class ReductionTrace:
 
 
 class GradientReduction:
-    """Sums one step's gradients over replicas, tied weights over both stages that hold them, and what a tensor-parallel
-    group holds whole (norms) over its ranks. A context, which lets go of what an error leaves behind. Reduces what is
-    released while the rest is computed where `is_overlapped`; else all of it in `finish`."""
+    """Sums one step's gradients over replicas, tied weights over both stages that hold them, and norms over a
+    tensor-parallel group. A context, which lets go of what an error leaves behind."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self._buffers, self._mesh = buffers, mesh
@@ -73,8 +72,8 @@ class GradientReduction:
             self._put_released()
 
     def finish(self) -> list[Tensor]:
-        """Sum what is left and wait for all; return this rank's shard of every buffer's gradient, [padded / (dp·cp)]
-        each, a view of the buffer, whose rest is of no use any more. Collective over the groups of `mesh`."""
+        """Sum what is left and wait for all; return this rank's shard of every buffer's gradient, a view of it, [padded
+        / (dp·cp)] each. Collective over the groups of `mesh`."""
         buffers, shards, mesh = self._buffers, self._shards, self._mesh
         self._released |= {buffer.unit for buffer in buffers}
         self._put_released()
@@ -94,9 +93,8 @@ class GradientReduction:
         return shards
 
     def norm_and_loss(self, loss: Tensor) -> tuple[float, float]:
-        """After `finish`, return the Euclidean norm of the gradient over all parameters of the model, each counted
-        once, and the sum of all ranks' shares of the loss (`loss`: fp64 scalar on the device); the same on every rank.
-        Collective."""
+        """After `finish`, return the gradient's Euclidean norm, each parameter counted once, and the sum of all ranks'
+        `loss`, an fp64 scalar on the device; the same on every rank. Collective."""
         mesh = self._mesh
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         total[1] = loss

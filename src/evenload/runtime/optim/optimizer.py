@@ -36,8 +36,7 @@ _AS_LARGE_AS_ADAMW = 0.2
 
 @torch.no_grad()
 def muon_update(buffer: FlatBuffer, gradient: Tensor, momentum: Tensor, decay: float, mesh: Mesh) -> Tensor:
-    """Return what the learning rate is multiplied with, for this rank's shard of a buffer, [shard] like the gradient;
-    `momentum`, with this decay, changes. Collective over the data group."""
+    """Return what the learning rate is multiplied with, [shard] like the gradient; `momentum` changes. Collective."""
     momentum.lerp_(gradient, 1 - decay)
     direction = gradient.lerp(momentum, decay)
     whole = direction
@@ -64,8 +63,7 @@ def _matrices(buffer: FlatBuffer) -> Iterator[tuple[int, torch.Size]]:
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """About U Vᵀ of the singular value decomposition U S Vᵀ of a matrix [rows, columns], by five steps of
-    Newton-Schulz; in bfloat16, for float64 in float64."""
+    """Return about U Vᵀ of a matrix [rows, columns] = U S Vᵀ, by Newton-Schulz in bfloat16, for float64 in it."""
     a, b, c = _COEFFICIENTS
     work = matrix.double() if matrix.dtype == torch.float64 else matrix.bfloat16()
     is_tall = work.shape[0] > work.shape[1]
@@ -82,9 +80,8 @@ AVERAGE = "average"
 
 
 class ShardedOptimizer:
-    """Optimizer state of one rank, for the buffers of `flatten_units`, after `num_steps` updates. `state` has every
-    buffer's shards by the names of `state_tensors`; None = the run begins. `average_decay` is of the moving average of
-    the weights; None = there is none."""
+    """Optimizer state of one rank, for the buffers of `flatten_units`, after `num_steps` updates; `state` has every
+    buffer's shards by the names of `state_tensors`, None = the run begins."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.types.architectures import Architecture
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class BufferGroup:
     """Parameters of one unit and one weight-decay group, which share a flat buffer.
 
@@ -51,10 +51,9 @@ class BufferGroup:
         return FlatBuffer(**vars(self), values=values[:padded], grads=grads[:padded])
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class FlatBuffer(BufferGroup):
-    """A group whose parameters are views of `values`, flat, compute precision, [padded to a multiple of dp]; `grads`:
-    flat, fp32 or fp64, [padded]."""
+    """A group in memory: `values` in compute precision, `grads` in fp32 or fp64; flat, [padded to dp]."""
 
     values: Tensor
     grads: Tensor
@@ -76,10 +75,9 @@ class FlatBuffer(BufferGroup):
 
 
 def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Sequence[int] = ()) -> list[FlatBuffer]:
-    """Move the parameters of one rank's stages into flat buffers, cut for `dp` ranks and in memory that suffices for
-    `others`, and give each a `main_grad`. A parameter of two units (a tied embedding whose head is on the same rank)
-    belongs to the first. Gradients that autograd produces itself (norm weights, adapters) are added to `main_grad` by a
-    hook; linears and the embedding write there directly. Frozen parameters stay where they are."""
+    """Move the parameters of one rank's stages into flat buffers, cut for `dp` ranks and later perhaps for `others`,
+    and give each a `main_grad`, to which gradients of autograd are added. A parameter of two units (a tied embedding
+    whose head is on the same rank) belongs to the first."""
     stages = [stages] if isinstance(stages, StageModel) else stages
     buffers = []
     for group in buffer_groups(stages):

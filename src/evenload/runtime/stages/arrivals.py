@@ -52,8 +52,7 @@ def bring_weights(
     num_updates: int,
     there: Collection[int] = (),
 ) -> int:
-    """Bring the weights that this rank gains, whose pieces have their memory; return the bytes received. Pieces with
-    index in `there` were read ahead. Collective; `RankLostError` where a rank does not come."""
+    """Return the bytes received; pieces `there` were read ahead. Collective; `RankLostError`: a rank is lost."""
     waiting = functools.partial(mesh.watch.waiting, f"weights of layout {mesh.layout.describe()}")
     if twins is not None:
         # Those that are gained have memory, and no values yet.

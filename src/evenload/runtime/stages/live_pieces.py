@@ -6,7 +6,6 @@ may be taken a step ahead (`take`), so that a switch meets no page faults.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +120,7 @@ class LivePiece:
         grads = None if self._memory is None else self._memory[1]
         self._attach(values, grads)
         if self.buffer is not None:
-            self.buffer = replace(self.buffer, values=values[: self.buffer.values.numel()])
+            self.buffer.values = values[: self.buffer.values.numel()]  # in place: the optimizer has it, too
 
     def take(self) -> None:
         """Take and touch the memory that `gain` will need. In any thread; the piece is not held."""

@@ -71,8 +71,7 @@ from evenload.types.timeline import Timeline
 
 @dataclass(frozen=True)
 class Twins:
-    """Summarises for a user how many pieces lie in shared memory, and the most bytes of one machine in any layout;
-    `reason` says why nothing is shared where no budget was set."""
+    """Summarises what lies in shared memory; `reason`: why nothing does, where no budget was set."""
 
     num_shared: int
     num_pieces: int
@@ -150,8 +149,8 @@ class LiveStages:
         self, model: ModelConfig, run: RunConfig, spec: ModelSpec, meshes: Meshes, twin_bytes: int | None
     ) -> None:
         self.mesh = mesh = meshes.start
-        built = build_models(model, run, spec, mesh)
-        models, tp = built.models, mesh.layout.tp
+        hf_config, models, self._backend = build_models(model, run, spec, mesh)
+        tp = mesh.layout.tp
         parts = tuple(models.values())
         self._modules = unit_modules(parts, dtype=dtype_of(model), lora=model.lora, tp_rank=mesh.tp_rank, tp=tp)
         # Of all stages, so that a piece takes as much room on every rank.
@@ -159,11 +158,10 @@ class LiveStages:
         buffers = flatten_units(parts, mesh.data_size, data_sizes)
         self._pieces = live_pieces(self._modules, buffers, data_sizes, mesh.device)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
-        self._backend = built.backend
-        self._state = ReplayState(backend=built.backend)
+        self._state = ReplayState(backend=self._backend)
         make_layers_replayable(self._modules.layers, self._state, self._modules.architecture, mesh.tensor)
         self.held = RankStages(
-            built.hf_config,
+            hf_config,
             {index: self._stage(part) for index, part in models.items()},
             buffers,
             frozen_bytes(parts),
@@ -215,8 +213,8 @@ class LiveStages:
         return measured_copies(self._pieces, self._twin_memory, self.mesh, rehearsals, stand_ins)
 
     def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], headroom_bytes: int) -> None:
-        """Take the memory of the next step's layout, if it is known and there is room. Not collective. On a GPU nothing
-        is done: it has no page faults, and what is taken would count as the step's peak."""
+        """Take the memory of the next step's layout, if known and there is room; on a GPU, without page faults,
+        nothing."""
         if self.mesh.device.type != "cpu":
             return
         if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):
@@ -239,9 +237,7 @@ class LiveStages:
             self._ahead = Preallocated(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
 
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
-        """Become the layout of `mesh`; optimizer state is there when `settle` returns, and `optimizer` of no use.
-        Training stopped for it at `from_s` of `time.perf_counter`. Collective. `RankLostError` where a rank does not
-        come."""
+        """Become the layout of `mesh`, up to `settle`. Collective. `RankLostError` where a rank does not come."""
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
         old, moves = self.mesh, self._moves_to(mesh)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
@@ -464,9 +460,8 @@ class Monitor:
     def note(
         self, planned: PlannedStep, measured: Timeline, switch: Switch | None, peak_bytes: int | None
     ) -> LayoutDecision | None:
-        """Take a trained step into account, every step in order; return its decision, with what was measured of it.
-        `peak_bytes` of the fullest rank, None where what is counted is not what is predicted; not used in a step with a
-        switch, which has both layouts' state."""
+        """Take a trained step into account, every step in order; return its decision, with what was measured of it. No
+        `peak_bytes` = what is counted is not what is predicted."""
         plan, decision, measured_switch = planned.plan, planned.decision, None
         if switch is not None:
             moved_bytes, taken_s = switch.weight_bytes + switch.state_bytes, switch.stall_s + switch.wait_s

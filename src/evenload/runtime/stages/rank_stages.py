@@ -118,7 +118,7 @@ def unit_modules(
     tp_rank: int,
     tp: int,
 ) -> UnitModules:
-    """Return the units of a rank's stages, all of them and with weights, as they are, and shells of all others."""
+    """Return the units of a rank's stages as they are, and shells of all others."""
     some = next(iter(models))
     config, architecture = some.config, some.architecture
     whole = empty_model(config, dtype)
@@ -180,15 +180,6 @@ class RankStages(Generic[Stage]):
     frozen_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class RankModels:
-    """Holds one rank's stages as modules with weights, by index, ascending, and what runs them."""
-
-    hf_config: PretrainedConfig
-    models: dict[int, StageModel]
-    backend: RangeAttention
-
-
 def build_rank_stages(
     model: ModelConfig,
     run: RunConfig,
@@ -197,19 +188,18 @@ def build_rank_stages(
     stage_class: type[Stage] = PipelineStage,
     backend: RangeAttention | None = None,
 ) -> RankStages[Stage]:
-    """Make this rank's stages with their weights, and the configured attention or another. `ConfigError` or
-    `UnsupportedModelError` where the model, its weights or its options cannot be trained like this."""
-    built = build_models(model, run, spec, mesh, backend)
-    models = tuple(built.models.values())
+    """Make this rank's stages with weights. `ConfigError`, `UnsupportedModelError`: they cannot be trained so."""
+    hf_config, parts, backend = build_models(model, run, spec, mesh, backend)
+    models = tuple(parts.values())
     buffers = flatten_units(models, mesh.data_size)
-    stages = {index: stage_class(part, built.backend, mesh.tensor) for index, part in built.models.items()}
-    return RankStages(built.hf_config, stages, buffers, frozen_bytes(models))
+    stages = {index: stage_class(part, backend, mesh.tensor) for index, part in parts.items()}
+    return RankStages(hf_config, stages, buffers, frozen_bytes(models))
 
 
 def build_models(
     model: ModelConfig, run: RunConfig, spec: ModelSpec, mesh: Mesh, backend: RangeAttention | None = None
-) -> RankModels:
-    """Make the modules of `build_rank_stages`; errors as there."""
+) -> tuple[PretrainedConfig, dict[int, StageModel], RangeAttention]:
+    """Make the modules of `build_rank_stages`, by index of stage, ascending, and what runs them; errors as there."""
     hf_config = load_config(model.path)
     dtype = dtype_of(model)
     folder = local_path(model.path, "model.path", "settings" if model.random_init else "weights")
@@ -227,7 +217,7 @@ def build_models(
     if backend is None:
         soft_cap = attention_soft_cap(hf_config)
         backend = select_backend(run.attention, mesh.device.type, soft_cap, dtype=dtype, head_dim=spec.head_dim)
-    return RankModels(hf_config, build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build), backend)
+    return hf_config, build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build), backend
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:

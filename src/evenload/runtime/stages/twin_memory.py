@@ -170,8 +170,7 @@ class PieceMemory:
 def placed(
     parts: Sequence[Mapping[str, torch.dtype] | None], capacities: Sequence[int]
 ) -> tuple[dict[int, Place], int]:
-    """Find places for pieces of so many elements each, one after the other, each part from a page of its own on; None
-    of `parts` = it is not shared. Return them by index, and the bytes of all."""
+    """Find places for pieces of so many elements, None of `parts` = not shared; return them and all bytes."""
     end = _pages(len(parts) * torch.int64.itemsize)
     places = {}
     for index, (dtypes, capacity) in enumerate(zip(parts, capacities, strict=True)):
