@@ -108,6 +108,7 @@ def test_reading_the_file_needs_no_torch(config_file) -> None:
     [
         'plan.layouts=["pp=1"]',
         "plan.strategy=flexpipe",
+        "plan.options.auto.time_budget_s=1.0",
         "train.recalibrate=true",
     ],
 )

@@ -135,3 +135,8 @@ def test_more_candidates_are_never_worse_and_plans_do_not_depend_on_the_clock() 
     assert times[1] <= times[0]
     plans = [many.propose(0, documents(lengths), "auto").plan for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+def test_time_budget_ends_the_search() -> None:
+    """Out of time it still has a valid plan, not worse than any strategy."""
+    beats_all(tiny_planner(3, 3, auto={"time_budget_s": 1e-9}), long_tailed(60))

@@ -75,7 +75,6 @@ _GONE = {
     "plan.feedback": "plans do not follow the speed of single ranks",
     "train.overlap_context": "keys and values of shared documents travel at once, behind attention of local ones",
     "train.overlap_tensor": "packs are not computed in halves; tensor-parallel linears hide their own transfers",
-    "plan.options.auto.time_budget_s": "a search ends after max_candidates, so that plans depend on the data alone",
     "plan.options.backend": "the compiled core alone plans",
     "train.on_lost_rank": "torchrun with --max-restarts starts the ranks that are left, in a layout that fits them",
     "train.replace_lost_ranks": "torchrun's agents start processes again (--max-restarts)",

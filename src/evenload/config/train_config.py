@@ -183,10 +183,16 @@ class TrainConfig(Frozen):
         self.optimizer.require_steps(self.train.steps)
 
     def _require_plans_of_data_alone(self) -> None:
+        by_clock = [
+            f"plan.options.{one.__struct_config__.tag}.time_budget_s"
+            for one in self.plan.options.strategies
+            if getattr(one, "time_budget_s", None) is not None
+        ]
         for setting, is_set in (
             ("plan.layouts", bool(self.plan.layouts)),
             ('plan.strategy = "flexpipe"', self.plan.strategy == "flexpipe"),
             ("train.recalibrate", self.train.recalibrate),
+            *((name, True) for name in by_clock),
         ):
             if is_set:
                 raise ConfigError(

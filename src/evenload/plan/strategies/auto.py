@@ -12,10 +12,12 @@
 The best of each is then priced as it will run, rank by rank where ranks share packs, and the fastest taken, so `auto`
 is never worse than any of them. Strategies solved by an exact solver are left out: they take seconds.
 
-Deterministic: the budget is a number of simulations (`max_candidates`).
+Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the clock
+instead and is off by default, because the plan then depends on the machine.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,6 +71,7 @@ class RefineRules:
         tapered: of a trial, others with smaller packs at both ends, for the heaviest replica.
         may_split: backwards may run as I and W; may_reorder: other settings of the list schedule may be tried.
         budget: trials over all replicas; what is due to every replica is always rated.
+        time_budget_s: ends the search by the clock too.
     """
 
     variants: Callable[[Trial], list[Trial]]
@@ -77,6 +80,7 @@ class RefineRules:
     may_split: bool
     may_reorder: bool
     budget: int
+    time_budget_s: float | None = None
 
 
 def refine(found: SearchResult, rules: RefineRules) -> None:
@@ -85,7 +89,7 @@ def refine(found: SearchResult, rules: RefineRules) -> None:
     busy = [search for search in found.own if len(search.documents)]
     if not busy:
         return
-    budget = _Budget(rules.budget)
+    budget = _Budget(rules)
     representative = max(busy, key=lambda search: search.work_s)
     varied = [representative, *found.blocks.values()]
     score([(search, [v for trial in best_packs(search) for v in rules.variants(trial)]) for search in varied])
@@ -99,7 +103,7 @@ def refine(found: SearchResult, rules: RefineRules) -> None:
     share_best(representative, late, LATE_SHARED)
     even_out(found)
     stuck: set[int] = set()
-    while budget.trials:
+    while budget.left():
         slowest = int(found.seconds().argmax())
         if slowest in stuck:
             break  # the step waits for it, so the others need no search
@@ -131,21 +135,26 @@ def _try_on_best_packs(search: ReplicaSearch, rules: RefineRules) -> None:
             search.add(other, made)
 
 
-@dataclass
 class _Budget:
-    """Trials that may still be rated."""
+    def __init__(self, rules: RefineRules) -> None:
+        self.trials = rules.budget
+        self.deadline_s = None if rules.time_budget_s is None else time.monotonic() + rules.time_budget_s
 
-    trials: int
+    def left(self) -> int:
+        return 0 if self.deadline_s is not None and time.monotonic() > self.deadline_s else self.trials
+
+    def rate(self, search: ReplicaSearch, trials: list[Trial]) -> None:
+        self.trials -= score([(search, trials[: self.left()])])
 
 
 def _improve(search: ReplicaSearch, budget: _Budget, rules: RefineRules, share: float) -> bool:
     """Rate neighbours of the best trials while the share of the budget lasts; whether the best got better."""
-    before, keep = search.score_key(search.best()), int((1 - share) * budget.trials)
-    while budget.trials > keep and not search.is_near_bound():
+    before, keep = search.score_key(search.best()), int((1 - share) * budget.left())
+    while budget.left() > keep and not search.is_near_bound():
         around = search.frontier(may_split=rules.may_split, may_reorder=rules.may_reorder)
         if not around:
             break
-        budget.trials -= score([(search, around[: budget.trials])])
+        budget.rate(search, around)
     return search.score_key(search.best()) < before
 
 
@@ -156,17 +165,21 @@ class AutoOptions(StrategyOptions, tag="auto"):
         split_backward: backwards may run as two actions, weight gradients later (zero bubble).
         max_candidates: schedules simulated beyond `slimpack`'s in a step, over all replicas, for every set of
             activation policies that comes close.
+        time_budget_s: the search also ends by the clock; None = never, because plans then depend on the machine.
 
     Raises:
-        ConfigError: no candidates.
+        ConfigError: no candidates, or no time.
     """
 
     split_backward: bool = True
     max_candidates: int = 128
+    time_budget_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_candidates < 1:
             raise ConfigError(f"plan options: auto.max_candidates is {self.max_candidates}, must be at least 1")
+        if self.time_budget_s is not None and not self.time_budget_s > 0:
+            raise ConfigError(f"plan options: auto.time_budget_s is {self.time_budget_s}, must be above 0")
 
 
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
@@ -284,6 +297,7 @@ def refine_rules(problem: StepProblem) -> RefineRules:
         may_split=may_split,
         may_reorder=may_reorder,
         budget=options.max_candidates,
+        time_budget_s=options.time_budget_s,
     )
 
 
