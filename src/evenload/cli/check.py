@@ -36,7 +36,6 @@ def check_command(
     import msgspec
     from rich.console import Console
 
-    from evenload.check.runner import Verdict, exit_code
     from evenload.cli.launch import call_in_child, require_own_launch, run_local, start_fork_server
     from evenload.config.train_config import load_train_config
 
@@ -48,6 +47,8 @@ def check_command(
     with tempfile.TemporaryDirectory(prefix="evenload-check-") as directory:
         with needs_train_extra("evenload check"):
             import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
+
+            from evenload.check.runner import Verdict, exit_code
 
             scope, layout, lines = call_in_child(_prepared, settings, Path(directory))
         console = Console(stderr=True, highlight=False)
