@@ -12,8 +12,8 @@ long as that of its slowest rank, update included; reading and planning are done
                         own loader also cuts the document that does not fit; that would be another training
     in_order, padded    the same, every pack padded to one length: baseline of Megatron-Core (its data for fine-tuning)
 
-The prediction is `engines.price` with what `evenload profile` measures on this machine just before. That is Evenload's
-own runtime, not the engine's modules: compare ratios.
+The prediction is `integrations.price` with what `evenload profile` measures on this machine just before. That is
+Evenload's own runtime, not the engine's modules: compare ratios.
 
     python benchmarks/engine_steps.py [--quick] [--append] [--part fsdp2|deepspeed|...]
 

@@ -95,7 +95,7 @@ class Race(NamedTuple):
 
     Args:
         directory: of the documents and the cost file.
-        engine: in `engines.catalog`; config: of its model.
+        engine: in `integrations.catalog`; config: of its model.
         baseline: of `BASELINES`; turns: variants, one a step.
     """
 

@@ -75,7 +75,7 @@ std::optional<Slices> whole_documents(const ReplicaDocuments& documents, const T
     return out;
 }
 
-// The static PackFlow word (schedule/static_order.py) with f catching up or injecting forwards.
+// The static PackFlow word (schedule/schedule_rule.py) with f catching up or injecting forwards.
 Actions static_word(const Tasks& tasks, bool inject) {
     const int64_t P = tasks.num_stages, m_f = tasks.num_forward, m_b = tasks.num_backward;
     std::vector<int64_t> counts(m_b);

@@ -34,7 +34,7 @@ def assign_owners(
     algorithm_1_only: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]: ...
 
-# `tasks` below: the columns of PipelineTasks in field order, from schedule/task_arrays.py.
+# `tasks` below: the columns of PipelineTasks in field order, from schedule/tasks.py.
 # schedule/packflow.py: (kind uint8[n], stage int32[n], pack int32[n], rank_offset int64[ranks + 1])
 def list_schedule(
     tasks: tuple[NDArray[Any], ...],
@@ -44,7 +44,7 @@ def list_schedule(
     split: tuple[NDArray[Any], ...] | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]: ...
 
-# simulate/simulate.py: (start_s, end_s float64[n], peak_bytes int64[ranks], done int64[ranks])
+# schedule/simulate.py: (start_s, end_s float64[n], peak_bytes int64[ranks], done int64[ranks])
 def simulate(
     tasks: tuple[NDArray[Any], ...],
     kind: NDArray[np.uint8],

@@ -16,7 +16,7 @@ def test_importing_evenload_imports_no_torch():
 def test_a_loader_brings_the_planner_and_the_data_alone():
     loaded = run(f"from evenload import PackedLoader; {LOADED}").split()
     assert "evenload.plan.planner" in loaded
-    rooms = ("explore", "report", "plan.reconfiguration", "plan.feedback", "plan.layouts", "runtime.executor", "cli")
+    rooms = ("explore", "report", "plan.layouts", "runtime.executor", "cli")
     assert not [one for one in loaded if one.startswith(tuple(f"evenload.{room}" for room in rooms))]
 
 

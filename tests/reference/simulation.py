@@ -1,6 +1,6 @@
 """The simulator as an explicit graph: nodes, edges, topological longest path (SlimPack §4.3, Algorithm 1).
 
-What `native/simulate.cpp` and `simulate.critical_path` must equal to the last bit. Nodes are actions; edges are
+What `native/simulate.cpp` and `schedule.critical_path` must equal to the last bit. Nodes are actions; edges are
 (from, to, delay):
 
     schedule   consecutive actions of a rank                               delay 0

@@ -1,6 +1,6 @@
 """`predicted_timeline`: the simulator's timeline of a whole StepPlan, all replicas, memory included.
 
-`explore.detailed_timeline` shows more to users, and needs the costs with which the plan was made.
+`explore.timelines` shows more to users, and needs the costs with which the plan was made.
 """
 
 from evenload.schedule.simulate import join_timelines, simulate, to_timeline

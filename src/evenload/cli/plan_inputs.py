@@ -410,7 +410,7 @@ _PRECISIONS = {2: "bfloat16", 4: "float32", 8: "float64"}
 def measured_line(costs: CostCoefficients) -> str:
     """Of costs that say what they were measured on."""
     measured, profile = costs.measured_on, costs.profile
-    assert measured is not None, "read by `cost.coverage.require_measured_on`"
+    assert measured is not None, "read by `cost.validity.require_measured_on`"
     sizes = ",".join(f"{axis}={getattr(measured, axis)}" for axis in ("dp", "cp", "pp", "tp"))
     precision = _PRECISIONS[measured.model.bytes_per_element]
     what = f"measured on {costs.device}, model {measured.model.name} in {precision}, layout {sizes}"

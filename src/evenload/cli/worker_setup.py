@@ -4,7 +4,7 @@ join the others, build or read the costs, and set up the device.
 Each rule stands with what it protects, where it is checked again when the run builds its parts (under torchrun
 processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
 (`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_attention`), layers and stages
-(`types.layout`), tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.coverage`),
+(`types.layout`), tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.validity`),
 sources and what their files hold (`data.part_files`). tests/support/matrix.py lists the pairs; all others are trained
 in tests/dist/test_matrix.py.
 """

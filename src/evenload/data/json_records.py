@@ -37,6 +37,7 @@ MAX_LINE_BYTES = 1 << 28
 
 _COUNT_BYTES = 1 << 20
 _ROWS_WITH_KEYS = 100  # whose keys are reported
+_MOST_TRIES = 64
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TYPES: dict[ColumnKind, Any] = {
     "text": str,
@@ -92,12 +93,18 @@ class JsonlReader(RecordReader):
             raise
         except Exception:  # decompressors raise classes of their own; its reader reports the damage
             return FileSummary()
-        rows = [line for line in begin.removeprefix(_BYTE_ORDER_MARK).split(b"\n") if line.strip()]
+        rows = self._rows(begin.removeprefix(_BYTE_ORDER_MARK), is_whole)
+        if rows is None:
+            return FileSummary()
         keys = _keys(rows[:_ROWS_WITH_KEYS])
         if is_whole:
             return FileSummary(keys, len(rows))
         is_estimated = file.compression is None and file.size_bytes is not None and len(rows) > 1
         return FileSummary(keys, len(rows) * (file.size_bytes or 0) // len(begin) if is_estimated else None, False)
+
+    def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
+        """Return the records in the beginning of a file, or in the whole of it; None where they are damaged."""
+        return [line for line in begin.split(b"\n") if line.strip()]
 
     def origin(self, file: SourceFile, offset: int) -> str:
         lines, left = 1, offset
@@ -128,11 +135,18 @@ class JsonReader(JsonlReader):
             for index in range(offset or 0, len(items)):
                 yield decode(index, index + 1, bytes(items[index]))
 
-    def summary(self, file: SourceFile) -> FileSummary:
-        """Of a list, all of it."""
-        if (items := _list_items(file)) is None:
-            return super().summary(file)
-        return FileSummary() if isinstance(items, str) else FileSummary(_keys(items[:_ROWS_WITH_KEYS]), len(items))
+    def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
+        if not begin.lstrip().startswith(b"["):
+            is_object = begin.lstrip().startswith(b"{") and not _is_json(begin.lstrip().split(b"\n", 1)[0])
+            return None if is_object else super()._rows(begin, is_whole)
+        # Of a longer list the items up to the last "}" that ends one: it is parsed whole once only, to train it.
+        stop, tries = len(begin), 1 if is_whole else _MOST_TRIES
+        for _ in range(tries):
+            try:
+                return msgspec.json.decode(begin[:stop] + (b"" if is_whole else b"]"), type=list[msgspec.Raw])
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                stop = begin.rfind(b"}", 0, stop - 1) + 1
+        return None
 
     def origin(self, file: SourceFile, offset: int) -> str:
         is_list = isinstance(_list_items(file), list)
@@ -146,7 +160,7 @@ def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
         with file.open() as stream:
             begin = stream.read(_COUNT_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
             if not begin.startswith(b"["):
-                if not begin.startswith(b"{") or _decoded(begin.split(b"\n", 1)[0], Any):
+                if not begin.startswith(b"{") or _is_json(begin.split(b"\n", 1)[0]):
                     return None
                 kind = dict[str, msgspec.Raw]
             stream.seek(0)
@@ -163,10 +177,18 @@ def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
     return f"the file is one JSON object over several lines, with the keys {keys}; write its records as a list"
 
 
-def _decoded(line: bytes | msgspec.Raw, kind: Any = dict[str, msgspec.Raw]) -> Any:
-    """What a line holds; an empty object where that is not of this kind."""
+def _is_json(line: bytes) -> bool:
     try:
-        return msgspec.json.decode(line, type=kind)
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _decoded(line: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """Return the object that a line holds; an empty one where it holds none."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
 

@@ -9,7 +9,7 @@ What lies in host memory for a backward starts to come back before its gradient 
 for every unit as soon as no action will add to it. Updated weights may still be on their way when a step begins: a
 forward waits for those of its own units, the first backward for all.
 
-`forward_losses` walks a plan without backwards (`stepplan.forward_only`) through the same channels, groups and packs,
+`forward_losses` walks a plan without backwards (`stepplan.plan_file`) through the same channels, groups and packs,
 under every layout that trains. Price: about a third of a step.
 """
 

@@ -317,7 +317,7 @@ class DealtCosts(MappingCosts):
 
     def in_flight_bytes(self, devices: int, later: int) -> float:
         """Activations of one layer on a device of a stage with so many `later` devices behind it, of the micro-batches
-        that it holds at once, estimated (`schedule.dealt`)."""
+        that it holds at once, estimated (`schedule.static_schedules`)."""
         held = min(-(-later // devices) + 1, math.ceil(self.micro_batches / devices))
         return float(self._held_bytes[held])
 

@@ -67,7 +67,7 @@ def enumerated_layouts(start: ParallelLayout, most_layouts: int, most_groups: in
 
 
 def num_groups(layouts: Iterable[ParallelLayout]) -> int:
-    """Process groups that layouts need together, directed channels; `runtime.comm.group_pool` makes the n-th group of
+    """Process groups that layouts need together, directed channels; `runtime.comm.mesh` makes the n-th group of
     the same ranks once for all of them."""
     most: Counter[Ranks] = Counter()
     layouts = list(layouts)

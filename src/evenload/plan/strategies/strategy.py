@@ -51,7 +51,7 @@ class Strategy:
         needs_one_stage: refused where the layout has a pipeline.
         solver_limit_s: what its exact solver takes for every step at most. It needs `evenload[exact]`, runs only where
             it is named, and ranks that do not talk may plan differently.
-        changes_layout: between steps: `plan.reconfiguration` plans with it; by itself it packs inside one layout.
+        changes_layout: between steps: `plan.layouts` plans with it; by itself it packs inside one layout.
         follows_layouts: it may change the layout between steps where a run declares layouts (`plan.layouts`).
         ignores_memory: its packs do not depend on the memory limit, or are chosen among by time: never faster with a
             limit than without.
