@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from evenload.errors import needs_train_extra
 
 if TYPE_CHECKING:
-    from evenload.cli.plan_call import Comparison, plan
-    from evenload.cli.train_call import TrainedRun, train
+    from evenload.cli.comparison import Comparison
+    from evenload.cli.plan import plan
+    from evenload.cli.train import TrainedRun, train
     from evenload.integrations.callback import Callback
     from evenload.integrations.packed_loader import PackedLoader
 
@@ -26,15 +27,15 @@ __version__: str
 
 def __getattr__(name: str) -> Any:
     if name in ("TrainedRun", "train"):
-        from evenload.cli import train_call
+        from evenload.cli import train as train_module
 
-        return getattr(train_call, name)
+        return getattr(train_module, name)
     if name == "Callback":
         from evenload.integrations.callback import Callback
 
         return Callback
     if name == "Comparison":
-        from evenload.cli.plan_call import Comparison
+        from evenload.cli.comparison import Comparison
 
         return Comparison
     if name == "PackedLoader":

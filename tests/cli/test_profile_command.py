@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from evenload.cli.profile_worker import ProfileOptions, checked_profile
 
 from evenload.cli.main import main
-from evenload.cli.profile_worker import ProfileOptions, checked_profile
 from evenload.cost.coefficients import read_coefficients, write_coefficients
 from reference_training import tiny_config
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from evenload.cli.callback_calls import DIRECTORY, StepProfile
+
 from evenload.config.sections import LogConfig
 
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from evenload.cli.stop_request import STOP_SIGNALS, StopRequest
 
 from evenload.cli.run_lines import resume_command
-from evenload.cli.stop_request import STOP_SIGNALS, StopRequest
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)

@@ -4,8 +4,8 @@ import runpy
 from pathlib import Path
 
 import pytest
-
 from evenload.cli.bench_worker import checked_bench
+
 from evenload.config.train_config import load_train_config
 
 ROOT = Path(__file__).resolve().parents[2]

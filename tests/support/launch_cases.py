@@ -6,8 +6,9 @@ import signal
 import sys
 import time
 
-from evenload.cli.launch import call_in_child, run_local, start_fork_server
 from evenload.cli.stop_request import STOP_SIGNALS, StopRequest
+
+from evenload.cli.launch import call_in_child, run_local, start_fork_server
 from evenload.errors import EvenloadError
 
 

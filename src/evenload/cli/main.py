@@ -27,14 +27,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for name, command in (
-    ("bench", bench_command),
-    ("check", check_command),
-    ("lengths", lengths_command),
-    ("plan", plan_command),
-    ("profile", profile_command),
-    ("train", train_command),
-):
+for name, command in {
+    "bench": bench_command,
+    "check": check_command,
+    "lengths": lengths_command,
+    "plan": plan_command,
+    "profile": profile_command,
+    "train": train_command,
+}.items():
     app.command(name, help=help_text(command))(command)
 
 

@@ -3,21 +3,19 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import msgspec
 import typer
 
+from evenload.cli import launch
 from evenload.cli.options import COUNTS, parse_tokens, require_writable, write_output
-from evenload.cli.plan_inputs import measured_line
-from evenload.cost.coefficients import CostCoefficients, encode_coefficients, read_coefficients
+from evenload.cli.plan_inputs import measured_message
+from evenload.cost.coefficients import CostCoefficients, encode_coefficients
 from evenload.errors import ConfigError, needs_train_extra, require_train_extra
 
-if TYPE_CHECKING:
-    from evenload.cli.profile_worker import ProfileOptions
-    from evenload.types.layout import ParallelLayout
-
 _LEAST_LONGEST = 1024
-"""Below, no pack has a prefix, and its price cannot be told."""
+"""Below, no pack has a prefix, and its price cannot be measured."""
 
 
 def profile_command(
@@ -54,8 +52,6 @@ def profile_command(
 
     The file says what it was measured on, and how far predictions were off on packs that the fit had not seen.
     """
-    from evenload.cli.launch import call_in_child, run_local, start_fork_server
-
     require_train_extra("evenload profile")
     if not minutes > 0:
         raise ConfigError(f"--minutes is {minutes:g}, must be above 0")
@@ -66,7 +62,7 @@ def profile_command(
             "that have one"
         )
     require_writable(output)
-    given = {
+    options = {
         "model": model,
         "layout": layout,
         "device": device,
@@ -77,55 +73,29 @@ def profile_command(
         "threads": threads,
         "output": str(output.absolute()),
     }
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _run_under_torchrun(given, output)
+    if launch.under_torchrun():
+        content = _profile_as_rank(options)
+    else:
+        content = launch.measure("evenload profile", "profile", options)
+    if content is None:  # on other ranks than 0
         return
-    start_fork_server("evenload.cli.profile_worker")
-    with tempfile.TemporaryDirectory(prefix="evenload-profile-") as directory:
-        with needs_train_extra("evenload profile"):
-            import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
-
-            options, parallel = call_in_child(_checked, given)
-        answer = Path(directory) / "cost.json"
-        run_local(_run_rank, (options, answer), parallel.world_size)
-        _finish(read_coefficients(answer), output)
-
-
-def _run_under_torchrun(given: dict, output: Path) -> None:
-    """All ranks are there already, of which this process is one."""
-    with needs_train_extra("evenload profile"):
-        from evenload.cli.profile_worker import ProfileOptions, checked_profile, run_profile_worker
-
-    options = ProfileOptions(**given)
-    checked_profile(options, int(os.environ["LOCAL_WORLD_SIZE"]))
-    with tempfile.TemporaryDirectory(prefix="evenload-profile-") as directory:
-        answer = Path(directory) / "cost.json"
-        run_profile_worker(options, answer)
-        if answer.is_file():  # rank 0
-            _finish(read_coefficients(answer), output)
-
-
-def _finish(found: CostCoefficients, output: Path) -> None:
     from evenload.calibrate.profile import partial_path
 
+    costs = msgspec.json.decode(content, type=CostCoefficients)
     new = output.with_name(f"{output.name}.new")
-    write_output(new, encode_coefficients(found))
+    write_output(new, encode_coefficients(costs))
     new.replace(output)
     partial_path(output).unlink(missing_ok=True)
-    typer.echo(f"{output}: {measured_line(found)}")
+    typer.echo(f"{output}: {measured_message(costs)}")
 
 
-# Named here, so that the launcher itself need not import what its children have imported.
+def _profile_as_rank(options: dict[str, object]) -> bytes | None:
+    """Measure with the ranks that torchrun has started, of which this process is one."""
+    with needs_train_extra("evenload profile"):
+        from evenload.cli.measure_worker import profile_rank, profile_task
 
-
-def _checked(given: dict) -> "tuple[ProfileOptions, ParallelLayout]":
-    from evenload.cli.profile_worker import ProfileOptions, checked_profile
-
-    options = ProfileOptions(**given)
-    return options, checked_profile(options, None)
-
-
-def _run_rank(options: "ProfileOptions", answer: Path) -> int:
-    from evenload.cli.profile_worker import run_profile_worker
-
-    return run_profile_worker(options, answer)
+    with tempfile.TemporaryDirectory(prefix="evenload-profile-") as directory:
+        answer = Path(directory) / "answer.json"
+        task, _ = profile_task(answer, options, int(os.environ["LOCAL_WORLD_SIZE"]))
+        profile_rank(task)
+        return answer.read_bytes() if answer.is_file() else None

@@ -135,7 +135,7 @@ def read_validations(path: str | os.PathLike[str]) -> tuple[Validation, ...]:
     Raises:
         DataError: a whole line is no pass over validation data.
     """
-    latest = {(one.step, one.of_average): one for one in _read_rows(path, Validation, "pass over validation data")}
+    latest = {(one.step, one.of_average): one for one in read_rows(path, Validation, "pass over validation data")}
     return tuple(latest[key] for key in sorted(latest))
 
 
@@ -145,11 +145,11 @@ def read_decisions(path: str | os.PathLike[str]) -> tuple[LayoutDecision, ...]:
     Raises:
         DataError: a whole line is no decision about a layout.
     """
-    latest = {one.step: one for one in _read_rows(path, LayoutDecision, "decision about a layout")}
+    latest = {one.step: one for one in read_rows(path, LayoutDecision, "decision about a layout")}
     return tuple(latest[step] for step in sorted(latest))
 
 
-def _read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
+def read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
     """Structs of a file, none where there is no file; a torn last line is left out."""
     try:
         *lines, _ = Path(path).read_bytes().split(b"\n")
