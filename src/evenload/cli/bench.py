@@ -1,11 +1,10 @@
 """`evenload bench`: strategies measured against each other on the user's machine, model and data."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -13,36 +12,37 @@ from rich.table import Table
 from evenload.bench.runs import BenchResult
 from evenload.cli import launch
 from evenload.cli.options import (
-    ConfigArgument,
-    OverridesArgument,
+    ConfigOptions,
     calibration_cache,
+    command_of,
+    option,
     print_lines,
     require_writable,
     write_output,
 )
 from evenload.cli.plan_request import parse_strategies
-from evenload.config.train_config import load_train_config
 from evenload.errors import require_train_extra
 from evenload.report.units import format_change, format_count, format_percent, format_seconds
 from evenload.types.text import counted
 
+# ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 _HEADINGS = ("strategy", "step\ntime", "spread", "pre-\ndicted", "error", "pack\nerror", "memory\nerror", "tokens\n/s")
 
 
-def bench_command(
-    config: ConfigArgument,
-    overrides: OverridesArgument = None,
-    strategy: Annotated[
-        str,
-        typer.Option(help="Names with commas, or 'all' that train; default: best_fit and the configured strategy."),
-    ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Global batches, the same for every strategy.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured, after once to warm up.")] = 5,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
-    html_path: Annotated[
-        Path | None, typer.Option("--html", help="Write a page: every step as predicted beside as measured.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest(ConfigOptions):
+    """What `evenload bench` is to measure."""
+
+    strategy: str = option(
+        None, "Names with commas, or 'all' that train; default: best_fit and the configured strategy.", default=""
+    )
+    steps: int = option(None, "Global batches, the same for every strategy.", min=1, default=3)
+    rounds: int = option(None, "How often each is measured, after once to warm up.", min=1, default=5)
+    json_path: Path | None = option(None, "Write the result as JSON.", "--json")
+    html_path: Path | None = option(None, "Write a page: every step as predicted beside as measured.", "--html")
+
+
+def run_bench(request: BenchRequest) -> None:
     """Measure strategies against each other on your machine, model and data, beside their predictions.
 
     Starts the processes of \\[parallel] on this machine and runs the same global batches under each strategy,
@@ -58,14 +58,16 @@ def bench_command(
     require_train_extra("evenload bench")
     launch.require_own_launch("evenload bench")
     started_s = time.perf_counter()
-    settings = load_train_config(config, overrides or [])
-    names = parse_strategies(strategy or f"best_fit,{settings.plan.strategy}")
-    require_writable(json_path, html_path)
-    request = settings, names, steps, rounds, calibration_cache(), html_path
-    content = launch.measure("evenload bench", "bench", *request)
-    if json_path is not None:
-        write_output(json_path, msgspec.json.format(content, indent=2) + b"\n")
+    config = request.load()
+    names = parse_strategies(request.strategy or f"best_fit,{config.plan.strategy}")
+    require_writable(request.json_path, request.html_path)
+    content = launch.measure("evenload bench", "bench", request, config, names, calibration_cache())
+    if request.json_path is not None:
+        write_output(request.json_path, msgspec.json.format(content, indent=2) + b"\n")
     show_result(msgspec.json.decode(content, type=BenchResult), time.perf_counter() - started_s)
+
+
+bench_command = command_of(BenchRequest, run_bench)
 
 
 def show_result(result: BenchResult, seconds: float) -> None:

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.cli import launch
-from evenload.cli.options import ConfigArgument, OverridesArgument, calibration_cache
-from evenload.config.train_config import load_train_config
+from evenload.cli.options import ConfigOptions, calibration_cache, command_of
 from evenload.errors import require_train_extra
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
 
 
-def check_command(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def run_check(request: ConfigOptions) -> None:
     """Prove on your model and data: isolation, invariance, resume, ledger, memory.
 
     Takes a minute. Starts the processes of \\[parallel] on this machine, runs a few small steps of the model (its first
@@ -32,13 +31,15 @@ def check_command(config: ConfigArgument, overrides: OverridesArgument = None) -
     require_train_extra("evenload check")
     launch.require_own_launch("evenload check")
     started_s = time.perf_counter()
-    settings = load_train_config(config, overrides or [])
-    content = launch.measure("evenload check", "check", settings, calibration_cache())
+    content = launch.measure("evenload check", "check", request.load(), calibration_cache())
     from evenload.check.runner import Verdict, exit_code
 
     verdicts = msgspec.json.decode(content, type=list[Verdict])
     _show(verdicts, time.perf_counter() - started_s)
     sys.exit(exit_code(verdicts))
+
+
+check_command = command_of(ConfigOptions, run_check)
 
 
 def _show(verdicts: list["Verdict"], seconds: float) -> None:

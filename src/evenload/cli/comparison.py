@@ -1,6 +1,7 @@
 """`Comparison`: the result of `evenload plan`, as text, table, JSON, page and trace. Needs no torch."""
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -14,14 +15,6 @@ from rich.console import Console
 
 from evenload.cli.options import print_lines, write_output
 from evenload.cli.plan_layout import SearchedLayouts
-from evenload.cli.plan_messages import (
-    baseline_row,
-    bound_message,
-    engine_messages,
-    headline_message,
-    rows_in_unit,
-    worst_message,
-)
 from evenload.data.lengths import profile_lengths
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
@@ -37,7 +30,13 @@ from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.table import ComparisonTable, EngineTable, LayoutTable, is_feasible, shown_columns
-from evenload.report.units import format_layout
+from evenload.report.units import (
+    format_interval,
+    format_layout,
+    format_percent,
+    format_power_of_two,
+    format_seconds,
+)
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
 from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
@@ -49,6 +48,8 @@ _STYLE = (
     "<style>.evenload th, .evenload td {text-align: right} .evenload th:first-child, .evenload .text {text-align: left}"
     " .evenload .best {font-weight: bold}</style>"
 )
+_SAME = 0.0005
+"""Factors that print alike."""
 _FORMATS = {
     "layout": format_layout,
     "memory_cap_bytes": format_bytes,
@@ -114,7 +115,7 @@ class Comparison:
     @cached_property
     def headline(self) -> str:
         """The outcome in a sentence; "" where no strategy fits memory."""
-        return in_unit(headline_message(self.evaluation), self.unit)
+        return in_unit(_headline_message(self.evaluation), self.unit)
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -122,10 +123,10 @@ class Comparison:
         rows = []
         for result in self.strategies:
             rows.append(msgspec.to_builtins(result))
-            row = baseline_row(self.evaluation) if result.name == BEST_FIT.name else None
+            row = _baseline_row(self.evaluation) if result.name == BEST_FIT.name else None
             if row is not None and row["name"] != BEST_FIT.name:
                 rows.append(row)
-        return rows_in_unit(rows, self.unit)
+        return _rows_in_unit(rows, self.unit)
 
     @property
     def layouts(self) -> tuple[LayoutResult, ...]:
@@ -176,18 +177,18 @@ class Comparison:
             print_lines(console, *(f"{row['name']}: not feasible: {row['why']}" for row in self.rows))
         print_lines(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in self.left_out))
         if self.best:
-            print_lines(console, self.interval.describe(), bound_message(self.evaluation))
+            print_lines(console, self.interval.describe(), _bound_message(self.evaluation))
         print_lines(console, *(f"{row['name']}: {row['note']}" for row in self.rows if row["note"]))
         for result in self.strategies:
             if result.layout_decisions:
                 title = f"{result.name}: layout of every step, predicted"
                 console.print(LayoutTable(result.layout_decisions, title))
-        print_lines(console, *(worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
+        print_lines(console, *(_worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
         if self.engine is not None:
-            rows = rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
+            rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
             title = f"on {self.engine.engine} ({self.engine.title}), predicted"
             console.print(EngineTable(rows, self.engine.best, title))
-            print_lines(console, *engine_messages(self.engine, self.evaluation, self.unit))
+            print_lines(console, *_engine_messages(self.engine, self.evaluation, self.unit))
 
     def to_json(self) -> bytes:
         """Return all figures, as `evenload plan --json` writes them."""
@@ -196,9 +197,9 @@ class Comparison:
             "version": version("evenload"),
             "inputs": self.inputs,
             "headline": figures and {"text": self.headline, **msgspec.to_builtins(figures)},
-            "strategies": rows_in_unit(msgspec.to_builtins(self.strategies), self.unit),
+            "strategies": _rows_in_unit(msgspec.to_builtins(self.strategies), self.unit),
             "best": self.best,
-            "baseline": baseline_row(self.evaluation),
+            "baseline": _baseline_row(self.evaluation),
             "step_time_interval": self.interval,
             "left_out": self.left_out,
         }
@@ -247,7 +248,7 @@ class Comparison:
     def _report(self) -> RunReport:
         notes: dict[str, tuple[str, ...]] = {row["name"]: (row["note"],) for row in self.rows if row["note"]}
         for one in self.worst or ():
-            message = worst_message(one, self.memory_cap_bytes, self.unit)
+            message = _worst_message(one, self.memory_cap_bytes, self.unit)
             notes[one.strategy] = (*notes.get(one.strategy, ()), message)
         lengths = np.array([document.num_tokens for batch in self.batches for document in batch.documents], np.int64)
         facts = [
@@ -260,7 +261,7 @@ class Comparison:
         ]
         facts.append(("predicted step times", self.interval.describe()))
         if self.engine is not None:
-            messages = engine_messages(self.engine, self.evaluation, self.unit)
+            messages = _engine_messages(self.engine, self.evaluation, self.unit)
             facts.append((f"on engine {self.engine.engine}", " · ".join(messages)))
         return RunReport(
             title=f"Evenload plan: {self.inputs['model']} on {self.inputs['cluster']}",
@@ -309,3 +310,117 @@ class Comparison:
         if self.best is not None:
             lines.append(f"<p>{escape(self.interval.describe())}</p>")
         return "\n".join(lines)
+
+
+def _bound_message(evaluation: Evaluation) -> str:
+    """Say what bounds the best strategy's slowest step: the critical path, by rank and kind."""
+    assert evaluation.best is not None, "only of a best strategy"
+    proposals = evaluation.proposals[evaluation.best]
+    proposal = max(proposals, key=lambda one: one.plan.predicted.step_time_s)
+    dp_rank, path = proposal.critical_path()
+    replica = f" of replica {dp_rank}" if proposal.plan.layout.dp > 1 else ""
+    step = f" of step {proposal.plan.step}" if len(proposals) > 1 else ""
+    after_s = proposal.plan.predicted.step_time_s - proposal.switch_s - path.makespan_s
+    switch = f"switch of layout {format_seconds(proposal.switch_s)}, then " if proposal.switch_s else ""
+    return (
+        f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
+        f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
+    )
+
+
+def _headline_message(evaluation: Evaluation) -> str:
+    """State the outcome in one sentence; "" where nothing fits memory."""
+    figures = headline(evaluation)
+    if figures is None:
+        return ""
+    interval = f" (90 % of steps: {format_interval(figures.interval_s)})" if figures.interval_s else ""
+    differ = figures.baseline_layout not in (None, figures.layout)
+    best_in = f" in {format_layout(figures.layout)}" if differ else ""
+    baseline_in = f" in {format_layout(figures.baseline_layout)}" if differ else ""
+    step = f"{format_seconds(figures.step_time_s)} a step{interval}"
+    message = f"{figures.best}{best_in} is the fastest by prediction: {step}"
+    if figures.factor is None or figures.baseline_window_tokens is None:
+        names = [result.name for result in evaluation.results]
+        why = "best_fit does not fit memory" if BEST_FIT.name in names else "best_fit was not compared"
+        return f"{message}; {why}, so there is no factor"
+    window = format_power_of_two(figures.baseline_window_tokens)
+    if figures.best == BEST_FIT.name and figures.factor > 1 - _SAME:
+        return f"{message}, and no other windows suit it better than its {window} tokens"
+    bound = f"no plan in its layout takes less than {format_percent(figures.fraction_of_layout_bound)} of that"
+    if figures.factor < 1 - _SAME:
+        faster_s = format_seconds(figures.factor * figures.step_time_s)
+        return (
+            f"{figures.best}{best_in} is the fastest of those asked for by prediction: {step}; {bound}. best_fit in "
+            f"windows of {window} tokens{baseline_in} (--set best_fit.window_tokens={figures.baseline_window_tokens}) "
+            f"is faster: {faster_s} a step, {1 / figures.factor:.2f} times as fast"
+        )
+    message += f", {figures.factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
+    message += baseline_in
+    if figures.reasons:
+        lost = " and ".join(
+            f"{one.cause} ({format_percent(one.baseline_share)} of its step, here {format_percent(one.best_share)})"
+            for one in figures.reasons
+        )
+        message += f", which loses more to {lost}"
+    return f"{message}; {bound}"
+
+
+def _baseline_row(evaluation: Evaluation) -> dict[str, Any] | None:
+    """Return `best_fit` in the windows that suit it best, its name with their tokens where they were not requested."""
+    if (baseline := evaluation.baseline) is None or baseline.window_tokens is None:
+        return None
+    requested = next(result for result in evaluation.results if result.name == BEST_FIT.name)
+    row = msgspec.to_builtins(baseline)
+    if baseline.step_time_s == requested.step_time_s:
+        return row
+    return row | {"name": f"{BEST_FIT.name} {format_power_of_two(baseline.window_tokens)}"}
+
+
+def _worst_message(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -> str:
+    """Say how much memory the worst batch of a search needs, and which documents it holds."""
+    longest = ", ".join(f"{length:,}" for length in worst.longest)
+    more = ", ..." if worst.documents > len(worst.longest) else ""
+    policies = ", ".join(f"{policy} {count:,}" for policy, count in worst.policies.items())
+    verdict = "fits" if worst.fits else f"does not fit: {worst.why}"
+    if worst.fitting_policy:
+        verdict += f"; --policy {worst.fitting_policy} fits it"
+    if worst.leaves_out_deferred:
+        verdict += (
+            f". Documents that {worst.strategy} has put off in earlier steps may come on top; they are not counted"
+        )
+    return in_unit(
+        f"{worst.strategy}: the worst of {counted(worst.searched, 'global batch')} searched ({worst.drawn}: "
+        f"{worst.documents:,} documents of {longest}{more} tokens, {worst.tokens:,} in all) takes "
+        f"{format_bytes(worst.peak_memory_bytes)} of {format_bytes(memory_cap_bytes)} with {policies} and {verdict}",
+        unit,
+    )
+
+
+def _engine_messages(engine: EngineEvaluation, own: Evaluation, unit: LengthUnit) -> tuple[str, ...]:
+    """Say what the engine's table does not: the assumptions, the best of both, and what was left out."""
+    messages = [
+        f"{engine.engine}: predicted from the cost model of Evenload's runtime and the engine's order, padding and "
+        "waiting; not measured on GPUs, its memory is not predicted (docs/engines.md)"
+    ]
+    messages += [
+        f"{engine.engine}: Evenload's adapter does not run these plans: {one.why}. {one.instead}"
+        for one in engine.not_adapted
+    ]
+    if engine.best:
+        best = next(result for result in engine.results if result.name == engine.best)
+        message = f"{engine.engine}: fastest {engine.best}"
+        message += f" (as {best.planned_by})" if best.planned_by else ""
+        message += f", {format_seconds(best.mean_step_time_s)} a step"
+        if best.micro_batches_per_rank is not None:
+            message += f", {counted(best.micro_batches_per_rank, 'micro-batch')} on every rank in every step"
+        ours = next((result for result in own.results if result.name == own.best), None)
+        if ours is not None and ours.mean_step_time_s is not None:
+            message += f"; Evenload's own runtime: {ours.name}, {format_seconds(ours.mean_step_time_s)}"
+        messages.append(message)
+    messages += [f"left out on {engine.engine}: {one.name}: {one.why}" for one in engine.left_out]
+    return tuple(in_unit(message, unit) for message in messages)
+
+
+def _rows_in_unit(rows: Sequence[dict[str, Any]], unit: LengthUnit) -> list[dict[str, Any]]:
+    """Return rows of a comparison whose sentences name the unit that was counted."""
+    return [row | {name: in_unit(row[name], unit) for name in ("why", "note") if name in row} for row in rows]

@@ -8,16 +8,18 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from evenload.cli.options import COUNTS, parse_tokens, print_lines, require_writable, shown_name, write_output
-from evenload.cli.plan_request import (
-    SOURCE_HELP,
-    DocumentOptions,
+from evenload.cli.options import (
+    COUNTS,
     argument,
     command_of,
-    length_source,
     option,
-    unit_message,
+    parse_tokens,
+    print_lines,
+    require_writable,
+    shown_name,
+    write_output,
 )
+from evenload.cli.plan_request import SOURCE_HELP, DocumentOptions, length_source, unit_message
 from evenload.data.lengths import DEFAULT_WINDOWS, profile_lengths, require_windows
 from evenload.report.lengths import LengthsTable, write_lengths_page, write_lengths_png
 

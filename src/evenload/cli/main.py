@@ -14,7 +14,6 @@ from evenload.cli.bench import bench_command
 from evenload.cli.check import check_command
 from evenload.cli.environment import prepare_environment, with_home
 from evenload.cli.lengths import lengths_command
-from evenload.cli.options import help_text
 from evenload.cli.plan import plan_command
 from evenload.cli.profile import profile_command
 from evenload.cli.train import train_command
@@ -35,7 +34,7 @@ for name, command in {
     "profile": profile_command,
     "train": train_command,
 }.items():
-    app.command(name, help=help_text(command))(command)
+    app.command(name)(command)
 
 
 def _show_version(wanted: bool) -> None:

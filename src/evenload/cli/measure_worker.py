@@ -3,11 +3,12 @@ the measurement in one per rank (`*_rank`), of which rank 0 writes the answer as
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -20,8 +21,10 @@ from evenload.calibrate.kernels import resident_bytes
 from evenload.calibrate.profile import ProfileTask, partial_path, profile
 from evenload.check.checks import run_checks
 from evenload.check.runner import Scope, checked_scope
+from evenload.cli.bench import BenchRequest
 from evenload.cli.options import parse_layout, print_lines, progress_bar
 from evenload.cli.plan_request import chosen_strategies
+from evenload.cli.profile import ProfileRequest
 from evenload.cli.worker_setup import (
     RankSetup,
     device_name,
@@ -57,43 +60,31 @@ from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
-from evenload.types.base import Frozen
-from evenload.types.cluster import DeviceKind
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.text import format_bytes
 from evenload.types.timeline import mean_time_split
 
 
-class BenchTask(Frozen):
-    """A comparison of strategies.
+@dataclass(frozen=True, kw_only=True)
+class BenchTask:
+    """A comparison of strategies on the batches of a run.
 
     Args:
-        config: of the run whose batches are measured.
         left_out: strategies that are not tried though all were requested.
-        num_rounds: that count, after one to warm up.
-        cache: where calibrated costs are kept between runs.
-        page: where a report for people goes; None = there is none.
+        cache: where measured costs are kept between runs.
     """
 
+    request: BenchRequest
     config: TrainConfig
     strategies: tuple[str, ...]
     left_out: tuple[LeftOutStrategy, ...]
-    num_batches: int
-    num_rounds: int
     cache: Path
-    page: Path | None
     answer: Path
 
 
 def bench_task(
-    answer: Path,
-    config: TrainConfig,
-    names: tuple[str, ...] | None,
-    num_batches: int,
-    num_rounds: int,
-    cache: Path,
-    page: Path | None,
+    answer: Path, request: BenchRequest, config: TrainConfig, names: tuple[str, ...] | None, cache: Path
 ) -> tuple[BenchTask, int]:
     """Check a comparison; `names` are of strategies, None = all that train.
 
@@ -118,13 +109,11 @@ def bench_task(
                 raise
             left_out += (LeftOutStrategy(name=name, why=str(error)),)
     task = BenchTask(
+        request=request,
         config=config,
         strategies=tuple(trainable),
         left_out=left_out,
-        num_batches=num_batches,
-        num_rounds=num_rounds,
         cache=cache,
-        page=page,
         answer=answer,
     )
     return task, layout.world_size
@@ -132,7 +121,7 @@ def bench_task(
 
 def bench_rank(task: BenchTask) -> int:
     """Run one rank of a comparison; the answer is a `BenchResult`."""
-    config = task.config
+    config, request = task.config, task.request
     layout = layout_of(config.parallel, model_spec(config).num_layers)
     with started_rank(config, layout) as setup:
         trainer = Trainer(config, setup.mesh)
@@ -149,7 +138,7 @@ def bench_rank(task: BenchTask) -> int:
             ("versions", f"evenload {version('evenload')}, torch {version('torch')}"),
         )
         print_lines(setup.console, " | ".join(f"{key} {value}" for key, value in facts))
-        num_steps = len(task.strategies) * task.num_batches * (task.num_rounds + 1)
+        num_steps = len(task.strategies) * request.steps * (request.rounds + 1)
         done = count(1)
         with progress_bar(setup.console) as move:
             measured = run_interleaved(
@@ -157,8 +146,8 @@ def bench_rank(task: BenchTask) -> int:
                 costs,
                 setup.memory_cap_bytes,
                 task.strategies,
-                num_batches=task.num_batches,
-                num_rounds=task.num_rounds,
+                num_batches=request.steps,
+                num_rounds=request.rounds,
                 demand=setup.demand,
                 on_step=lambda: move(next(done), num_steps, "steps"),
             )
@@ -183,7 +172,7 @@ def bench_rank(task: BenchTask) -> int:
             ),
         )
         task.answer.write_bytes(msgspec.json.encode(result))
-        if task.page is not None:
+        if request.html_path is not None:
             pack_costs = PackCosts(trainer.model, costs, layout)
             parts = [_bench_section(one, measured.typical[one.strategy], pack_costs, result) for one in result.runs]
             left_out = ({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)
@@ -195,7 +184,7 @@ def bench_rank(task: BenchTask) -> int:
                 comparison=(*(row for _, row in parts), *left_out),
                 best=result.winner,
             )
-            write_report(task.page, report)
+            write_report(request.html_path, report)
     return 0
 
 
@@ -235,7 +224,8 @@ def _bench_section(
     return section, row
 
 
-class CheckTask(Frozen):
+@dataclass(frozen=True, kw_only=True)
+class CheckTask:
     """A run that is checked, what of it, lines to print before, and where costs are kept between runs."""
 
     config: TrainConfig
@@ -296,68 +286,49 @@ _MOST_LAYERS = 4
 _WEIGHT_SHARE = 0.35
 
 
-class ProfileOptions(Frozen):
-    """Options of `evenload profile`.
-
-    Args:
-        layout: as `--layout` takes it; "" = one process.
-        longest: tokens of the longest document that is tried.
-    """
-
-    model: str
-    layout: str
-    device: DeviceKind
-    dtype: Literal["float32", "bfloat16", "float64"]
-    attention: str
-    minutes: float
-    longest: int
-    threads: int | None
-    output: str
-
-    def resolved(self) -> tuple[PretrainedConfig, ModelSpec, ParallelLayout]:
-        """Return the model, and the layout as `evenload plan` reads it, with dp 1 where it is not named."""
-        config = config_from(self.model)
-        model = spec_of(config, model_from(self.model).name, BYTES_PER_ELEMENT[self.dtype])
-        has_dp = "dp" in {part.partition("=")[0].strip() for part in self.layout.split(",")}
-        text = self.layout if has_dp else ",".join(filter(None, ("dp=1", self.layout)))
-        return config, model, parse_layout(text, model.num_layers, 1)
+def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, ParallelLayout]:
+    """Return the model, and the layout as `evenload plan` reads it, with dp 1 where it is not named."""
+    config = config_from(request.model)
+    model = spec_of(config, model_from(request.model).name, BYTES_PER_ELEMENT[request.precision])
+    has_dp = "dp" in {part.partition("=")[0].strip() for part in request.layout.split(",")}
+    text = request.layout if has_dp else ",".join(filter(None, ("dp=1", request.layout)))
+    return config, model, parse_layout(text, model.num_layers, 1)
 
 
 def profile_task(
-    answer: Path, options: dict[str, Any], processes_here: int | None = None
-) -> tuple[tuple[ProfileOptions, Path], int]:
+    answer: Path, request: ProfileRequest, processes_here: int | None = None
+) -> tuple[tuple[ProfileRequest, Path], int]:
     """Check options that go together; `processes_here` are those of this machine, None = all of the layout.
 
     Raises:
         ConfigError, UnsupportedModelError: no such model, one that is not trained, or a layout that it or this machine
             cannot have.
     """
-    given = ProfileOptions(**options)
-    config, _, layout = given.resolved()
+    config, _, layout = _resolved(request)
     require_tensor_parallel(config, layout.tp)
-    require_device(given.device, layout.world_size if processes_here is None else processes_here)
-    if given.device == "cpu":  # a GPU's kernels are checked on the GPU
-        select_backend(given.attention, "cpu", attention_soft_cap(config))
-    return (given, answer), layout.world_size
+    require_device(request.device, layout.world_size if processes_here is None else processes_here)
+    if request.device == "cpu":  # a GPU's kernels are checked on the GPU
+        select_backend(request.attention, "cpu", attention_soft_cap(config))
+    return (request, answer), layout.world_size
 
 
-def profile_rank(task: tuple[ProfileOptions, Path]) -> int:
+def profile_rank(task: tuple[ProfileRequest, Path]) -> int:
     """Run one rank of a profile; the answer is `CostCoefficients`. Passes that are done are kept when it is stopped."""
-    options, answer = task
-    config, model, layout = options.resolved()
-    run = RunConfig(output_dir="", device=options.device, threads_per_process=options.threads)
+    request, answer = task
+    config, model, layout = _resolved(request)
+    run = RunConfig(output_dir="", device=request.device, threads_per_process=request.threads)
     with joined_rank(run, (layout,)) as setup:
-        costs = _profiled(options, config, model, setup)
+        costs = _profiled(request, config, model, setup)
         if setup.mesh.rank == 0:
             answer.write_bytes(msgspec.json.encode(costs))
     return 0
 
 
 def _profiled(
-    options: ProfileOptions, config: PretrainedConfig, model: ModelSpec, setup: RankSetup
+    request: ProfileRequest, config: PretrainedConfig, model: ModelSpec, setup: RankSetup
 ) -> CostCoefficients:
     mesh, device = setup.mesh, setup.mesh.device
-    dtype: torch.dtype = getattr(torch, options.dtype)
+    dtype: torch.dtype = getattr(torch, request.precision)
     before_bytes = resident_bytes()
     few = _few_layers(config, model, setup)
     timed = spec_of(few, model.name, model.bytes_per_element)
@@ -367,7 +338,7 @@ def _profiled(
     models = build_rank_models(few, layout, mesh.pp_rank, build)
     buffers = flatten_units(tuple(models.values()), mesh.data_size)
     backend = select_backend(
-        options.attention, device.type, attention_soft_cap(few), dtype=dtype, head_dim=model.head_dim
+        request.attention, device.type, attention_soft_cap(few), dtype=dtype, head_dim=model.head_dim
     )
     stages = {index: PipelineStage(part, backend, mesh.tensor) for index, part in models.items()}
     static_bytes = sum(buffer.values.nbytes + buffer.grads.nbytes for buffer in buffers)
@@ -376,18 +347,18 @@ def _profiled(
         timed=timed,
         layers=len(stages[min(stages)].model.layers),
         device_name=device_name(device, setup.threads),
-        dtype=options.dtype,
-        longest=options.longest,
-        budget_s=options.minutes * 60,
+        dtype=request.precision,
+        longest=request.longest,
+        budget_s=request.minutes * 60,
         free_bytes=max(0, setup.memory_cap_bytes - static_bytes),
         before_bytes=before_bytes,
         static_bytes=static_bytes,
         demand=setup.demand,
-        partial=partial_path(Path(options.output)),
+        partial=partial_path(request.output),
         versions={"evenload": version("evenload"), "torch": version("torch")},
     )
     described = task.describe(mesh, stages[min(stages)])
-    print_lines(setup.console, f"profiling {described}: at most about {options.minutes:g} min (--minutes)")
+    print_lines(setup.console, f"profiling {described}: at most about {request.minutes:g} min (--minutes)")
     with progress_bar(setup.console) as move:
         return profile(
             stages,

@@ -1,5 +1,5 @@
-"""Parts that commands share: values of options as people write them (`128k`, `dp=8,pp=4`), help texts, checks of files
-before the work begins, lines of output and progress bars."""
+"""Parts that commands share: requests whose fields are options, values as people write them (`128k`, `dp=8,pp=4`),
+checks of files before the work begins, lines of output and progress bars."""
 
 import inspect
 import os
@@ -7,19 +7,23 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.errors import ConfigError
 from evenload.types.layout import ParallelLayout, read_layout_text
 from evenload.types.text import counted
 
+# ruff: noqa: RUF009  (`argument` makes a field, whose default is no call)
+_Request = TypeVar("_Request")
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 COUNTS = "128k = 131072: 1k is 1024, 1M is 1024k."
 """For `--help`."""
@@ -55,10 +59,51 @@ def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout
     return written.layout(num_layers, dp=num_devices // rest)
 
 
-def help_text(command: Callable[..., Any]) -> str:
-    """Return a docstring with the lines of a paragraph joined, and indented blocks as they are."""
-    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
-    return "\n\n".join(one if one.startswith("    ") else " ".join(one.splitlines()) for one in paragraphs)
+def argument(metavar: str, help: str, default: Any = MISSING) -> Any:
+    """Declare a field of a request as an argument of its command."""
+    return field(default=default, metadata={"typer": typer.Argument(metavar=metavar, help=help)})
+
+
+def option(panel: str | None, help: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """Declare a field of a request as an option of its command, in a panel of its help; `default` MISSING = needed."""
+    return field(default=default, metadata={"typer": typer.Option(*names, help=help, rich_help_panel=panel, **more)})
+
+
+def command_of(request: type[_Request], run: Callable[[_Request], None]) -> Callable[..., None]:
+    """Make the function that typer turns into a command: a parameter per field of `request`, and as its help the
+    docstring of `run`, with the lines of a paragraph joined, and indented blocks as they are."""
+    hints = get_type_hints(request)
+
+    def command(**values: Any) -> None:
+        run(request(**values))
+
+    parameters = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+            annotation=Annotated[hints[one.name], one.metadata["typer"]],
+        )
+        for one in sorted(fields(request), key=lambda one: one.name not in request.__annotations__)  # type: ignore[arg-type]
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    paragraphs = (inspect.getdoc(run) or "").split("\n\n")
+    command.__doc__ = "\n\n".join(one if one.startswith("    ") else " ".join(one.splitlines()) for one in paragraphs)
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions:
+    """The configuration of a run that a command starts from."""
+
+    config: Path = argument("CONFIG.toml", "Settings of a run of `evenload train`; see docs/configuration.md.")
+    overrides: list[str] | None = argument(
+        "[section.key=value]...", "Replace settings, for example parallel.pp=2.", default=None
+    )
+
+    def load(self) -> TrainConfig:
+        return load_train_config(self.config, self.overrides or [])
 
 
 def calibration_cache() -> Path:
@@ -129,10 +174,3 @@ def progress_bar(console: Console | None = None) -> Iterator[Callable[[int, int 
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total, what: progress.update(task, completed=done, total=total, description=escape(what))
-
-
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Settings of a run of `evenload train`.")]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value]...", help="Replace settings, for example parallel.pp=2."),
-]

@@ -3,7 +3,9 @@ cluster. Needs no GPU and no torch."""
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -14,23 +16,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from evenload.cli.comparison import Comparison
-from evenload.cli.options import print_lines, progress_bar, require_writable, shown_name, write_output
+from evenload.cli.options import command_of, print_lines, progress_bar, require_writable, shown_name, write_output
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import layout_of_plan, layouts_that_fit, planners_of_layout, search_all_layouts
-from evenload.cli.plan_messages import errors_in_unit, host_message, inputs_message
 from evenload.cli.plan_request import (
     DEFAULT_SEARCH_S,
     LengthSource,
     PlanRequest,
     chosen_strategies,
-    command_of,
     length_source,
     parse_strategies,
     unit_message,
 )
+from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
 from evenload.data.lengths import LengthTable, checked_lengths
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
 from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
@@ -44,6 +45,7 @@ from evenload.integrations.projection import StepShape
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.layout import ParallelLayout
+from evenload.types.text import LengthUnit, counted, in_unit
 
 GIVEN = "lengths of the caller"
 """Names lengths that were given as numbers."""
@@ -166,7 +168,7 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
     # Counting the tokens of documents takes time; the spinner shows on terminals only.
     with Console(stderr=True).status(f"reading {escape(source.name)}"):
         table = source.read()
-    with errors_in_unit(table.unit):
+    with _errors_in_unit(table.unit):
         batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed)
         searched = None
         if request.search_layout:
@@ -186,9 +188,9 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
             require_heads(profile, inputs.costs.model, layout)
     coefficients = inputs.costs.of(layout)
     shown = _inputs_content(request, inputs, shown_name(source.name), table, layout)
-    print_lines(console, inputs_message(shown, table, layout, coefficients), unit_message(table))
+    print_lines(console, _inputs_message(shown, table, layout, coefficients), unit_message(table))
     print_lines(console, *(f"cost: {message}" for message in inputs.costs.messages(layout)))
-    print_lines(console, "" if request.engine else host_message(inputs, coefficients))
+    print_lines(console, "" if request.engine else _host_message(inputs, coefficients))
     planners = searched.planners(inputs, batches) if searched else planners_of_layout(inputs, layout)
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
@@ -280,6 +282,46 @@ def _inputs_content(
         "memory_cap_bytes": inputs.memory_cap_bytes,
         "host_memory_cap_bytes_per_node": inputs.host.limit_bytes,
     }
+
+
+def _inputs_message(
+    inputs: dict[str, Any], table: LengthTable, layout: ParallelLayout, coefficients: CostCoefficients
+) -> str:
+    """List all inputs on one line, so that a copied output can be repeated."""
+    size = f"{inputs['tokens']:,} {table.unit}" if inputs["tokens"] else counted(inputs["documents"], "document")
+    unused = inputs["devices"] - layout.world_size
+    devices = f" ({unused} of {inputs['devices']} devices unused)" if unused else ""
+    lengths, tokenizer = table.lengths, f"; tokeniser {table.tokenizer}" if table.tokenizer else ""
+    return (
+        f"evenload {version('evenload')} plan: {inputs['lengths']} ({counted(len(lengths), 'document')}, median "
+        f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{tokenizer}), "
+        f"model {inputs['model']} ({inputs['model_size']}), cluster {inputs['cluster']}, "
+        f"layout {layout.describe()}{devices}, {size} a step, {counted(inputs['steps'], 'step')}, "
+        f"context {inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
+        f"{coefficients.source} costs"
+    )
+
+
+def _host_message(inputs: PlanInputs, coefficients: CostCoefficients) -> str:
+    """Say that nothing limits what is offloaded, where the cluster's description leaves it out; "" = irrelevant."""
+    can_offload = coefficients.host_link is not None and inputs.options.policy in ("choose", "offload")
+    if inputs.host.limit_bytes is not None or not can_offload:
+        return ""
+    return (
+        f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if "
+        "its nodes had room for all"
+    )
+
+
+@contextmanager
+def _errors_in_unit(unit: LengthUnit) -> Iterator[None]:
+    """Raise errors about lengths in the unit that was counted."""
+    try:
+        yield
+    except (ConfigError, DataError, InfeasiblePlanError) as error:
+        if unit == "tokens":
+            raise
+        raise type(error)(in_unit(str(error), unit)) from error
 
 
 def run_plan(request: PlanRequest) -> None:

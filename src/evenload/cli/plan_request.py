@@ -5,17 +5,15 @@ A training configuration stands for the documents that it trains, read as it rea
 win, as in `evenload train config.toml data.tokenizer=...`.
 """
 
-import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal
 
 import msgspec
-import typer
 
-from evenload.cli.options import COUNTS, parse_tokens
+from evenload.cli.options import COUNTS, argument, option, parse_tokens
 from evenload.config.keys import set_options
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
@@ -31,43 +29,10 @@ from evenload.types.cluster import BUILT_IN
 from evenload.types.layout import ParallelLayout
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
-_Request = TypeVar("_Request")
 SOURCE_HELP = (
     "Document lengths: .npy, .npz, .txt (one a line), .csv or .json of numbers (also .gz); or documents to count "
     "(file, folder, glob, URL); or the config.toml of a run of 'evenload train', for the documents that it trains."
 )
-
-
-def argument(metavar: str, help: str) -> Any:
-    """Declare a field of a request as an argument of its command."""
-    return field(metadata={"typer": typer.Argument(metavar=metavar, help=help)})
-
-
-def option(panel: str | None, help: str, *names: str, default: Any = None, **more: Any) -> Any:
-    """Declare a field of a request as an option of its command, shown in a panel of the help text."""
-    return field(default=default, metadata={"typer": typer.Option(*names, help=help, rich_help_panel=panel, **more)})
-
-
-def command_of(request: type[_Request], run: Callable[[_Request], None]) -> Callable[..., None]:
-    """Make the function that typer turns into a command: a parameter per field of `request`, the docstring of `run`."""
-    hints = get_type_hints(request)
-
-    def command(**values: Any) -> None:
-        run(request(**values))
-
-    parameters = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
-            annotation=Annotated[hints[one.name], one.metadata["typer"]],
-        )
-        for one in sorted(fields(request), key=lambda one: one.name not in request.__annotations__)  # type: ignore[arg-type]
-    ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = run.__doc__
-    return command
 
 
 _MODEL, _DATA, _HOW = "Model and cluster", "Documents", "Strategies"

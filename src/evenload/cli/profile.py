@@ -2,43 +2,55 @@
 
 import os
 import tempfile
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 import typer
 
 from evenload.cli import launch
-from evenload.cli.options import COUNTS, parse_tokens, require_writable, write_output
+from evenload.cli.options import COUNTS, command_of, option, parse_tokens, require_writable, write_output
 from evenload.cli.plan_inputs import measured_message
 from evenload.cost.coefficients import CostCoefficients, encode_coefficients
 from evenload.errors import ConfigError, needs_train_extra, require_train_extra
 
+# ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 _LEAST_LONGEST = 1024
 """Below, no pack has a prefix, and its price cannot be measured."""
 
 
-def profile_command(
-    model: Annotated[
-        str,
-        typer.Option(help="Built-in name (llama3-8b, qwen3-8b, ...), an HF config.json or the folder it lies in."),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="COST.json", help="The cost file to write.")],
-    layout: Annotated[
-        str, typer.Option(help="For example dp=2,pp=2: so many processes, whose links are measured. Default: one.")
-    ] = "",
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What computes.")] = "cpu",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float64"] | None,
-        typer.Option(help="Precision of the run that is planned for; default float32 on cpu, bfloat16 on cuda."),
-    ] = None,
-    attention: Annotated[str, typer.Option(help="Backend, as train.attention.")] = "auto",
-    minutes: Annotated[float, typer.Option(help="At most about so many, all calls for this file together.")] = 5.0,
-    context: Annotated[str, typer.Option(metavar="TOKENS", help=f"Longest document that is tried. {COUNTS}")] = "32k",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Of a process, as train.threads_per_process; default: cores / processes.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """What `evenload profile` is to measure."""
+
+    model: str = option(
+        None, "Built-in name (llama3-8b, qwen3-8b, ...), an HF config.json or the folder it lies in.", default=MISSING
+    )
+    output: Path = option(None, "The cost file to write.", "--output", "-o", metavar="COST.json", default=MISSING)
+    layout: str = option(
+        None, "For example dp=2,pp=2: so many processes, whose links are measured. Default: one.", default=""
+    )
+    device: Literal["cpu", "cuda"] = option(None, "What computes.", default="cpu")
+    dtype: Literal["float32", "bfloat16", "float64"] | None = option(
+        None, "Precision of the run that is planned for; default float32 on cpu, bfloat16 on cuda."
+    )
+    attention: str = option(None, "Backend, as train.attention.", default="auto")
+    minutes: float = option(None, "At most about so many, all calls for this file together.", default=5.0)
+    context: str = option(None, f"Longest document that is tried. {COUNTS}", metavar="TOKENS", default="32k")
+    threads: int | None = option(None, "Of a process, as train.threads_per_process; default: cores / processes.", min=1)
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16", "float64"]:
+        return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document that is tried."""
+        return parse_tokens("--context", self.context)
+
+
+def run_profile(request: ProfileRequest) -> None:
     """Measure what a model's packs and transfers cost on this machine, so that plans predict its seconds.
 
     Times a few layers of the model with random weights (matrix products, attention, head, optimizer), the links between
@@ -53,30 +65,19 @@ def profile_command(
     The file says what it was measured on, and how far predictions were off on packs that the fit had not seen.
     """
     require_train_extra("evenload profile")
-    if not minutes > 0:
-        raise ConfigError(f"--minutes is {minutes:g}, must be above 0")
-    longest = parse_tokens("--context", context)
-    if longest < _LEAST_LONGEST:
+    if not request.minutes > 0:
+        raise ConfigError(f"--minutes is {request.minutes:g}, must be above 0")
+    if request.longest < _LEAST_LONGEST:
         raise ConfigError(
-            f"--context is {longest} tokens, must be at least {_LEAST_LONGEST}: what prefixes cost shows only in packs "
-            "that have one"
+            f"--context is {request.longest} tokens, must be at least {_LEAST_LONGEST}: what prefixes cost shows only "
+            "in packs that have one"
         )
-    require_writable(output)
-    options = {
-        "model": model,
-        "layout": layout,
-        "device": device,
-        "dtype": dtype or ("float32" if device == "cpu" else "bfloat16"),
-        "attention": attention,
-        "minutes": minutes,
-        "longest": longest,
-        "threads": threads,
-        "output": str(output.absolute()),
-    }
+    require_writable(request.output)
+    output, request = request.output, replace(request, output=request.output.absolute())
     if launch.under_torchrun():
-        content = _profile_as_rank(options)
+        content = _profile_as_rank(request)
     else:
-        content = launch.measure("evenload profile", "profile", options)
+        content = launch.measure("evenload profile", "profile", request)
     if content is None:  # on other ranks than 0
         return
     from evenload.calibrate.profile import partial_path
@@ -89,13 +90,16 @@ def profile_command(
     typer.echo(f"{output}: {measured_message(costs)}")
 
 
-def _profile_as_rank(options: dict[str, object]) -> bytes | None:
+def _profile_as_rank(request: ProfileRequest) -> bytes | None:
     """Measure with the ranks that torchrun has started, of which this process is one."""
     with needs_train_extra("evenload profile"):
         from evenload.cli.measure_worker import profile_rank, profile_task
 
     with tempfile.TemporaryDirectory(prefix="evenload-profile-") as directory:
         answer = Path(directory) / "answer.json"
-        task, _ = profile_task(answer, options, int(os.environ["LOCAL_WORLD_SIZE"]))
+        task, _ = profile_task(answer, request, int(os.environ["LOCAL_WORLD_SIZE"]))
         profile_rank(task)
         return answer.read_bytes() if answer.is_file() else None
+
+
+profile_command = command_of(ProfileRequest, run_profile)

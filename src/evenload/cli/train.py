@@ -22,13 +22,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from evenload.cli import launch
 from evenload.cli.environment import prepare_environment
-from evenload.cli.options import OverridesArgument, calibration_cache, require_writable_directory
+from evenload.cli.options import ConfigOptions, calibration_cache, command_of, option, require_writable_directory
 from evenload.config.sections import require_trackers
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.errors import ConfigError, needs_train_extra, require_train_extra
@@ -259,15 +256,14 @@ def resume_command(arguments: Sequence[str], *, is_resumed: bool) -> str:
     return shlex.join(words if is_resumed else [*words, "train.resume=true"])
 
 
-def train_command(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG.toml", help="Settings of the run; see docs/configuration.md.")
-    ],
-    overrides: OverridesArgument = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Processes to start here; default: as many as the layout needs.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(ConfigOptions):
+    """What `evenload train` is to do."""
+
+    nproc: int | None = option(None, "Processes to start here; default: as many as the layout needs.")
+
+
+def run_train(request: TrainRequest) -> None:
     """Train a Hugging Face decoder on documents of any length.
 
     The smallest CONFIG.toml, here of a folder of text files, read as bytes, and random weights:
@@ -297,7 +293,10 @@ def train_command(
     Writes metrics.jsonl, report.html, trace.json, plan.json, checkpoints/ and model/ into train.output_dir.
     """
     require_train_extra("evenload train")
-    settings = load_train_config(config, overrides or [])
+    settings = request.load()
     command = resume_command(sys.orig_argv, is_resumed=settings.train.resume)
-    number = train_run(settings, name=str(config), command=command, nproc=nproc)
+    number = train_run(settings, name=str(request.config), command=command, nproc=request.nproc)
     sys.exit(128 + number if number else 0)
+
+
+train_command = command_of(TrainRequest, run_train)
