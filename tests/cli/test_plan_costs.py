@@ -1,13 +1,11 @@
 """`evenload plan --cost`: only a file of this model is accepted, and what it lacks is said."""
 
 import json
-from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
-from evenload.cli.main import main
+from commands import refused, run
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, MeasuredOn, Noise, write_coefficients
 from evenload.types.cluster import cluster_from
@@ -15,12 +13,6 @@ from evenload.types.layout import even_layout
 from evenload.types.model import MODELS, ModelSpec
 
 SMALL = MODELS["qwen2.5-0.5b"]
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> str:
-    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(1, 3000, 100).astype(np.uint32))
-    return str(tmp_path / "lengths.npy")
 
 
 def measured_on_one_device(model: ModelSpec) -> CostCoefficients:
@@ -40,24 +32,18 @@ def measured_on_one_device(model: ModelSpec) -> CostCoefficients:
     )
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *arguments])
-    return int(stopped.value.code or 0)
-
-
 def test_links_that_were_not_measured_are_the_clusters_and_said(table, tmp_path, capsys) -> None:
     """`auto` was infeasible for want of a link, and the reduction of gradients cost nothing."""
     write_coefficients(tmp_path / "cost.json", measured_on_one_device(SMALL))
     common = [table, "--model", SMALL.name, "--cluster", "h100x8", "--layout", "dp=4,pp=2", "--documents", "30"]
     common += ["--strategy", "best_fit,auto"]
-    assert run(*common, "--cost", str(tmp_path / "cost.json"), "--json", str(tmp_path / "measured.json")) == 0
+    assert run("plan", *common, "--cost", str(tmp_path / "cost.json"), "--json", str(tmp_path / "measured.json")) == 0
     shown = capsys.readouterr().out
     assert "cost: measured on slow, model qwen2.5-0.5b in bfloat16, layout dp=1,cp=1,pp=1,tp=1" in shown
     assert "the seconds were measured on slow and are taken as they are; cluster h100x8 has H100-80GB" in shown
     assert "reduction of gradients over 4 devices was not measured" in shown
     assert "taken from cluster h100x8, 400 GB/s" in shown
-    assert run(*common, "--json", str(tmp_path / "sheet.json")) == 0
+    assert run("plan", *common, "--json", str(tmp_path / "sheet.json")) == 0
     measured, sheet = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("measured", "sheet"))
     for one, other in zip(measured["strategies"], sheet["strategies"], strict=True):
         assert one["feasible"]
@@ -79,7 +65,7 @@ def test_costs_of_a_busy_machine_give_no_interval_anywhere(table, tmp_path, caps
     names = {"cost": "cost.json", "json": "plan.json", "html": "page"}
     files = [word for name, file in names.items() for word in (f"--{name}", str(tmp_path / file))]
     common = [table, "--model", SMALL.name, "--cluster", "h100x1", "--documents", "20", "--strategy", "best_fit"]
-    assert run(*common, *files) == 0
+    assert run("plan", *common, *files) == 0
     shown, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     assert words in shown
     assert words in (tmp_path / "page").read_text()
@@ -102,7 +88,5 @@ def test_a_file_of_another_model_is_refused(table, tmp_path, capsys, model, mess
     if model is None:
         costs = msgspec.structs.replace(costs, measured_on=None)
     write_coefficients(tmp_path / "cost.json", costs)
-    assert run(table, "--model", "llama-7b", "--cluster", "h100x8", "--cost", str(tmp_path / "cost.json")) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    arguments = (table, "--model", "llama-7b", "--cluster", "h100x8", "--cost", str(tmp_path / "cost.json"))
+    assert message in refused(capsys, "plan", *arguments)

@@ -25,16 +25,16 @@ def test_every_strategy_says_what_it_does():
 def test_a_run_says_when_gradients_are_reduced():
     assert reduction_line([1], None) == ""
     assert reduction_line([4], None).endswith("4 ranks after the last backward (train.overlap_reduction = false)")
-    beside = reduction_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
-    assert "beside the last backward" in beside
-    assert "1.50 times" in beside
-    assert "25%" in beside
+    during = reduction_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
+    assert "during the last backward" in during
+    assert "1.50 times" in during
+    assert "25%" in during
     assert "over up to 4 ranks (by layout) unit by unit" in reduction_line([2, 4, 4], OverlapCost())
     # Silent before, where the first layout has no replicas.
     assert "over up to 4 ranks (by layout, in those with replicas)" in reduction_line([1, 4], None)
     assert reduction_line([1, 1], None) == ""
     costly = reduction_line([4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9))
-    assert "4 ranks after the last backward: beside it they last 2.50 times as long as alone" in costly
+    assert "4 ranks after the last backward: during it they last 2.50 times as long as alone" in costly
 
 
 def test_a_run_says_how_keys_and_values_travel():

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from evenload.cli.stop_request import STOP_SIGNALS, StopRequest
 
-from evenload.cli.run_lines import resume_command
+from evenload.cli.launch import STOP_SIGNALS, StopRequest
+from evenload.cli.train import resume_command
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
@@ -26,7 +26,7 @@ def test_a_signal_is_noted_and_nothing_else(number) -> None:
 def test_a_second_signal_ends_the_process_at_once() -> None:
     program = (
         "import os, signal, time\n"
-        "from evenload.cli.stop_request import SAME_REQUEST_S, StopRequest\n"
+        "from evenload.cli.launch import SAME_REQUEST_S, StopRequest\n"
         "with StopRequest().listening():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(SAME_REQUEST_S)\n"

@@ -7,19 +7,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from evenload.cli import plan_inputs as this_machine
+from commands import MODEL, refused, run
+from evenload.cli import plan_inputs
 from evenload.config.planner import machine_memory_bytes
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.data.hub import model_from
 from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
-from plan_calls import run_plan
 
-MODEL = {
-    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
-    "intermediate_size": 128, "vocab_size": 300, "num_key_value_heads": 2, "tie_word_embeddings": False,
-}  # fmt: skip
 LAYOUT = even_layout(4, dp=2, pp=2)
 
 
@@ -66,7 +62,7 @@ def write_costs(file: Path, **changes) -> None:
 def test_a_run_that_was_started_once_is_planned_in_its_own_seconds(config, tmp_path, capsys) -> None:
     """Its cost.json says how fast the machine is; each of four processes has a quarter of the memory."""
     write_costs(tmp_path / "run" / "cost.json")
-    assert run_plan("run.toml", "--strategy", "best_fit,auto", "--json", "out.json") == 0, capsys.readouterr().err
+    assert run("plan", "run.toml", "--strategy", "best_fit,auto", "--json", "out.json") == 0, capsys.readouterr().err
     shown, found = capsys.readouterr().out, json.loads(Path("out.json").read_text())
     assert "cluster this machine, layout dp=2 pp=2, 16 documents a step" in shown.splitlines()[0]
     assert "cost: measured on slow CPU, 1 thread a process, model" in shown
@@ -83,29 +79,25 @@ def test_a_cost_file_of_the_run_wins_over_what_it_left_and_an_asked_one_over_bot
         write_costs(tmp_path / name)
     config.write_text(config.read_text() + 'cost_file = "mine.json"\n')
     for asked, expected in (((), "mine.json"), (("--cost", "asked.json"), "asked.json")):
-        assert run_plan("run.toml", "--strategy", "best_fit", *asked, "--json", "out.json") == 0
+        assert run("plan", "run.toml", "--strategy", "best_fit", *asked, "--json", "out.json") == 0
         assert json.loads(Path("out.json").read_text())["inputs"]["cost"] == expected
 
 
 def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypatch) -> None:
     config.write_text(config.read_text() + 'device = "cuda"\n')
-    monkeypatch.setattr(this_machine, "_DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(plan_inputs, "_DRIVER", tmp_path / "gpus")
     asked = ("run.toml", "--strategy", "best_fit", "--json", "out.json")
-    assert run_plan(*asked) == 2
-    assert "the run computes on GPUs, and NVIDIA's driver tells of none here" in capsys.readouterr().err
+    assert "the run computes on GPUs, and NVIDIA's driver tells of none here" in refused(capsys, "plan", *asked)
     for place in range(4):
         (tmp_path / "gpus" / f"0000:{place}").mkdir(parents=True)
         (tmp_path / "gpus" / f"0000:{place}" / "information").write_text("Model: \t NVIDIA H200\nIRQ: 3\n")
-    assert run_plan(*asked) == 0, capsys.readouterr().err
+    assert run("plan", *asked) == 0, capsys.readouterr().err
     inputs = json.loads(Path("out.json").read_text())["inputs"]
     assert (inputs["devices"], inputs["cost"]) == (4, "analytic")
     assert inputs["memory_cap_bytes"] == cluster_from("h200x4").device.usable_bytes
     (tmp_path / "gpus" / "0000:3" / "information").write_text("Model: \t NVIDIA L4\n")
-    capsys.readouterr()
-    assert run_plan(*asked) == 2
-    assert (
-        "this machine has NVIDIA H200, NVIDIA L4, of which not all are one of the built-in" in capsys.readouterr().err
-    )
+    error = refused(capsys, "plan", *asked)
+    assert "this machine has NVIDIA H200, NVIDIA L4, of which not all are one of the built-in" in error
 
 
 @pytest.mark.parametrize(
@@ -124,5 +116,4 @@ def test_what_nothing_says_is_refused(config, tmp_path, capsys, asked, changes, 
     elif changes:
         none = dict.fromkeys(("p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s", "intra_node", "inter_node"))
         write_costs(tmp_path / "run" / "cost.json", **none)
-    assert run_plan(*asked) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, "plan", *asked)

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from commands import refused
 from dist_training import COSTS
-from evenload.cli.main import main
-from evenload.cli.plan_inputs import cost_file_warnings, measured_line, other_device_line
+from evenload.cli.plan_inputs import cost_file_warnings, measured_message, other_device_message
 from evenload.cost.coefficients import (
     CopySpec,
     FitError,
@@ -42,16 +42,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ranks: None) -> Mo
     return msgspec.structs.replace(model_from("model"), bytes_per_element=4)
 
 
-def refused(capsys) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", "config.toml"])
-    assert stopped.value.code == 2
-    first, _, error = capsys.readouterr().err.partition("\n")
-    assert first.startswith("evenload ")
-    assert error.count("\n") == 1
-    return error
-
-
 @pytest.mark.parametrize(
     ("changes", "of_model", "message"),
     [
@@ -66,7 +56,7 @@ def test_costs_of_something_else_are_refused(model, capsys, changes, of_model, m
     measured = MODELS["llama-7b"] if "intermediate" in of_model else msgspec.structs.replace(model, **of_model)
     where = MeasuredOn(model=measured, **{"dp": 1, "cp": 1, "pp": 2, "tp": 1, **changes})
     write_coefficients("cost.json", msgspec.structs.replace(COSTS, measured_on=where))
-    assert message in refused(capsys)
+    assert message in refused(capsys, "train", "config.toml")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +71,7 @@ def test_costs_of_something_else_are_refused(model, capsys, changes, of_model, m
 def test_a_file_that_is_no_cost_file_is_refused(model, capsys, content, message):
     if content is not None:
         Path("cost.json").write_bytes(content)
-    error = refused(capsys)
+    error = refused(capsys, "train", "config.toml")
     assert "cost.json" in error
     assert message in error
 
@@ -105,7 +95,7 @@ def test_what_a_file_says_about_itself(tmp_path):
     none, and another device is named."""
     write_coefficients(tmp_path / "cost.json", profiled(MODELS["llama-7b"]))
     costs = read_coefficients(tmp_path / "cost.json")
-    line = measured_line(costs)
+    line = measured_message(costs)
     for words in (
         "model llama-7b in bfloat16", "layout dp=1,cp=1,pp=2,tp=1", "on 2026-11-22 by evenload 1",
         "20 packs x 9 passes in 2.0 min", "3 of 400 timings far off", "3.0 % (median) 8.0 % (90 % of them) forward",
@@ -128,14 +118,14 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert costs.profile.held_bytes == 1.5 * costs.profile.counted_bytes
 
     changed = msgspec.structs.replace(costs, optimizer_s_per_parameter=1e-12)
-    assert "CHANGED after it was measured" in measured_line(changed)
+    assert "CHANGED after it was measured" in measured_message(changed)
     (told,) = cost_file_warnings(changed, "cost.json", costs.device)
     assert "was changed after evenload profile had measured it" in told
     (told,) = cost_file_warnings(costs, "cost.json", "a faster one")
     assert "this is a faster one: predicted seconds are of the former" in told
 
-    assert "cluster h100x8 has H100-80GB" in other_device_line(costs, cluster_from("h100x8"))
+    assert "cluster h100x8 has H100-80GB" in other_device_message(costs, cluster_from("h100x8"))
     of_gpu = msgspec.structs.replace(costs, device="NVIDIA H100 80GB HBM3")
-    assert other_device_line(of_gpu, cluster_from("h100x8")) == ""
-    of_run = measured_line(msgspec.structs.replace(costs, profile=None))
+    assert other_device_message(of_gpu, cluster_from("h100x8")) == ""
+    of_run = measured_message(msgspec.structs.replace(costs, profile=None))
     assert "in seconds at the start of a run (evenload profile takes minutes" in of_run

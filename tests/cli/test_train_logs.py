@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from commands import refused
 from evenload.report.run_files import read_metrics
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
@@ -113,15 +114,9 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(tmp_path,
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
-    from evenload.cli.main import main
-
     monkeypatch.setattr("evenload.config.sections.find_spec", lambda name: None)
     settings = 'max_document_tokens = 9\nbatch_documents = 1\n[log]\nto = ["wandb"]\n[train]\nsteps = 2\n'
     file = write_small_run(tmp_path, ["a"], settings)
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", str(file)])
-    assert stopped.value.code == 2
-    assert "pip install 'evenload[wandb]', or leave it out of log.to" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["train", str(file), "log.to=[]", "log.profile_steps=[2, 4]"])
-    assert "log.profile_steps is [2, 4], but train.steps is 2, so the last step is 1" in capsys.readouterr().err
+    assert "pip install 'evenload[wandb]', or leave it out of log.to" in refused(capsys, "train", str(file))
+    error = refused(capsys, "train", str(file), "log.to=[]", "log.profile_steps=[2, 4]")
+    assert "log.profile_steps is [2, 4], but train.steps is 2, so the last step is 1" in error
