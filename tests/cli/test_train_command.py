@@ -227,7 +227,11 @@ def test_an_error_in_one_rank_is_shown_as_one_line(project, run_here):
         ("bench", ["--html", "nowhere/page.html"], "its folder does not exist"),
         ("bench", ["train.stepz=3"], "train.steps"),
         ("check", ["train.cost_file=of_nothing.json"], "does not say on which model and layout it was measured"),
-        ("check", ["train.cost_file=of_another.json"], "of_another.json was measured on model llama-7b"),
+        (
+            "check",
+            ["train.cost_file=of_another.json"],
+            "train.cost_file of_another.json was measured on model llama-7b",
+        ),
         ("check", ["train.setps=4"], "did you mean 'train.steps'?"),
         ("check", ["parallel.pp=9"], "4 layers cannot fill 9 stages"),
         ("check", ["plan.strategy=slimpak"], "did you mean 'slimpack'"),

@@ -25,6 +25,6 @@ def test_a_case_is_a_run_of_its_strategies(script, layout, tmp_path):
     assert {*names, *(name for name, _ in left_out)} == set(script["STRATEGIES"])
     assert [name for name, _ in left_out] == (["skrull"] if "pp2" in layout else [])
     request = BenchRequest(config=config)
-    task, num_ranks = bench_task(tmp_path / "answer.json", request, request.load(), names, tmp_path)
-    assert task.strategies == names
+    (*_, strategies, _, _), num_ranks = bench_task(tmp_path / "answer.json", request, request.load(), names, tmp_path)
+    assert strategies == names
     assert num_ranks == (4 if layout == "pp2dp2" else 2)

@@ -64,8 +64,8 @@ def measure(command: str, name: str, *request: Any) -> bytes:
     """Check a request in a child process, run its ranks on this machine, and return what rank 0 wrote.
 
     Args:
-        name: of two functions of `measure_worker`: `{name}_task` makes of the answer's path and the request what a rank
-            gets, and the number of ranks; `{name}_rank` runs one.
+        name: of two functions of `measure_worker`: `{name}_task` turns the answer's path and the request into the
+            arguments of `{name}_rank`, which runs one rank, and the number of ranks.
     """
     start_fork_server(_MEASURING)
     with tempfile.TemporaryDirectory(prefix=f"evenload-{name}-") as directory:
@@ -74,7 +74,7 @@ def measure(command: str, name: str, *request: Any) -> bytes:
             import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
 
             task, num_ranks = call_in_child(call, f"{_MEASURING}:{name}_task", answer, *request)
-        run_local(call, (f"{_MEASURING}:{name}_rank", task), num_ranks)
+        run_local(call, (f"{_MEASURING}:{name}_rank", *task), num_ranks)
         return answer.read_bytes()
 
 

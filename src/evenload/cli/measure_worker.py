@@ -3,7 +3,6 @@ the measurement in one per rank (`*_rank`), of which rank 0 writes the answer as
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -66,26 +65,9 @@ from evenload.types.text import format_bytes
 from evenload.types.timeline import mean_time_split
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchTask:
-    """A comparison of strategies on the batches of a run.
-
-    Args:
-        left_out: strategies that are not tried though all were requested.
-        cache: where measured costs are kept between runs.
-    """
-
-    request: BenchRequest
-    config: TrainConfig
-    strategies: tuple[str, ...]
-    left_out: tuple[LeftOutStrategy, ...]
-    cache: Path
-    answer: Path
-
-
 def bench_task(
     answer: Path, request: BenchRequest, config: TrainConfig, names: tuple[str, ...] | None, cache: Path
-) -> tuple[BenchTask, int]:
+) -> tuple[tuple, int]:
     """Check a comparison; `names` are of strategies, None = all that train.
 
     Raises:
@@ -108,25 +90,28 @@ def bench_task(
             if names is not None:
                 raise
             left_out += (LeftOutStrategy(name=name, why=str(error)),)
-    task = BenchTask(
-        request=request,
-        config=config,
-        strategies=tuple(trainable),
-        left_out=left_out,
-        cache=cache,
-        answer=answer,
-    )
-    return task, layout.world_size
+    return (answer, request, config, tuple(trainable), left_out, cache), layout.world_size
 
 
-def bench_rank(task: BenchTask) -> int:
-    """Run one rank of a comparison; the answer is a `BenchResult`."""
-    config, request = task.config, task.request
+def bench_rank(
+    answer: Path,
+    request: BenchRequest,
+    config: TrainConfig,
+    strategies: tuple[str, ...],
+    left_out: tuple[LeftOutStrategy, ...],
+    cache: Path,
+) -> int:
+    """Run one rank of a comparison; the answer is a `BenchResult`.
+
+    Args:
+        left_out: strategies that are not tried though all were requested.
+        cache: where measured costs are kept between runs.
+    """
     layout = layout_of(config.parallel, model_spec(config).num_layers)
     with started_rank(config, layout) as setup:
         trainer = Trainer(config, setup.mesh)
         # Every step is measured by itself, gathering its weights included: no other step is known to follow.
-        costs = run_coefficients(trainer, task.cache, setup.threads, setup.console)
+        costs = run_coefficients(trainer, cache, setup.threads, setup.console)
         costs = msgspec.structs.replace(costs, overlap_gather=False)
         facts = (
             ("model", f"{trainer.model.name} ({config.model.dtype})"),
@@ -138,14 +123,14 @@ def bench_rank(task: BenchTask) -> int:
             ("versions", f"evenload {version('evenload')}, torch {version('torch')}"),
         )
         print_lines(setup.console, " | ".join(f"{key} {value}" for key, value in facts))
-        num_steps = len(task.strategies) * request.steps * (request.rounds + 1)
+        num_steps = len(strategies) * request.steps * (request.rounds + 1)
         done = count(1)
         with progress_bar(setup.console) as move:
             measured = run_interleaved(
                 trainer,
                 costs,
                 setup.memory_cap_bytes,
-                task.strategies,
+                strategies,
                 num_batches=request.steps,
                 num_rounds=request.rounds,
                 demand=setup.demand,
@@ -156,7 +141,7 @@ def bench_rank(task: BenchTask) -> int:
         result = BenchResult(
             facts=facts,
             runs=measured.runs,
-            left_out=task.left_out + measured.left_out,
+            left_out=left_out + measured.left_out,
             loss_difference=loss_difference(measured.runs),
             load=measured.load,
             coefficients=costs,
@@ -171,17 +156,17 @@ def bench_rank(task: BenchTask) -> int:
                 host=run_host(config.plan, setup.mesh.ranks_per_machine),
             ),
         )
-        task.answer.write_bytes(msgspec.json.encode(result))
+        answer.write_bytes(msgspec.json.encode(result))
         if request.html_path is not None:
             pack_costs = PackCosts(trainer.model, costs, layout)
             parts = [_bench_section(one, measured.typical[one.strategy], pack_costs, result) for one in result.runs]
-            left_out = ({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)
+            others = ({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)
             report = RunReport(
-                title=f"Evenload bench: {', '.join(task.strategies)} on the same batches",
+                title=f"Evenload bench: {', '.join(strategies)} on the same batches",
                 headline=f"Measured: {result.outcome}",
                 facts=facts,
                 sections=tuple(section for section, _ in parts),
-                comparison=(*(row for _, row in parts), *left_out),
+                comparison=(*(row for _, row in parts), *others),
                 best=result.winner,
             )
             write_report(request.html_path, report)
@@ -224,18 +209,7 @@ def _bench_section(
     return section, row
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckTask:
-    """A run that is checked, what of it, lines to print before, and where costs are kept between runs."""
-
-    config: TrainConfig
-    scope: Scope
-    lines: tuple[str, ...]
-    cache: Path
-    answer: Path
-
-
-def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[CheckTask, int]:
+def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[tuple, int]:
     """Check that a run can be checked, and choose a smaller one, which lies beside the answer."""
     require_runnable(config)
     scope = checked_scope(config, answer.parent)
@@ -252,23 +226,23 @@ def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[CheckTas
         f"tokenizer {tokenizer_fact(config.data, tokenizer, model_spec(config).vocab_size)}",
         *(f"evenload: warning: {warning}" for warning in warnings if warning),
     )
-    return CheckTask(config=config, scope=scope, lines=lines, cache=cache, answer=answer), layout.world_size
+    return (answer, config, scope, lines, cache), layout.world_size
 
 
-def check_rank(task: CheckTask) -> int:
-    """Run one rank of the checks; the answer is a list of `Verdict`."""
-    config, smaller = task.config, task.scope.config
+def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str, ...], cache: Path) -> int:
+    """Run one rank of the checks, after lines that say what is checked; the answer is a list of `Verdict`."""
+    smaller = scope.config
     users_layout = layout_of(config.parallel, model_spec(config).num_layers)
     with started_rank(smaller, layout_of(smaller.parallel, model_spec(smaller).num_layers)) as setup:
-        print_lines(setup.console, *task.lines)
+        print_lines(setup.console, *lines)
         users_cap_bytes = config.plan.memory_bytes or memory_for_rank(setup.mesh.device, users_layout.world_size)
         trainer = Trainer(smaller, setup.mesh)
         longest = config.data.max_document_tokens
-        costs = run_coefficients(trainer, task.cache, setup.threads, setup.console, longest)
+        costs = run_coefficients(trainer, cache, setup.threads, setup.console, longest)
         del trainer
         verdicts = run_checks(
             config,
-            task.scope,
+            scope,
             setup.mesh,
             costs,
             setup.memory_cap_bytes,
@@ -276,7 +250,7 @@ def check_rank(task: CheckTask) -> int:
             lambda name: setup.console.print(f"checking {name}"),
         )
         if setup.mesh.rank == 0:
-            task.answer.write_bytes(msgspec.json.encode(verdicts))
+            answer.write_bytes(msgspec.json.encode(verdicts))
     return 0
 
 
@@ -297,7 +271,7 @@ def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, Par
 
 def profile_task(
     answer: Path, request: ProfileRequest, processes_here: int | None = None
-) -> tuple[tuple[ProfileRequest, Path], int]:
+) -> tuple[tuple[Path, ProfileRequest], int]:
     """Check options that go together; `processes_here` are those of this machine, None = all of the layout.
 
     Raises:
@@ -309,12 +283,11 @@ def profile_task(
     require_device(request.device, layout.world_size if processes_here is None else processes_here)
     if request.device == "cpu":  # a GPU's kernels are checked on the GPU
         select_backend(request.attention, "cpu", attention_soft_cap(config))
-    return (request, answer), layout.world_size
+    return (answer, request), layout.world_size
 
 
-def profile_rank(task: tuple[ProfileRequest, Path]) -> int:
+def profile_rank(answer: Path, request: ProfileRequest) -> int:
     """Run one rank of a profile; the answer is `CostCoefficients`. Passes that are done are kept when it is stopped."""
-    request, answer = task
     config, model, layout = _resolved(request)
     run = RunConfig(output_dir="", device=request.device, threads_per_process=request.threads)
     with joined_rank(run, (layout,)) as setup:

@@ -98,7 +98,7 @@ def _profile_as_rank(request: ProfileRequest) -> bytes | None:
     with tempfile.TemporaryDirectory(prefix="evenload-profile-") as directory:
         answer = Path(directory) / "answer.json"
         task, _ = profile_task(answer, request, int(os.environ["LOCAL_WORLD_SIZE"]))
-        profile_rank(task)
+        profile_rank(*task)
         return answer.read_bytes() if answer.is_file() else None
 
 
