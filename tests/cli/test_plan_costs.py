@@ -1,6 +1,7 @@
 """What measured costs say in `evenload plan`: `--cost`, and this machine where no cluster is named."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import numpy as np

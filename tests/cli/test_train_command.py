@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import msgspec
 import pytest
 
 import commands
-from commands import refused
+from commands import refused, start_train, wait_for_rows
 from dist_training import COSTS
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.report.run_files import METRIC_KEYS, read_metrics
@@ -48,16 +46,8 @@ def project(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def start(project: Path, *arguments: str, command=("-m", "evenload.cli.main")) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *command, "train", "config.toml", *arguments],
-        cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
 def run(project: Path, *arguments: str, **options) -> tuple[int, str]:
-    process = start(project, *arguments, **options)
+    process = start_train(project, *arguments, **options)
     output, _ = process.communicate(timeout=500)
     return process.returncode, output
 
@@ -77,15 +67,6 @@ def run_here(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return code, more
 
     return run
-
-
-def wait_for_rows(project: Path, count: int, process: subprocess.Popen) -> None:
-    metrics = project / "run" / "metrics.jsonl"
-    deadline_s = time.monotonic() + 300
-    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= count):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def steps_in_page(directory: Path) -> list[int]:
@@ -115,8 +96,8 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
 
     assert (whole / "cost.json").read_bytes() == (project / "cost.json").read_bytes()
 
-    process = start(project, "train.checkpoint_every_steps=1", "data.workers=1")
-    wait_for_rows(project, 2, process)
+    process = start_train(project, "train.checkpoint_every_steps=1", "data.workers=1")
+    wait_for_rows(project / "run", 2, process)
     os.kill(process.pid, signal.SIGSTOP)  # so that the launcher does not report while its ranks are killed
     for pid in ranks_of(process.pid):
         os.kill(pid, signal.SIGKILL)
@@ -136,8 +117,8 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
 
 @pytest.mark.long
 def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
-    process = start(project, "train.steps=100000")
-    wait_for_rows(project, 1, process)
+    process = start_train(project, "train.steps=100000")
+    wait_for_rows(project / "run", 1, process)
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     killed_s = time.monotonic()
     output, _ = process.communicate(timeout=200)
@@ -150,8 +131,8 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
 def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(project):
     """Ctrl-C as a terminal sends it, to all processes at once. A later start of the run finds nothing left to train
     and writes what was not, also under another strategy, about which it says what it did."""
-    process = start(project, "train.steps=100000")
-    wait_for_rows(project, 1, process)
+    process = start_train(project, "train.steps=100000")
+    wait_for_rows(project / "run", 1, process)
     ranks = ranks_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=200)
@@ -265,12 +246,12 @@ def test_resume_off_refuses_to_mix_with_an_earlier_run(project, monkeypatch, cap
 
 @pytest.mark.long
 def test_torchrun_starts_the_same_run_and_stops_it_with_a_checkpoint(project):
-    process = start(
+    process = start_train(
         project,
         "train.steps=100000",
         command=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "evenload.cli.main"),
     )
-    wait_for_rows(project, 2, process)
+    wait_for_rows(project / "run", 2, process)
     process.terminate()
     output, _ = process.communicate(timeout=120)
     steps = int(re.search(r"stopped by SIGTERM after (\d+) steps?; nothing is lost", output)[1])  # type: ignore[index]

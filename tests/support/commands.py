@@ -1,5 +1,8 @@
 """Commands of `evenload` in the tests' own process, and what they plan."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -38,3 +41,20 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     (error,) = lines
     assert error.startswith("evenload: error: ")
     return error
+
+
+def start_train(directory: Path, *arguments: str, command: tuple[str, ...] = ("-m", "evenload.cli.main")) -> subprocess.Popen:
+    """Start `evenload train config.toml` in a directory, in a session of its own; stderr goes to stdout."""
+    return subprocess.Popen(
+        [sys.executable, *command, "train", "config.toml", *arguments],
+        cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_rows(run: Path, count: int, process: subprocess.Popen) -> None:
+    """Wait until a run that goes on has so many rows of metrics."""
+    deadline_s = time.monotonic() + 400
+    while not ((run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= count):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

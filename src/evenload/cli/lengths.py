@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 
 from evenload.cli.options import (
     COUNTS,
@@ -67,9 +66,7 @@ def show_lengths(request: LengthsRequest) -> None:
     windows = tuple(parse_tokens("--window", text) for text in request.window or ()) or DEFAULT_WINDOWS
     require_windows(windows)
     source = length_source(request.source, request)
-    # Counting the tokens of a text source takes time; the spinner shows on terminals only.
-    with Console(stderr=True).status(f"reading {escape(request.source)}"):
-        table = source.read()
+    table = source.read()
     shown = shown_name(request.source)
     profile = profile_lengths(table.lengths, windows)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.markup import escape
 
 from evenload.cli.comparison import Comparison
 from evenload.cli.options import command_of, print_lines, progress_bar, require_writable, shown_name, write_output
@@ -165,9 +164,7 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
     if source is None:
         source = length_source(request.lengths, request, request.model, request.settings)
     inputs = plan_inputs(request, source)
-    # Counting the tokens of documents takes time; the spinner shows on terminals only.
-    with Console(stderr=True).status(f"reading {escape(source.name)}"):
-        table = source.read()
+    table = source.read()
     with _errors_in_unit(table.unit):
         batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed)
         searched = None

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from rich.console import Console
+from rich.markup import escape
 
 from evenload.cli.options import COUNTS, argument, option, parse_tokens
 from evenload.config.keys import set_options
@@ -77,7 +79,9 @@ class LengthSource:
         """Return the lengths, counting tokens of documents where they are not known."""
         if self.table is not None:
             return self.table
-        return count_documents(self.data, self.name) if self.run else read_length_table(self.name, self.data)
+        # Counting tokens takes time; the spinner shows on terminals only.
+        with Console(stderr=True).status(f"reading {escape(self.name)}"):
+            return count_documents(self.data, self.name) if self.run else read_length_table(self.name, self.data)
 
 
 def length_source(
