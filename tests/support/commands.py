@@ -43,7 +43,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error
 
 
-def start_train(directory: Path, *arguments: str, command: tuple[str, ...] = ("-m", "evenload.cli.main")) -> subprocess.Popen:
+def start_train(
+    directory: Path, *arguments: str, command: tuple[str, ...] = ("-m", "evenload.cli.main")
+) -> subprocess.Popen:
     """Start `evenload train config.toml` in a directory, in a session of its own; stderr goes to stdout."""
     return subprocess.Popen(
         [sys.executable, *command, "train", "config.toml", *arguments],

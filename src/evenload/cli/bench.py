@@ -15,6 +15,7 @@ from evenload.cli.options import (
     ConfigOptions,
     calibration_cache,
     command_of,
+    indented_json,
     option,
     print_lines,
     require_writable,
@@ -39,7 +40,7 @@ class BenchRequest(ConfigOptions):
     steps: int = option(None, "Global batches, the same for every strategy.", min=1, default=3)
     rounds: int = option(None, "How often each is measured, after once to warm up.", min=1, default=5)
     json_path: Path | None = option(None, "Write the result as JSON.", "--json")
-    html_path: Path | None = option(None, "Write a page: every step as predicted beside as measured.", "--html")
+    html_path: Path | None = option(None, "Write a page: every step as predicted and as measured.", "--html")
 
 
 def run_bench(request: BenchRequest) -> None:
@@ -63,7 +64,7 @@ def run_bench(request: BenchRequest) -> None:
     require_writable(request.json_path, request.html_path)
     content = launch.measure("evenload bench", "bench", request, config, names, calibration_cache())
     if request.json_path is not None:
-        write_output(request.json_path, msgspec.json.format(content, indent=2) + b"\n")
+        write_output(request.json_path, indented_json(msgspec.Raw(content)))
     show_result(msgspec.json.decode(content, type=BenchResult), time.perf_counter() - started_s)
 
 

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from evenload.cli.options import print_lines, write_output
+from evenload.cli.options import indented_json, print_lines, write_output
 from evenload.cli.plan_layout import SearchedLayouts
+from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import profile_lengths
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
@@ -40,6 +41,7 @@ from evenload.report.units import (
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
 from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
+from evenload.types.timeline import Timeline
 
 SHOWN_WIDTH = 140
 """Columns of `str(comparison)`."""
@@ -216,7 +218,7 @@ class Comparison:
             content["worst"] = self.worst
         if self.searched is not None:
             content |= {"layouts": self.layouts, "search": self.searched.content()}
-        return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+        return indented_json(content)
 
     def plan_file(self) -> bytes:
         """Return the planned steps of all strategies, as `evenload plan --emit-plan` writes them."""
@@ -270,10 +272,7 @@ class Comparison:
             sections=tuple(
                 RunSection(
                     name=result.name,
-                    steps=tuple(
-                        StepView(step=one.plan.step, predicted=detailed_timeline(one.plan, one.costs), plan=one.plan)
-                        for one in self.evaluation.proposals[result.name]
-                    ),
+                    steps=tuple(step_view(one.plan, one.costs) for one in self.evaluation.proposals[result.name]),
                     time_split=result.time_split,
                     memory_limit_bytes=self.memory_cap_bytes,
                     notes=notes.get(result.name, ()),
@@ -310,6 +309,11 @@ class Comparison:
         if self.best is not None:
             lines.append(f"<p>{escape(self.interval.describe())}</p>")
         return "\n".join(lines)
+
+
+def step_view(plan: StepPlan, costs: PackCosts, measured: Timeline | None = None) -> StepView:
+    """Return a step for a page: as predicted, and as measured where it was."""
+    return StepView(step=plan.step, predicted=detailed_timeline(plan, costs), measured=measured, plan=plan)
 
 
 def _bound_message(evaluation: Evaluation) -> str:

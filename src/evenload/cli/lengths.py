@@ -11,6 +11,7 @@ from evenload.cli.options import (
     COUNTS,
     argument,
     command_of,
+    indented_json,
     option,
     parse_tokens,
     print_lines,
@@ -76,7 +77,7 @@ def show_lengths(request: LengthsRequest) -> None:
     if request.json_file:
         inputs = {"source": shown, "unit": table.unit, "tokenizer": table.tokenizer}
         content = {"version": version("evenload"), "inputs": inputs, **msgspec.to_builtins(profile)}
-        write_output(request.json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+        write_output(request.json_file, indented_json(content))
     name = f"Document lengths in {table.unit}: {shown}"
     if request.html:
         write_lengths_page(request.html, name, profile, table.unit)

@@ -21,6 +21,7 @@ from evenload.calibrate.profile import ProfileTask, partial_path, profile
 from evenload.check.checks import run_checks
 from evenload.check.runner import Scope, checked_scope
 from evenload.cli.bench import BenchRequest
+from evenload.cli.comparison import step_view
 from evenload.cli.options import parse_layout, print_lines, progress_bar
 from evenload.cli.plan_request import chosen_strategies
 from evenload.cli.profile import ProfileRequest
@@ -42,13 +43,13 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.data.hub import model_from
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
-from evenload.explore.timelines import detailed_timeline, split_planned_step
+from evenload.explore.timelines import split_planned_step
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.baselines import BEST_FIT
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
-from evenload.report.run_report import RunReport, RunSection, StepView
+from evenload.report.run_report import RunReport, RunSection
 from evenload.report.units import format_change
 from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import config_from, load_config, model_spec, spec_of, with_few_layers
@@ -180,15 +181,7 @@ def _bench_section(
     busy = "" if result.held_to_interval()[1] else ", on a machine too busy to hold predictions against it"
     section = RunSection(
         name=one.strategy,
-        steps=tuple(
-            StepView(
-                step=step.plan.step,
-                predicted=detailed_timeline(step.plan, costs),
-                measured=step.measured,
-                plan=step.plan,
-            )
-            for step in steps
-        ),
+        steps=tuple(step_view(step.plan, costs, step.measured) for step in steps),
         time_split=mean_time_split([split_planned_step(step.plan, costs) for step in steps]),
         memory_limit_bytes=result.inputs.memory_cap_bytes,
         notes=(f"the predicted step time differs from the measured one by {format_change(one.error)}{busy}",),

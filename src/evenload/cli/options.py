@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -149,6 +150,11 @@ def require_writable_directory(path: Path, setting: str) -> None:
             f"{setting} is {path}, but nothing can be written to {nearest} ({error.strerror or error}); choose another "
             "directory"
         ) from error
+
+
+def indented_json(content: Any) -> bytes:
+    """Encode a struct, or what holds structs, as JSON for people."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
 def write_output(path: Path, content: bytes) -> None:

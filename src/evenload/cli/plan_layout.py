@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -35,8 +34,6 @@ _NAMED = 3
 """Layouts that a message names."""
 _SHOWN = 12
 """Layouts in the table that fit, and as many of those that do not; the JSON file has all."""
-_COUNTS = ("planned", "too_large", "ruled_out", "not_looked_at")
-"""Of a strategy's layouts, what became of them."""
 _NUMBERS_WIDTH, _MIN_PLAN_WIDTH = 70, 20
 """Columns of the terminal that sizes, times and memory take, and at least the rest."""
 
@@ -108,7 +105,9 @@ class SearchedLayouts:
             else f"{one.strategy} none"
             for one in self.results
         )
-        planned, too_large, ruled_out = (sum(getattr(one, name) for one in self.results) for name in _COUNTS[:3])
+        planned, too_large, ruled_out = (
+            sum(getattr(one, name) for one in self.results) for name in ("planned", "too_large", "ruled_out")
+        )
         lines = [
             f"layout of each strategy: {named}",
             f"layouts planned: {planned}; too large in weights and optimizer alone: {too_large}; not needed, because "
@@ -132,16 +131,7 @@ class SearchedLayouts:
 
     def content(self) -> dict[str, Any]:
         """Return `search` of `--json`."""
-        return {
-            "limit_s": self.limit_s,
-            "strategies": {
-                one.strategy: {
-                    **{name: getattr(one, name) for name in _COUNTS},
-                    "layouts": [msgspec.to_builtins(result) for result in one.layouts],
-                }
-                for one in self.results
-            },
-        }
+        return {"limit_s": self.limit_s, "strategies": {one.strategy: one for one in self.results}}
 
     def planners(self, inputs: PlanInputs, batches: Sequence[SampledBatch]) -> StrategyPlanners:
         """Plan every strategy in its own best layout; `best_fit` in other windows in the one that is best for it."""

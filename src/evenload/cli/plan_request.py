@@ -269,7 +269,7 @@ class PlanRequest(DocumentOptions):
         default=False,
     )
     search_seconds: float | None = option(
-        _SEARCH, f"Most time for --search-layout (default {DEFAULT_SEARCH_S:g}); what was not looked at is said."
+        _SEARCH, f"Most time for --search-layout (default {DEFAULT_SEARCH_S:g}); layouts not searched are counted."
     )
     json_file: Path | None = option(_FILES, "Write all figures as JSON.", "--json")
     html: Path | None = option(_FILES, "Write a page: table, losses, timelines, memory, documents.")

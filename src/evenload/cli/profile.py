@@ -54,7 +54,7 @@ def run_profile(request: ProfileRequest) -> None:
     """Measure what a model's packs and transfers cost on this machine, so that plans predict its seconds.
 
     Times a few layers of the model with random weights (matrix products, attention, head, optimizer), the links between
-    the processes of --layout, alone and beside attention, and counts the bytes that tokens leave. Everything is timed
+    the processes of --layout, alone and during attention, and counts the bytes that tokens leave. Everything is timed
     in turn, again and again, until the minutes are over; a call that was interrupted goes on where it stopped
     (COST.json.partial).
 

@@ -36,14 +36,15 @@ import msgspec
 import torch.distributed as dist
 from rich.console import Console
 
+from evenload.cli.comparison import step_view
 from evenload.cli.launch import signal_name
-from evenload.cli.options import print_lines
+from evenload.cli.options import indented_json, print_lines
 from evenload.cli.run_lines import batch_size
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.validity import completed_between_layouts
 from evenload.errors import DataError
-from evenload.explore.timelines import detailed_timeline, split_planned_step
+from evenload.explore.timelines import split_planned_step
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.run_files import (
@@ -56,7 +57,7 @@ from evenload.report.run_files import (
     read_rows,
     read_validations,
 )
-from evenload.report.run_report import RunReport, RunSection, StepView
+from evenload.report.run_report import RunReport, RunSection
 from evenload.runtime.model.export_files import tokenizer_note
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
@@ -205,7 +206,7 @@ class RunWriter:
                 drop_torn_line(path)
             else:
                 path.unlink(missing_ok=True)
-        _write_json(directory / "config.json", self._config)
+        (directory / "config.json").write_bytes(indented_json(self._config))
         write_coefficients(directory / "cost.json", self._costs)
 
     def write(self, last: StepReport, newest: int | None = None) -> None:
@@ -223,7 +224,7 @@ class RunWriter:
         with _replaced_together(self._directory) as new:
             write_timeline(new / "measured.npz", last.measured)
             (new / "plan.json").write_bytes(encode_plan_file((last.plan,)))
-            _write_json(new / "run.json", run)
+            (new / "run.json").write_bytes(indented_json(run))
         self.write_pictures(newest)
 
     def write_pictures(self, newest: int | None = None) -> None:
@@ -262,10 +263,6 @@ class RunWriter:
         )
 
 
-def _write_json(path: Path, content: msgspec.Struct) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-
-
 @contextmanager
 def _replaced_together(directory: Path) -> Iterator[Path]:
     """Yield a new directory, whose files then replace those of the same names."""
@@ -299,13 +296,7 @@ def read_run(directory: Path, newest: int | None = None) -> tuple[RunSection, Ru
         name=plan.strategy,
         metrics=tuple(latest_per_step(read_metrics(directory / "metrics.jsonl"))),
         steps=tuple(
-            StepView(
-                step=one.step,
-                predicted=detailed_timeline(one, costs_in(one.layout)),
-                measured=measured,
-                plan=one,
-            )
-            for one, measured in steps[-(newest or len(steps)) :]
+            step_view(one, costs_in(one.layout), measured) for one, measured in steps[-(newest or len(steps)) :]
         ),
         time_split=split_planned_step(plan, costs_in(plan.layout)),
         memory_limit_bytes=facts.memory_cap_bytes,
