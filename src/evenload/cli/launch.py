@@ -61,16 +61,22 @@ def call(target: str, *arguments: Any) -> Any:
 
 
 def measure(command: str, name: str, *request: Any) -> bytes:
-    """Check a request in a child process, run its ranks on this machine, and return what rank 0 wrote.
+    """Check a request in a child process, run its ranks on this machine, and return what rank 0 wrote. Under torchrun
+    this process is one of the ranks, and other ones than 0 return b"".
 
     Args:
         name: of two functions of `measure_worker`: `{name}_task` turns the answer's path and the request into the
             arguments of `{name}_rank`, which runs one rank, and the number of ranks.
     """
-    start_fork_server(_MEASURING)
+    if not under_torchrun():
+        start_fork_server(_MEASURING)
     with tempfile.TemporaryDirectory(prefix=f"evenload-{name}-") as directory:
         answer = Path(directory) / "answer.json"
         with needs_train_extra(command):
+            if under_torchrun():
+                task, _ = call(f"{_MEASURING}:{name}_task", answer, *request)
+                call(f"{_MEASURING}:{name}_rank", *task)
+                return answer.read_bytes() if answer.is_file() else b""
             import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
 
             task, num_ranks = call_in_child(call, f"{_MEASURING}:{name}_task", answer, *request)

@@ -2,6 +2,7 @@
 the measurement in one per rank (`*_rank`), of which rank 0 writes the answer as JSON."""
 
 import functools
+import os
 from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import count
@@ -262,10 +263,8 @@ def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, Par
     return config, model, parse_layout(text, model.num_layers, 1)
 
 
-def profile_task(
-    answer: Path, request: ProfileRequest, processes_here: int | None = None
-) -> tuple[tuple[Path, ProfileRequest], int]:
-    """Check options that go together; `processes_here` are those of this machine, None = all of the layout.
+def profile_task(answer: Path, request: ProfileRequest) -> tuple[tuple[Path, ProfileRequest], int]:
+    """Check options that go together.
 
     Raises:
         ConfigError, UnsupportedModelError: no such model, one that is not trained, or a layout that it or this machine
@@ -273,7 +272,7 @@ def profile_task(
     """
     config, _, layout = _resolved(request)
     require_tensor_parallel(config, layout.tp)
-    require_device(request.device, layout.world_size if processes_here is None else processes_here)
+    require_device(request.device, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)))
     if request.device == "cpu":  # a GPU's kernels are checked on the GPU
         select_backend(request.attention, "cpu", attention_soft_cap(config))
     return (answer, request), layout.world_size

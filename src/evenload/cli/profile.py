@@ -1,7 +1,5 @@
 """`evenload profile`: minutes spent on measuring a model's layers and links on this machine, for a cost file."""
 
-import os
-import tempfile
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,7 +11,7 @@ from evenload.cli import launch
 from evenload.cli.options import COUNTS, command_of, option, parse_tokens, require_writable, write_output
 from evenload.cli.plan_inputs import measured_message
 from evenload.cost.coefficients import CostCoefficients, encode_coefficients
-from evenload.errors import ConfigError, needs_train_extra, require_train_extra
+from evenload.errors import ConfigError, require_train_extra
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 _LEAST_LONGEST = 1024
@@ -74,11 +72,8 @@ def run_profile(request: ProfileRequest) -> None:
         )
     require_writable(request.output)
     output, request = request.output, replace(request, output=request.output.absolute())
-    if launch.under_torchrun():
-        content = _profile_as_rank(request)
-    else:
-        content = launch.measure("evenload profile", "profile", request)
-    if content is None:  # on other ranks than 0
+    content = launch.measure("evenload profile", "profile", request)
+    if not content:  # on other ranks than 0
         return
     from evenload.calibrate.profile import partial_path
 
@@ -88,18 +83,6 @@ def run_profile(request: ProfileRequest) -> None:
     new.replace(output)
     partial_path(output).unlink(missing_ok=True)
     typer.echo(f"{output}: {measured_message(costs)}")
-
-
-def _profile_as_rank(request: ProfileRequest) -> bytes | None:
-    """Measure with the ranks that torchrun has started, of which this process is one."""
-    with needs_train_extra("evenload profile"):
-        from evenload.cli.measure_worker import profile_rank, profile_task
-
-    with tempfile.TemporaryDirectory(prefix="evenload-profile-") as directory:
-        answer = Path(directory) / "answer.json"
-        task, _ = profile_task(answer, request, int(os.environ["LOCAL_WORLD_SIZE"]))
-        profile_rank(*task)
-        return answer.read_bytes() if answer.is_file() else None
 
 
 profile_command = command_of(ProfileRequest, run_profile)
