@@ -212,10 +212,10 @@ def test_odd_names_are_read_shown_and_written(tmp_path, monkeypatch, capfd, name
     file.write_text("100\n200\n3000\n500\n")
     source = f"./{file}" if name.startswith("-") else str(file)
     page = f"./{name}.html"
-    commands = [("lengths", source, "--json", f"./{name}.json", "--html", page)]
+    typed = [("lengths", source, "--json", f"./{name}.json", "--html", page)]
     if LOOKS_FURTHER or name in ("z[/red]q", BYTES_NAME):
-        commands.append(("plan", source, *PLAN, "--json", f"./{name}.json", "--html", page, "--trace", f"./{name}.t"))
-    for arguments in commands:
+        typed.append(("plan", source, *PLAN, "--json", f"./{name}.json", "--html", page, "--trace", f"./{name}.t"))
+    for arguments in typed:
         code = commands.run(*arguments)
         shown, error = capfd.readouterr()
         assert code == 0, error
