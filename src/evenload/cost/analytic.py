@@ -37,8 +37,7 @@ SLICE_SHARE_OF_KERNEL = 1 / 20
 """A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches."""
 CHUNKED_RINGS = 6
 """Of the 10 transfers of hidden states of a layer, those in chunks (`runtime/replay/tensor_parallel.py`)."""
-HIDING_SHARE = 0.5
-"""Of a layer's matrix products, those that run while its tensor-parallel transfers are under way."""
+HIDING_SHARE = 0.5  # Of a layer's matrix products, those that run while its tensor-parallel transfers are under way
 
 
 def analytic_coefficients(

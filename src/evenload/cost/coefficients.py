@@ -242,8 +242,7 @@ _SECONDS = (
     "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
 
-_NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
-"""Where the link inside a node is not known."""
+_NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)  # Where the link inside a node is not known
 
 
 class PassCoefficients(Frozen):

@@ -34,8 +34,7 @@ TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
 """All-gathers and reduce-scatters of a layer's hidden states."""
 TENSOR_CHUNKS = 4
 """Transfers that a collective of a pack's hidden states is divided into at most, so that products hide all but one."""
-WEIGHT_RINGS = 4
-"""All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`."""
+WEIGHT_RINGS = 4  # All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`
 
 
 @dataclass(frozen=True)

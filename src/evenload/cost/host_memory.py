@@ -39,8 +39,7 @@ from evenload.types.pipeline import ActionColumns
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS
 
-OFFLOAD_SHARE = 0.85
-"""Of a node's memory, for offloaded activations."""
+OFFLOAD_SHARE = 0.85  # Of a node's memory, for offloaded activations
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,8 @@ def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]
     return int(padded.reshape(-1, devices_per_node).sum(axis=1).max())
 
 
-ALLOCATOR_SHARE = 0.3
-"""Of activations and buffers at their peak, held by the allocator beyond them."""
-FIRST_USE_BYTES = 44 * 2**20
-"""Of oneDNN, MKL and autograd's threads."""
+ALLOCATOR_SHARE = 0.3  # Of activations and buffers at their peak, held by the allocator beyond them
+FIRST_USE_BYTES = 44 * 2**20  # Of oneDNN, MKL and autograd's threads
 MAPPED_BYTES = 32 * 2**20
 """Above it glibc maps memory for a tensor alone and unmaps it at once (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 

@@ -38,8 +38,7 @@ from evenload.types.document import ActivationPolicy
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
-BACKWARD_LINEAR_RATIO = 2.0
-"""Backward / forward cost of matrix products: dX and dW."""
+BACKWARD_LINEAR_RATIO = 2.0  # Backward / forward cost of matrix products: dX and dW
 BACKWARD_ATTENTION_RATIO = 2.5
 """Backward / forward cost of flash attention: scores again, dQ, dK, dV, dP (5 products against 2)."""
 
@@ -160,8 +159,7 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
 KEY_GRADIENT_BYTES = 1 << 29
 """Of gradients of keys and values that a kernel makes for every query head before it adds those of a key head."""
 _ROWS_OF_BLOCK = 128
-_PROCESSORS = 148
-"""Of the largest GPU that the kernels run on (B200; an H100 has 132)."""
+_PROCESSORS = 148  # Of the largest GPU that the kernels run on (B200; an H100 has 132)
 
 
 @dataclass(frozen=True)

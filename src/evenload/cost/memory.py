@@ -59,10 +59,8 @@ from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes, PipelineTasks
 from evenload.types.timeline import MEMORY_KINDS
 
-HEAD_ROWS = 2048
-"""Rows of logits the runtime holds at once; bounds the head's memory whatever the pack."""
-OFFLOAD_BUFFERED_LAYERS = 2
-"""Layers whose offloaded tensors are on the device at once: one in use, one on its way."""
+HEAD_ROWS = 2048  # Rows of logits the runtime holds at once; bounds the head's memory whatever the pack
+OFFLOAD_BUFFERED_LAYERS = 2  # Layers whose offloaded tensors are on the device at once: one in use, one on its way
 
 
 def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:

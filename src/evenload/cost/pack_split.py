@@ -92,8 +92,7 @@ def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direc
     )
 
 
-_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "host_slice_s", "host_pack_s")
-"""Of `PassCoefficients`."""
+_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "host_slice_s", "host_pack_s")  # Of `PassCoefficients`
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

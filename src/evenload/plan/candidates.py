@@ -52,12 +52,9 @@ UNLIMITED_LOOKAHEAD = 2**31 - 1
 ALIGN_FROM_TILES = 16
 """Cut at whole attention tiles where the shortest slices hold so many: a cut then moves by at most 1/32 of a slice."""
 NO_TOKEN_LIMIT = 2**63 - 1
-NEAR_BOUND = 1.02
-"""A replica whose makespan is within this of its work spread over its ranks is not searched further."""
-BEAM = 6
-"""Best trials whose neighbours are tried."""
-PARALLEL_TRIALS = 8
-"""Fewer are not worth a second thread."""
+NEAR_BOUND = 1.02  # A replica whose makespan is within this of its work spread over its ranks is not searched further
+BEAM = 6  # Best trials whose neighbours are tried
+PARALLEL_TRIALS = 8  # Fewer are not worth a second thread
 
 
 def usable_cores() -> int:

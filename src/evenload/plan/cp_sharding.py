@@ -48,11 +48,9 @@ from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward
 
-MIXED_BOUNDS = (1, 4, 16)
-"""Slices of at least so many tiles a chunk count as long; all are tried."""
+MIXED_BOUNDS = (1, 4, 16)  # Slices of at least so many tiles a chunk count as long; all are tried
 CpRule = Literal["per_sequence", "per_document", "adaptive", "mixed"]
-Shardings = tuple[PackSharding, ...]
-"""`MicroPack.sharding` of every forward pack of a replica."""
+Shardings = tuple[PackSharding, ...]  # `MicroPack.sharding` of every forward pack of a replica
 
 
 def possible_shardings(rule: CpRule, costs: PackCosts, packs: SliceColumns) -> list[Shardings]:

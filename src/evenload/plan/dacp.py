@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.plan.packing import assign_replicas, longest_first
 
-SHARED = -1
-"""Owner of a document that all ranks share."""
+SHARED = -1  # Owner of a document that all ranks share
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +76,7 @@ def assign_owners(step: MicroBatch, groups: Sequence[Sequence[int]], *, as_publi
     return OwnedGroups(owner, seconds, members, offset)
 
 
-Groups = list[list[int]]
-"""Documents of every micro-batch."""
+Groups = list[list[int]]  # Documents of every micro-batch
 
 
 @dataclass(frozen=True, eq=False)

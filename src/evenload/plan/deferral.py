@@ -35,30 +35,21 @@ from evenload.plan.packing import pack_greedily
 from evenload.plan.problem import ReplicaChoice
 from evenload.types.base import Frozen
 
-FADE = 31 / 32
-"""Weight of a step in the recent delay, each step later."""
-TIGHT_DEGREE = 1.03
-"""Degree within which a step counts as even, while delay is small."""
-EASY_DELAY_STEPS = 0.42
-"""Recent mean token delay up to which the limit stays tight."""
+FADE = 31 / 32  # Weight of a step in the recent delay, each step later
+TIGHT_DEGREE = 1.03  # Degree within which a step counts as even, while delay is small
+EASY_DELAY_STEPS = 0.42  # Recent mean token delay up to which the limit stays tight
 MOST_DELAY_STEPS = 0.5
 """Recent mean token delay from which every step counts as even: nothing waits (WLB §7.4 reports half a step)."""
 LOOSER_PER_STEP = 3.0
 """By how much the limit grows per step of delay beyond `EASY_DELAY_STEPS`; ever more towards `MOST_DELAY_STEPS`."""
-RESERVE_SHARE = 0.2
-"""Of a batch's work: saved a step for a document that cannot be balanced otherwise."""
-PLACES_TRIED = 8
-"""Places whose degree is found by packing: of those that may be even, and of all if none is."""
-WAITING_PER_MICRO_BATCH = 6
-"""Most documents that wait, in micro-batches: beyond, a step would train next to nothing."""
-TARGET_DELAY_STEPS = 0.45
-"""Mean token delay that thresholds may cost; WLB §7.4 reports 0.5."""
-SAMPLE_LENGTHS = 8192
-"""Lengths that make the last tuning; a document in a thousand is then still seen 8 times."""
+RESERVE_SHARE = 0.2  # Of a batch's work: saved a step for a document that cannot be balanced otherwise
+PLACES_TRIED = 8  # Places whose degree is found by packing: of those that may be even, and of all if none is
+WAITING_PER_MICRO_BATCH = 6  # Most documents that wait, in micro-batches: beyond, a step would train next to nothing
+TARGET_DELAY_STEPS = 0.45  # Mean token delay that thresholds may cost; WLB §7.4 reports 0.5
+SAMPLE_LENGTHS = 8192  # Lengths that make the last tuning; a document in a thousand is then still seen 8 times
 TOKEN_SHARES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 """Shares of all tokens that candidate thresholds leave in longer documents."""
-WATER_SHARE = 0.01
-"""Of the mean micro-batch; smaller documents are not placed one by one."""
+WATER_SHARE = 0.01  # Of the mean micro-batch; smaller documents are not placed one by one
 
 
 class Waiting(Frozen):

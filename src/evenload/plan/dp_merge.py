@@ -26,12 +26,9 @@ from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.document import ReplicaBlock, block_sizes, nested_sizes
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
-PRINTED_THRESHOLD = 1.0
-"""SlimPack's: only documents longer than a whole replica's share."""
-THRESHOLDS = 4
-"""Thresholds to try, each half of the one before."""
-EVEN_ENOUGH = 1.005
-"""Max/mean work of replicas at which a threshold is good enough."""
+PRINTED_THRESHOLD = 1.0  # SlimPack's: only documents longer than a whole replica's share
+THRESHOLDS = 4  # Thresholds to try, each half of the one before
+EVEN_ENOUGH = 1.005  # Max/mean work of replicas at which a threshold is good enough
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -35,10 +35,8 @@ from evenload.schedule.packflow import LIST, LIST_SPLIT, packflow_list
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.text import format_bytes
 
-HELD_SHARE = 0.98
-"""Of host memory, at which added policies aim."""
-GOOD_ORDER = 1.002
-"""Of the seconds without a limit: an order within it is taken."""
+HELD_SHARE = 0.98  # Of host memory, at which added policies aim
+GOOD_ORDER = 1.002  # Of the seconds without a limit: an order within it is taken
 MOST_TRIED = 3
 """Times at most that policies are added: a schedule may hold more at once of fewer tokens, and each is a search."""
 

@@ -27,10 +27,8 @@ from evenload.types.columns import whole_document_columns
 from evenload.types.pipeline import ActionColumns
 from evenload.types.text import counted
 
-LEFT_OVER = -1
-"""Group of a document that found no room."""
-NO_LIMIT = 2**62
-"""Tokens that no group reaches."""
+LEFT_OVER = -1  # Group of a document that found no room
+NO_LIMIT = 2**62  # Tokens that no group reaches
 
 
 def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[list[int]]:
@@ -167,8 +165,7 @@ def members_of(group_of: NDArray[np.int64], items: NDArray[np.int64], num_groups
     return [members[edges[group] : edges[group + 1]] for group in range(num_groups)]
 
 
-Shares = list[list[list[int]]]
-"""Per replica, per pack, document indices of the problem."""
+Shares = list[list[list[int]]]  # Per replica, per pack, document indices of the problem
 
 
 def assign_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -> tuple[ReplicaChoice, ...]:

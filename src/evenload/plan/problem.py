@@ -34,8 +34,7 @@ from evenload.types.timeline import KINDS
 PolicyOption = Literal["replay", "recompute", "offload", "choose"]
 
 
-CHOOSE = "choose"
-"""The schedule that suits a strategy: 1F1B of whole documents, the fastest found where it searches."""
+CHOOSE = "choose"  # The schedule that suits a strategy: 1F1B of whole documents, the fastest found where it searches
 
 
 class StrategyOptions(Frozen, tag_field="strategy"):

@@ -32,26 +32,17 @@ from evenload.plan.dp_merge import Merge, in_phases
 from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.types.document import ReplicaBlock
 
-VARIED = 4
-"""Best settings of a representative replica whose packs are tried under other schedules."""
-MORE_PACKS = 12
-"""Doublings of the pack count where no cut meets the token limit."""
-EVEN_REPLICAS = 1.003
-"""Max/mean time of replicas at which no more documents move."""
-MOST_MOVES = 2
-"""Documents moved, for each replica."""
+VARIED = 4  # Best settings of a representative replica whose packs are tried under other schedules
+MORE_PACKS = 12  # Doublings of the pack count where no cut meets the token limit
+EVEN_REPLICAS = 1.003  # Max/mean time of replicas at which no more documents move
+MOST_MOVES = 2  # Documents moved, for each replica
 MOVED_SHARES = (0.5, 0.25, 0.1)
 """Of the gap between the slowest and the fastest replica: documents that are tried, until one helps."""
-MOVED_TRIALS = 3
-"""Best trials of a replica that are rated again when its documents change."""
-FEW_SLICED = slice(1, None, 2)
-"""Pack counts that are tried of slices: few and many, which memory may ask for."""
-FEW_WHOLE = 2
-"""Pack counts that are tried of whole documents, up to one document a pack."""
-FEW_DOCUMENTS = 8
-"""Documents whose trials are so cheap that all are rated."""
-ENOUGH_WHOLE = 8
-"""Documents for every stage with which whole ones fill a pipeline, so that slices need not be tried."""
+MOVED_TRIALS = 3  # Best trials of a replica that are rated again when its documents change
+FEW_SLICED = slice(1, None, 2)  # Pack counts that are tried of slices: few and many, which memory may ask for
+FEW_WHOLE = 2  # Pack counts that are tried of whole documents, up to one document a pack
+FEW_DOCUMENTS = 8  # Documents whose trials are so cheap that all are rated
+ENOUGH_WHOLE = 8  # Documents for every stage with which whole ones fill a pipeline, so that slices need not be tried
 
 
 @dataclass(frozen=True)
@@ -286,8 +277,7 @@ def _search(
     return found
 
 
-Estimate = tuple[int, float]
-"""Bytes beyond memory, seconds."""
+Estimate = tuple[int, float]  # Bytes beyond memory, seconds
 
 
 def quick_trials(search: ReplicaSearch, rules: SearchRules) -> list[Trial]:

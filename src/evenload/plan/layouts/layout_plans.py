@@ -33,10 +33,8 @@ MOST_PLANS = 6
 
 PlanWith = Callable[[ParallelLayout], Proposal]
 """A step in a layout that recomputes some of its layers, all documents alike."""
-_KEPT_RECOMPUTING = 64
-"""Planners of layouts with recomputed layers, of which steps ask for ever other numbers."""
-_KEPT_LIMITS = 8
-"""Other limits of memory: of the changes between two layouts that the steps at hand ask for."""
+_KEPT_RECOMPUTING = 64  # Planners of layouts with recomputed layers, of which steps ask for ever other numbers
+_KEPT_LIMITS = 8  # Other limits of memory: of the changes between two layouts that the steps at hand ask for
 
 
 def plan_recomputing_layers(

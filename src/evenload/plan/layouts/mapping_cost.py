@@ -40,8 +40,7 @@ from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 
-ESTIMATE_TOLERANCE = 0.1
-"""Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated."""
+ESTIMATE_TOLERANCE = 0.1  # Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 from evenload.types.run import SwitchKind
 
-KEPT_RATIOS = 5
-"""Newest of a layout, and of a kind of switch."""
-FADE = 31 / 32
-"""Of what is special to a layout, left after every step that runs in another."""
+KEPT_RATIOS = 5  # Newest of a layout, and of a kind of switch
+FADE = 31 / 32  # Of what is special to a layout, left after every step that runs in another
 WARM_UP_STEPS = 1
 """Steps in a layout that say nothing: at the start of a run and after every switch they pay for what is done once."""
 

@@ -38,26 +38,16 @@ from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.schedule.step_ends import step_end
 
-PROBE_SHARE = 0.5
-"""Of the budget: what the first replica may use to find good trials for all."""
-SLOWEST_SHARE = 0.5
-"""Of what is left: what one search of the slowest replica may use at a time."""
-TAPERED = 2
-"""Best settings of the improved representative replica that are tried with smaller packs at both ends."""
-REFINED_SHARED = 8
-"""Best trials of the improved representative replica that every replica rates."""
-LATE = 1.01
-"""Of the median time of replicas: one above it rates more of the improved representative's trials."""
-LATE_SHARED = 24
-"""How many more at most."""
-WORTH_IT = 0.999
-"""Of the best time: what another schedule must get below to be taken."""
-CLOSE_POLICIES = 1.06
-"""Refining gains so much, so policies within it of the best are refined too."""
-MOST_REFINED = 3
-"""Policies that are refined, at most."""
-NO_GAIN = 1.001
-"""Of what no plan of a strategy is faster than: within it another policy is not worth a plan."""
+PROBE_SHARE = 0.5  # Of the budget: what the first replica may use to find good trials for all
+SLOWEST_SHARE = 0.5  # Of what is left: what one search of the slowest replica may use at a time
+TAPERED = 2  # Best settings of the improved representative replica that are tried with smaller packs at both ends
+REFINED_SHARED = 8  # Best trials of the improved representative replica that every replica rates
+LATE = 1.01  # Of the median time of replicas: one above it rates more of the improved representative's trials
+LATE_SHARED = 24  # How many more at most
+WORTH_IT = 0.999  # Of the best time: what another schedule must get below to be taken
+CLOSE_POLICIES = 1.06  # Refining gains so much, so policies within it of the best are refined too
+MOST_REFINED = 3  # Policies that are refined, at most
+NO_GAIN = 1.001  # Of what no plan of a strategy is faster than: within it another policy is not worth a plan
 BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 """Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
 

@@ -76,8 +76,7 @@ PADDED = Strategy(
 )
 
 
-Piece = tuple[int, int, int]
-"""(document, start, stop)."""
+Piece = tuple[int, int, int]  # (document, start, stop)
 
 
 def plan_sequential(problem: StepProblem) -> tuple[ReplicaChoice, ...]:

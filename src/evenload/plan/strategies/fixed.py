@@ -34,8 +34,7 @@ from evenload.plan.packing import assign_evenly, longest_first
 from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
-OPTIMAL_GAP = 1e-6
-"""Relative distance to the bound below which a solution counts as optimal."""
+OPTIMAL_GAP = 1e-6  # Relative distance to the bound below which a solution counts as optimal
 
 
 @dataclass(frozen=True)

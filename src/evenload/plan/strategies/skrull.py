@@ -32,8 +32,7 @@ from evenload.types.text import counted
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 PUBLISHED_NOTE = "as published: Algorithms 1 and 2 alone"
-BUCKETS_TRIED = 64
-"""Bucket sizes priced at once: four rounds find the largest of 2^24."""
+BUCKETS_TRIED = 64  # Bucket sizes priced at once: four rounds find the largest of 2^24
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,10 +49,8 @@ from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST, STATIC
 from evenload.schedule.schedule_rule import ScheduleRule
 
-EVENNESS_FACTOR = 1.2
-"""Uneven cuts win only where they are faster than even ones by more than this."""
-EVEN_REPLICAS = 1.01
-"""Max/mean time of replicas above which merging documents is tried."""
+EVENNESS_FACTOR = 1.2  # Uneven cuts win only where they are faster than even ones by more than this
+EVEN_REPLICAS = 1.01  # Max/mean time of replicas above which merging documents is tried
 EFFICIENT = 0.97
 """Of all ranks' time what the documents take unshared, above which no other groups of replicas are tried."""
 SCHEDULES = (LIST.name, STATIC.name)
@@ -61,18 +59,13 @@ WAITS_FOR_MEMORY = 0.9
 """The same where memory is limited, below which replicas that end together may still gain from sharing."""
 PROMISING = 0.97
 """Ways of sharing, and other schedules, are searched that a few trials put this near to what was found, or below."""
-MOST_MERGES = 3
-"""Ways of sharing that are searched, at most, besides the first."""
+MOST_MERGES = 3  # Ways of sharing that are searched, at most, besides the first
 PUBLISHED_ORDER = Order.STATIC_INJECT
 PUBLISHED_NOTE = "as published: asymmetric cuts, static order, documents shared above a replica's share of work"
-MOST_CONSTANT = 0.1
-"""Of the documents' time: what the constants of all packs may take."""
-FEWEST_COUNTS = 3
-"""Numbers of packs that are tried whatever their constants take."""
-SHARED_TRIALS = 6
-"""Best trials of the first replica that the others rate, at most."""
-ALL_SHARED = 48
-"""Such trials of all replicas together; at least `FEWEST_SHARED` each."""
+MOST_CONSTANT = 0.1  # Of the documents' time: what the constants of all packs may take
+FEWEST_COUNTS = 3  # Numbers of packs that are tried whatever their constants take
+SHARED_TRIALS = 6  # Best trials of the first replica that the others rate, at most
+ALL_SHARED = 48  # Such trials of all replicas together; at least `FEWEST_SHARED` each
 FEWEST_SHARED = 3
 
 

@@ -45,8 +45,7 @@ from evenload.plan.packing import LEFT_OVER, assign_evenly, members_of, pack_gre
 from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
-MORE_MICRO_BATCHES = (2, 4)
-"""Multiples of N that are tried too."""
+MORE_MICRO_BATCHES = (2, 4)  # Multiples of N that are tried too
 PUBLISHED_NOTE = "as published: Algorithm 1's queues, one number of micro-batches"
 _PIPELINE_FACTOR = 2
 """Where these are tried and there is a pipeline, outliers wait until so many times dp·pp micro-batches are balanced,
