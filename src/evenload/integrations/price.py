@@ -20,7 +20,7 @@ from evenload.cost.coefficients import OverlapCost
 from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts, weighted
 from evenload.cost.pipeline_tasks import pipeline_tasks
-from evenload.cost.units import forward_units, pack_features, stage_units, unit_seconds, unit_transfers
+from evenload.cost.units import pack_features, stage_units, unit_seconds, unit_transfers
 from evenload.integrations.engine_profile import EngineProfile
 from evenload.integrations.projection import EngineMicroBatch, StepShape, project
 from evenload.plan.problem import CHOOSE
@@ -224,7 +224,7 @@ def _with_pass_transfers(
             found += overlapped_seconds(unit_s[:, at], transfers)
         return found
 
-    forward_s = seconds("forward", forward_units(costs, 0), tasks.forward_s[:, 0])
+    forward_s = seconds("forward", stage_units(costs, 0, "forward"), tasks.forward_s[:, 0])
     backward_s = seconds("backward", stage_units(costs, 0), tasks.backward_s[:, 0])
     return replace(tasks, forward_s=forward_s[:, None], backward_s=backward_s[:, None])
 
