@@ -160,6 +160,21 @@ def trained_layer_parameters(model: ModelSpec, tp: int = 1) -> int:
     return model.adapter_parameters_per_layer or layer_parameters(model, tp)
 
 
+def unit_parameters(model: ModelSpec, tp: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count the stored and the trained parameters of embedding, every layer, and head with final norm on one
+    tensor-parallel rank; int64[layers + 2] each."""
+    embedding, layer = embedding_parameters(model, tp), layer_parameters(model, tp)
+    head = 0 if model.tied_embeddings else embedding
+    stored = np.array([embedding, *[layer] * model.num_layers, head + model.norm_parameters], np.int64)
+    # Learned positions are where the first layer is; a tied embedding's other end has none.
+    stored[1] += model.position_parameters
+    if not model.adapter_parameters_per_layer:
+        return stored, stored
+    trained = np.zeros_like(stored)
+    trained[1:-1] = trained_layer_parameters(model, tp)
+    return stored, trained
+
+
 def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Count the bytes of weights, gradients and optimizer state of every pipeline rank; int64[R]."""
     return static_kinds(model, layout).sum(axis=1)
