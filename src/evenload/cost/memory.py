@@ -414,11 +414,6 @@ def _backward_pack_of_first_token(
     return backward_pack[order[np.searchsorted(keys[order], wanted, side="right") - 1]]
 
 
-def rank_view(columns: SliceColumns, owner: NDArray[np.int64], rank: int) -> SliceColumns:
-    """Return the packs, never padded, as one rank sees them: its own slices and the shared ones."""
-    return columns.assigned((owner == rank) | (owner < 0), columns.pack_of_slice(), columns.num_packs)
-
-
 def bytes_by_kind(model: ModelSpec, layout: ParallelLayout, tasks: PipelineTasks, packs: ReplicaPacks) -> PipelineTasks:
     """Return the same tasks with an axis of kinds at the end of every column of bytes, K = len(MEMORY_KINDS):
     `held.static_bytes` int64[R, K], the others, those of `split` too, int64[packs, P, K]. Kinds add up to the bytes.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.memory import trained_parameters_per_rank
+from evenload.cost.memory import ReplicaPacks, trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts, weighted
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.cost.units import pack_features, stage_units, unit_seconds, unit_transfers
@@ -135,7 +135,7 @@ def _replica(profile: EngineProfile, costs: PackCosts, micro_batches: Sequence[E
         pad_to=np.zeros(len(sizes), np.int64),
         cp=np.full(len(stop), costs.layout.cp, np.int64),
     )
-    tasks = pipeline_tasks(costs, columns, columns, stop)
+    tasks = pipeline_tasks(costs, ReplicaPacks(columns, columns, stop))
     if profile.context_parallel == "heads" and costs.layout.cp > 1 and columns.num_packs:
         tasks = replace(
             tasks,

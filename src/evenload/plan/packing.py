@@ -1,4 +1,4 @@
-"""Whole documents into groups, and groups as priced and scheduled packs of all replicas.
+"""Pack whole documents into groups, and price and schedule groups as packs of all replicas.
 
 Best-fit decreasing fills windows as Megatron-LM's baseline does (Krell et al. 2021); O(n log n). Longest first is
 Graham's LPT (1969): at most 4/3 - 1/(3k) of the best makespan, in practice 1.0001 on thousands of documents; O(n log
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.problem import ReplicaChoice, StepProblem, candidate
+from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.types.columns import whole_document_columns
 from evenload.types.pipeline import ActionColumns
@@ -93,7 +93,7 @@ def longest_first(
 
 
 def assign_replicas(document_s: NDArray[np.float64], dp: int) -> list[NDArray[np.int64]]:
-    """Document indices of every replica by forward + backward seconds (float64[n]), longest first; each ascending."""
+    """Assign documents to replicas by forward + backward seconds (float64[n]), longest first; indices ascending."""
     return [np.sort(np.array(group, dtype=np.int64)) for group in longest_first(document_s, dp)]
 
 
@@ -118,8 +118,8 @@ def _split(members: NDArray[np.int64], offset: NDArray[np.int64]) -> list[list[i
 
 
 def pack_counts(total_tokens: int, pp: int, candidates: int, max_pack_tokens: int | None) -> list[int]:
-    """`i·pp` for i growing by powers of two from the least that satisfies the token limit, not beyond the tokens there
-    are: the gain of more packs falls roughly as 1/i, so doublings cover the optimum within a few percent."""
+    """Return `i·pp` for i growing by powers of two from the least that the token limit allows, at most the tokens: the
+    gain of more packs falls roughly as 1/i, so doublings cover the optimum within a few percent."""
     least = 1 if max_pack_tokens is None else -(-total_tokens // (max_pack_tokens * pp))
     counts = [max(1, least) * 2**k * pp for k in range(candidates)]
     return [count for count in counts if count <= total_tokens] or counts[:1]
@@ -128,15 +128,12 @@ def pack_counts(total_tokens: int, pp: int, candidates: int, max_pack_tokens: in
 def pack_greedily(
     work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int | None
 ) -> NDArray[np.int64]:
-    """The group of every document.
+    """Place documents in the order given and return the group of each; int64[n], `LEFT_OVER` = none.
 
     Args:
-        work_s: float64[n] in the order of placement, seconds, finite, not negative.
+        work_s: float64[n] seconds, finite, not negative.
         num_tokens: int64[n], at least 1 each.
         capacity: most tokens of a group (`<=`); None = no limit.
-
-    Returns:
-        int64[n], 0 .. num_groups - 1 or `LEFT_OVER`; some groups may stay empty.
 
     Raises:
         ConfigError: columns of different lengths, a bad work, length or group count.
@@ -152,12 +149,11 @@ def pack_greedily(
             f"pack_greedily: works {work.min()} .. {work.max()} must be finite and not negative, "
             f"the shortest length {sizes.min()} at least 1"
         )
-    limit = NO_LIMIT if capacity is None else capacity
-    return _native.pack_greedily(work, sizes, num_groups, limit)
+    return _native.pack_greedily(work, sizes, num_groups, NO_LIMIT if capacity is None else capacity)
 
 
 def members_of(group_of: NDArray[np.int64], items: NDArray[np.int64], num_groups: int) -> list[list[int]]:
-    """Per group of `pack_greedily` its items in the order of placement; items left over are in none."""
+    """List the items of every group of `pack_greedily` in the order of placement; items left over are in none."""
     placed = group_of != LEFT_OVER
     by_group = np.argsort(group_of[placed], kind="stable")
     members = items[placed][by_group].tolist()
@@ -173,7 +169,7 @@ def assign_evenly(problem: StepProblem, groups: list[list[int]], note: str = "")
 
 
 def assign_in_turn(problem: StepProblem, packs: list[list[int]], *, padded: bool = False) -> tuple[ReplicaChoice, ...]:
-    """Pack i goes to replica `i mod dp`; 1F1B in that order."""
+    """Give pack i to replica `i mod dp`; 1F1B in that order."""
     shares = [packs[dp_rank :: problem.layout.dp] for dp_rank in range(problem.layout.dp)]
     return run_packs(problem, shares, padded=padded)
 
@@ -192,15 +188,14 @@ def even_shares(problem: StepProblem, groups: list[list[int]]) -> Shares:
 def run_packs(
     problem: StepProblem, shares: Shares, note: str = "", *, padded: bool = False
 ) -> tuple[ReplicaChoice, ...]:
-    """Every replica's packs in the order given, under the schedule of the options (1F1B), priced and simulated."""
+    """Price and simulate every replica's packs in the order given, under the schedule of the options (1F1B)."""
     rule = problem.options.rule(ONE_F_ONE_B)
     packs = [pack for share in shares for pack in share]
     # All packs of the step as if they were one replica's; `doc` counts `everyone`.
     whole = whole_document_columns(packs, problem.num_tokens, problem.layout.cp, padded=padded)
     everyone = whole.doc.astype(np.int64)
     whole = replace(whole, doc=np.arange(len(everyone), dtype=np.int32))
-    policy, split = problem.policy_of(everyone), rule.splits_backward
-    all_tasks = pipeline_tasks(problem.costs, whole, whole, whole.stop, policy, split=split)
+    all_tasks = pipeline_tasks(problem.costs, problem.packs_of(everyone, whole), split=rule.splits_backward)
     choices: list[ReplicaChoice] = []
     actions: dict[int, ActionColumns] = {}
     for first, last in itertools.pairwise([0, *itertools.accumulate(map(len, shares))]):
@@ -209,8 +204,6 @@ def run_packs(
         tasks, documents = all_tasks.rows(first, last), everyone[lo:hi]
         if rule.reads_times or count not in actions:
             actions[count] = rule.actions(tasks, problem.cap_bytes)
-        label, policy = f"{counted(count, 'pack')}, {rule.name}", problem.policy_of(documents)
-        order, cap_bytes = actions[count], problem.cap_bytes
-        found = candidate(label, columns, columns, tasks, order, cap_bytes, policy, schedule=rule.name)
-        choices.append(ReplicaChoice(documents, found, note))
+        label, own = f"{counted(count, 'pack')}, {rule.name}", problem.packs_of(documents, columns)
+        choices.append(ReplicaChoice(documents, problem.ordered(label, own, tasks, actions[count], rule.name), note))
     return tuple(choices)

@@ -84,16 +84,6 @@ class SliceColumns:
         sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
         return sums.astype(np.float64, copy=False)
 
-    def assigned(self, chosen: NDArray[np.bool_], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
-        """Some slices, without padding, assigned to packs anew; in their order inside a pack.
-
-        Args:
-            chosen: bool[num_slices].
-            pack: int64[num_slices], the new pack of every slice.
-        """
-        order = np.flatnonzero(chosen)[np.argsort(pack[chosen], kind="stable")]
-        return self.taken(order, pack[order], num_packs)
-
     def taken(self, index: NDArray[np.int64], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
         """The slices with these indices, some perhaps several times, without padding.
 

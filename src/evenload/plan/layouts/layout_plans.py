@@ -208,7 +208,7 @@ class LayoutPlans:
     def _saves_memory(self, proposal: Proposal) -> bool:
         if self._start.options.policy != "choose":
             return False
-        policies = (choice.candidate.policy for choice in proposal.choices)
+        policies = (choice.candidate.packs.policy for choice in proposal.choices)
         return any(policy is not None and bool((policy != REPLAY).any()) for policy in policies)
 
 

@@ -1,4 +1,4 @@
-"""`auto`: one optimiser over all strategies, scored by simulated time within memory.
+"""Plan by `auto`: one optimiser over all strategies, scored by simulated time within memory.
 
     1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
     2  where several activation policies come close, each of the best is refined:
@@ -9,16 +9,14 @@
          last, the packs of the slowest under the other schedules
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
-The best of each is then priced as it will run, rank by rank where ranks share packs, and the fastest taken, so `auto`
-is never worse than any of them. Strategies solved by an exact solver are left out: they take seconds.
-
-Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the clock
-instead and is off by default, because the plan then depends on the machine.
+The best of each is then repriced, rank by rank where ranks share packs, and the fastest taken, so `auto` is never worse
+than any of them. Strategies solved by an exact solver are left out: they take seconds. The budget is a number of
+simulations (`max_candidates`), so plans are deterministic unless `time_budget_s` ends the search by the clock.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +25,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.activation_policy import work_s, worst_score
 from evenload.plan.candidates import Order, ReplicaSearch, Setting, Trial, by_time, score, score_of, trial_under
 from evenload.plan.cp_sharding import repriced_choices
-from evenload.plan.host_memory import beyond_memory_bytes, ordered_within_host
+from evenload.plan.host_memory import host_excess_bytes, ordered_within_host
 from evenload.plan.packing import pack_counts
 from evenload.plan.problem import CHOOSE, ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.search import SearchResult, SearchRules, best_packs, even_out, share_best
@@ -35,6 +33,7 @@ from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_po
 from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
+from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.schedule.step_ends import step_end
 
@@ -54,19 +53,16 @@ BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 
 @dataclass(frozen=True)
 class RefineRules:
-    """How far to improve what was found.
+    """Set how far to improve the result of a search.
 
     Args:
-        variants: of a trial, the same packs under other schedules; others: as these, tried at the end.
-        tapered: of a trial, others with smaller packs at both ends, for the heaviest replica.
+        others: schedules that are tried at the end.
         may_split: backwards may run as I and W; may_reorder: other settings of the list schedule may be tried.
         budget: trials over all replicas; what is due to every replica is always rated.
         time_budget_s: ends the search by the clock too.
     """
 
-    variants: Callable[[Trial], list[Trial]]
-    tapered: Callable[[Trial], list[Trial]]
-    others: Callable[[Trial], list[Trial]]
+    others: Sequence[ScheduleRule]
     may_split: bool
     may_reorder: bool
     budget: int
@@ -81,10 +77,12 @@ def refine(found: SearchResult, rules: RefineRules) -> None:
         return
     budget = _Budget(rules)
     representative = max(busy, key=lambda search: search.work_s)
-    varied = [representative, *found.blocks.values()]
-    score([(search, [v for trial in best_packs(search) for v in rules.variants(trial)]) for search in varied])
-    if not representative.is_near_bound():
-        score([(representative, [v for trial in best_packs(representative)[:TAPERED] for v in rules.tapered(trial)])])
+    if rules.may_split:
+        varied = [representative, *found.blocks.values()]
+        score([(one, [trial._replace(order=Order.LIST, split=True) for trial in best_packs(one)]) for one in varied])
+        if not representative.is_near_bound():
+            best = best_packs(representative)[:TAPERED]
+            score([(representative, [other for trial in best for other in _tapered(trial, representative)])])
     _improve(representative, budget, rules, PROBE_SHARE)
     share_best(representative, [search for search in busy if search is not representative], REFINED_SHARED)
     seconds = found.seconds()
@@ -118,10 +116,10 @@ def _try_others(found: SearchResult, rules: RefineRules) -> None:
 
 def _try_on_best_packs(search: ReplicaSearch, rules: RefineRules) -> None:
     best = search.best()
-    for other in [other for trial in best_packs(search) for other in rules.others(trial)]:
+    for other in [trial_under(trial.setting, rule) for trial in best_packs(search) for rule in rules.others]:
         made = score_of(search.build(other))
         # What is the same to rounding stays as it was found.
-        if made is not None and (made.excess_bytes, made.makespan_s) < (best.excess_bytes, WORTH_IT * best.makespan_s):
+        if made is not None and by_time(made) < (best.excess_bytes, WORTH_IT * best.makespan_s):
             search.add(other, made)
 
 
@@ -138,7 +136,7 @@ class _Budget:
 
 
 def _improve(search: ReplicaSearch, budget: _Budget, rules: RefineRules, share: float) -> bool:
-    """Rate neighbours of the best trials while the share of the budget lasts; whether the best got better."""
+    """Rate neighbours of the best trials while the share of the budget lasts; return whether the best improved."""
     before, keep = search.score_key(search.best()), int((1 - share) * budget.left())
     while budget.left() > keep and not search.is_near_bound():
         around = search.frontier(may_split=rules.may_split, may_reorder=rules.may_reorder)
@@ -149,7 +147,7 @@ def _improve(search: ReplicaSearch, budget: _Budget, rules: RefineRules, share: 
 
 
 class AutoOptions(StrategyOptions, tag="auto"):
-    """How far `auto` searches.
+    """Set how far `auto` searches.
 
     Args:
         split_backward: backwards may run as two actions, weight gradients later (zero bubble).
@@ -175,8 +173,10 @@ class AutoOptions(StrategyOptions, tag="auto"):
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
     """Plan a step by `slimpack`'s search and by `others`, but those that need a solver or choose a layout. Where
     nothing can plan the step, the error is the last strategy's."""
-    # As it runs, because that is what others are compared with.
-    plans: list[Planned] = [(problem, _as_run(problem, found.choices())) for problem, found in searched(problems)[:1]]
+    # Repriced, because that is what others are compared with.
+    plans: list[Planned] = [
+        (problem, _repriced(problem, found.choices())) for problem, found in _searched(problems)[:1]
+    ]
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
@@ -190,8 +190,8 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
             least_s = _least_seconds(rival, problems, plans[0][1]) if plans else 0.0
             if least_s is None:
                 continue
-            asked = _worth_asking(problems, plans[0][1]) if plans else problems
-            problem, answer = rival.plan_step(asked, enough_s=NO_GAIN * least_s)
+            promising = _promising(problems, plans[0][1]) if plans else problems
+            problem, answer = rival.plan_step(promising, enough_s=NO_GAIN * least_s)
             plans.append((problem, answer.choices))
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             # A strategy that does not apply (a document beyond its window) leaves the others.
@@ -199,29 +199,26 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     if not plans:
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
-    as_run = least_beyond_memory([(problem, _as_run(problem, choices)) for problem, choices in plans])
-    best = min(as_run, key=lambda planned: step_score(planned[1]))
+    plans = [(problem, _repriced(problem, choices)) for problem, choices in plans]
+    # Those that exceed memory by the least, of devices and hosts together; all that fit, where some do.
+    excesses = [
+        max(one.candidate.excess_bytes + host_excess_bytes(problem, one.candidate) for one in choices)
+        for problem, choices in plans
+    ]
+    plans = [planned for planned, excess in zip(plans, excesses, strict=True) if excess == min(excesses)]
+    best = min(plans, key=lambda planned: step_score(planned[1]))
     # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
     excess, limit_s = step_score(best[1])[0], _summed_s(*best)
-    close = [planned for planned in as_run if step_score(planned[1])[:2] <= (excess, limit_s)]
+    close = [planned for planned in plans if step_score(planned[1])[:2] <= (excess, limit_s)]
     return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
 
 
-def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
-    as_run = repriced_choices(problem, choices)
-    return tuple(ordered_within_host(problem, choice) or choice for choice in as_run)
+def _repriced(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
+    return tuple(ordered_within_host(problem, one) or one for one in repriced_choices(problem, choices))
 
 
-def least_beyond_memory(plans: list[Planned]) -> list[Planned]:
-    """Those that exceed memory by the least, of devices and hosts together (a device's share of host memory is less
-    than it may have of a node, and no plan beyond a device's memory runs); all that fit, where some do."""
-    beyond = [max(beyond_memory_bytes(problem, choice) for choice in choices) for problem, choices in plans]
-    return [planned for planned, excess in zip(plans, beyond, strict=True) if excess == min(beyond)]
-
-
-def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchResult]]:
-    """What the search by time finds under the policies that come close, the best first; none where no packs fit
-    limits."""
+def _searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchResult]]:
+    """Search by time under the policies that come close, the best first; none where no packs fit limits."""
     steps = search_policies(problems, rules_of)
     keys = [found.score_key()[:2] for _, found in steps]
     # Refining may still make the policies that come close the best.
@@ -232,8 +229,8 @@ def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchR
     return sorted(steps, key=lambda step: step[1].score_key())
 
 
-def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
-    """The policies whose work alone, spread evenly, takes less than what was found, where that fits memory."""
+def _promising(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
+    """Keep the policies whose work alone, spread evenly, takes less than a plan, where that fits memory."""
     if step_score(found)[0]:
         return list(problems)
     summed_s = _summed_s(problems[0], found)
@@ -241,7 +238,7 @@ def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, .
 
 
 def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
-    """What no plan of a strategy is faster than, 0 = not known; None where none can be faster than what was found.
+    """Bound the seconds of a strategy's plans, 0 = not known; None where none can be faster than the plan `found`.
 
     No plan of whole documents is faster than the longest one through all stages and back (where backwards are split,
     only I passes, so that is no bound). And where memory does not bind, a strategy that searches for time alone is as
@@ -262,42 +259,35 @@ def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tupl
 
 
 def rules_of(problem: StepProblem) -> SearchRules:
-    """As `slimpack` by time alone, and packs of whole documents always."""
+    """Return the rules of `slimpack` by time alone, always with packs of whole documents."""
     rules = replace(slimpack_rules(problem), score_key=by_time)
     return rules if problem.costs.model.causal else replace(rules, first=_whole_trials)
 
 
 def refine_rules(problem: StepProblem) -> RefineRules:
-    options, layout, asked = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
-    may_reorder = asked in (CHOOSE, LIST.name)
-    may_split = may_reorder and asked == CHOOSE and options.split_backward and layout.num_stages > 1
+    options, layout, schedule = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
+    may_split = schedule == CHOOSE and options.split_backward and layout.num_stages > 1
     others = [
         rule
         for rule in SCHEDULES.values()
         if rule.tried_by_auto
-        and asked == CHOOSE
+        and schedule == CHOOSE
         and layout.pp > 1
         and (may_split or not rule.splits_backward)
         and not (rule.one_stage_per_rank and layout.num_stages > layout.pp)
     ]
-    return RefineRules(
-        variants=lambda trial: [trial._replace(order=Order.LIST, split=True)] if may_split else [],
-        tapered=lambda trial: _tapered(trial, layout.pp) if may_split else [],
-        others=lambda trial: [trial_under(trial.setting, rule) for rule in others],
-        may_split=may_split,
-        may_reorder=may_reorder,
-        budget=options.max_candidates,
-        time_budget_s=options.time_budget_s,
-    )
+    may_reorder = schedule in (CHOOSE, LIST.name)
+    return RefineRules(others, may_split, may_reorder, options.max_candidates, options.time_budget_s)
 
 
 def _summed_s(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> float:
     return step_end(problem.costs, [choice.candidate.simulated() for choice in choices]).summed_s
 
 
-def _tapered(trial: Trial, pp: int) -> list[Trial]:
-    """Smaller packs at both ends, and I and W: several steps of the search at once, because one alone rarely pays."""
-    setting = trial.setting
+def _tapered(trial: Trial, search: ReplicaSearch) -> list[Trial]:
+    """Return trials with smaller packs at both ends, and I and W: several steps of the search at once, because one
+    alone rarely pays."""
+    setting, pp = trial.setting, search.problem.layout.pp
     if setting.cut == "whole":
         return []
     counts = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""`skrull`: global data scheduling and distributed-aware context parallelism, without a pipeline (Skrull §4).
+"""Plan by `skrull`: global data scheduling and distributed-aware context parallelism, without a pipeline (Skrull §4).
 
     1. bucket: tokens that one rank may hold, from the memory model; exact where Skrull fits a line (C.1)
     2. documents to replicas and micro-batches of at most bucket · cp tokens (GDS, eq. 8-11)
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory import owned_pipeline_bytes, pipeline_bytes
-from evenload.cost.pack_cost import PackCosts
+from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_split import rank_seconds
 from evenload.plan.candidates import idle_candidate
 from evenload.plan.dacp import SHARED, Groups, MicroBatch, StepDocuments, assign_micro_batches, assign_owners
-from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions, scheduled_candidate
+from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.stepplan.rank_rows import ranked_where_shared
@@ -37,7 +36,7 @@ BUCKETS_TRIED = 64  # Bucket sizes priced at once: four rounds find the largest 
 
 @dataclass(frozen=True, eq=False)
 class _Priced:
-    """One replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1], bytes."""
+    """Hold one replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1], bytes."""
 
     owner: NDArray[np.int64]
     forward_s: NDArray[np.float64]
@@ -46,11 +45,11 @@ class _Priced:
 
 
 class SkrullOptions(StrategyOptions, tag="skrull"):
-    """What `skrull` tries.
+    """Set what `skrull` tries.
 
     Args:
         as_published: Skrull's Algorithms 1 and 2 alone, with the repairs that they need to end within memory: documents
-            interleaved into micro-batches, whole on a rank while one has room.
+            interleaved into micro-batches, whole on a rank while one can hold them.
     """
 
     as_published: bool = False
@@ -64,19 +63,17 @@ def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         step = step_documents(problem, int(step.columns.share_tokens().max()))
         replicas = assign_micro_batches(step)
         assert replicas is not None, "a document of its own fits a bucket of its share"
-    priced = _price(problem, step, replicas)
-    choices = (_choice(problem, groups, found) for groups, found in zip(replicas, priced, strict=True))
     note = PUBLISHED_NOTE if step.as_published else ""
-    return tuple(dataclasses.replace(choice, note=note) for choice in choices)
+    priced = _price(problem, step, replicas)
+    return tuple(_choice(problem, groups, found, note) for groups, found in zip(replicas, priced, strict=True))
 
 
 def can_fit(problem: StepProblem) -> bool:
-    """Whether memory holds every document in a micro-batch of its own; no other plan of the step fits otherwise."""
+    """Check whether memory holds every document in a micro-batch of its own; otherwise no plan of the step fits."""
     if problem.cap_bytes is None or not len(problem.num_tokens):
         return True
-    codes = np.array([0] if problem.policy is None else np.unique(problem.policy), np.int8)
     least = np.array([-(-int(problem.num_tokens.max()) // problem.layout.cp)])
-    return bool((_peak_bytes(problem, least, codes) <= int(problem.cap_bytes.min())).all())
+    return bool((_peak_bytes(problem, least) <= int(problem.cap_bytes.min())).all())
 
 
 def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
@@ -84,8 +81,10 @@ def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
     limit = bucket * cp
     if problem.options.max_pack_tokens is not None:
         limit = min(limit, problem.options.max_pack_tokens)
-    local_s, gather_s = costs.document_seconds(num_tokens, problem.policy, ranks=1), _gather_seconds(costs, num_tokens)
-    columns = MicroBatch(num_tokens, local_s, problem.document_s, gather_s, cp, bucket)
+    local_s = costs.document_seconds(num_tokens, problem.policy, ranks=1)
+    alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens, cp)
+    gather_s = sum(costs.context_seconds(alone, direction)[0].sum(axis=1) for direction in _DIRECTIONS)
+    columns = MicroBatch(num_tokens, local_s, problem.document_s, np.asarray(gather_s), cp, bucket)
     empty = whole_document_columns([[]], num_tokens, cp)
     pack_s = sum(float(costs.compute_seconds(empty, direction).sum()) for direction in _DIRECTIONS)
     published = problem.options.own(SkrullOptions).as_published
@@ -93,17 +92,16 @@ def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
 
 
 def bucket_tokens(problem: StepProblem) -> int:
-    """Tokens that one rank may hold in a micro-batch (Skrull's C); 0 = nothing fits, without a limit the whole
-    step's."""
+    """Count the tokens that one rank may hold in a micro-batch (Skrull's C); 0 = nothing fits, without a limit the
+    whole step's."""
     most = max(1, int(problem.num_tokens.sum()))
     if problem.cap_bytes is None:
         return most
-    codes = np.array([0] if problem.policy is None else np.unique(problem.policy), np.int8)
     cap = int(problem.cap_bytes.min())
     low, high = 0, most
     while low < high:  # the most that fits lies in low..high; as many parts as are cheap to price at once
         tried = np.unique(np.linspace(low, high, BUCKETS_TRIED + 1).astype(np.int64)[1:])
-        fitting = int((_peak_bytes(problem, tried, codes) <= cap).sum())  # bytes grow with tokens
+        fitting = int((_peak_bytes(problem, tried) <= cap).sum())  # bytes grow with tokens
         low, high = (
             int(tried[fitting - 1]) if fitting else low,
             int(tried[fitting]) - 1 if fitting < len(tried) else high,
@@ -111,12 +109,13 @@ def bucket_tokens(problem: StepProblem) -> int:
     return low
 
 
-def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64], codes: NDArray[np.int8]) -> NDArray[np.int64]:
-    """Of every bucket under the most expensive policy, full of shared tokens; int64[buckets]."""
+def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the peak of every bucket, full of shared tokens under the most expensive policy; int64[buckets]."""
+    codes = np.array([0] if problem.policy is None else np.unique(problem.policy), np.int8)
     tokens = np.tile(buckets * problem.layout.cp, len(codes))
     columns = whole_document_columns([[index] for index in range(len(tokens))], tokens, problem.layout.cp)
-    policy = np.repeat(codes, len(buckets))
-    held = pipeline_bytes(problem.costs.model, problem.layout, columns, columns, tokens, policy)
+    packs = ReplicaPacks(columns, columns, tokens, np.repeat(codes, len(buckets)))
+    held = pipeline_bytes(problem.costs.model, problem.layout, packs)
     temporary = np.maximum(held.forward_temp_bytes, held.backward_temp_bytes)
     peak = (held.static_bytes + held.forward_kept_bytes + temporary).max(axis=1)
     return peak.reshape(len(codes), len(buckets)).max(axis=0)
@@ -137,8 +136,8 @@ def _price(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) ->
         else packs.slowest(rank_seconds(costs, packs, direction, policy))
         for packs, direction in zip(ranked_where_shared(costs, columns, columns, shardings), _DIRECTIONS, strict=True)
     )
-    owners = (owned.owner, owned.owner)
-    held = owned_pipeline_bytes(costs.model, costs.layout, columns, columns, num_tokens, policy, owners)
+    packs = ReplicaPacks(columns, columns, num_tokens, policy, (owned.owner, owned.owner))
+    held = pipeline_bytes(costs.model, costs.layout, packs)
     found = []
     for low, high in itertools.pairwise(np.cumsum([0, *map(len, replicas)]).tolist()):
         owner = owned.owner[columns.pack_offset[low] : columns.pack_offset[high]]
@@ -146,14 +145,13 @@ def _price(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) ->
     return found
 
 
-def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaChoice:
+def _choice(problem: StepProblem, groups: Groups, priced: _Priced, note: str) -> ReplicaChoice:
     documents = np.array(sorted(itertools.chain.from_iterable(groups)), np.int64)
-    num_tokens, policy = problem.num_tokens[documents], problem.policy_of(documents)
-    costs, cp = problem.costs, problem.layout.cp
     if not groups:
-        return ReplicaChoice(documents, idle_candidate(problem))
-    place = dict(zip(documents.tolist(), range(len(documents)), strict=True))
-    columns = whole_document_columns([[place[document] for document in group] for group in groups], num_tokens)
+        return ReplicaChoice(documents, idle_candidate(problem), note)
+    cp, place = problem.layout.cp, dict(zip(documents.tolist(), range(len(documents)), strict=True))
+    of_groups = [[place[document] for document in group] for group in groups]
+    columns = whole_document_columns(of_groups, problem.num_tokens[documents])
     columns = dataclasses.replace(columns, cp=np.where(priced.owner == SHARED, cp, 1))
     tasks = PipelineTasks(
         forward_s=priced.forward_s,
@@ -161,22 +159,17 @@ def _choice(problem: StepProblem, groups: Groups, priced: _Priced) -> ReplicaCho
         p2p_forward_s=np.zeros(len(groups)),
         p2p_backward_s=np.zeros(len(groups)),
         forwards_needed=np.arange(1, len(groups) + 1, dtype=np.int32),
-        stage_to_rank=np.array(costs.layout.stage_to_rank, np.int32),
+        stage_to_rank=np.array(problem.layout.stage_to_rank, np.int32),
         held=priced.held,
     )
     shared = int((priced.owner == SHARED).sum())
     label = f"{counted(len(groups), 'micro-batch')}, {shared} of {counted(len(documents), 'document')} shared"
-    found = scheduled_candidate(label, columns, columns, tasks, ONE_F_ONE_B, problem.cap_bytes, policy)
+    found = problem.scheduled(label, problem.packs_of(documents, columns), ONE_F_ONE_B, tasks)
     if cp > 1:
         owner = priced.owner.tolist()
         shardings = tuple(tuple(owner[low:high]) for low, high in itertools.pairwise(columns.pack_offset.tolist()))
         found = dataclasses.replace(found, shardings=shardings)
-    return ReplicaChoice(documents, found)
-
-
-def _gather_seconds(costs: PackCosts, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    alone = whole_document_columns([[index] for index in range(len(num_tokens))], num_tokens, costs.layout.cp)
-    return sum(costs.context_seconds(alone, direction)[0].sum(axis=1) for direction in _DIRECTIONS)  # type: ignore[return-value]
+    return ReplicaChoice(documents, found, note)
 
 
 SKRULL = Strategy(
