@@ -139,10 +139,11 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
     if problems[0].cap_bytes is None:  # every other policy costs time to save memory
         return RankedPolicies([((0, 0.0), problems[0])], 1, [])
     # The same ways of sharing for all: policies move seconds, hardly which documents are long.
-    uneven, long = _merges_to_rate(problems[0])
+    outliers = merge_documents(problems[0]) if problems[0].options.dp_merge else None
+    uneven = [outliers, *uniform_merges(problems[0], outliers)] if outliers else []
     boundless = replace(problems[0], cap_bytes=None)
     least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
-    merges = [*uneven, *long]
+    merges = [*uneven, *(long_merges(problems[0]) if problems[0].options.dp_merge else [])]
     found: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
         if found and (0, work_s(problem)) >= min(found)[0]:
@@ -168,13 +169,6 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
 def work_s(problem: StepProblem) -> float:
     """Return the seconds of all work of a step spread evenly over all pipelines."""
     return float(problem.document_s.sum()) / (problem.layout.dp * problem.layout.pipeline_ranks)
-
-
-def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
-    if not problem.options.dp_merge:
-        return [], []
-    outliers = merge_documents(problem)
-    return [outliers, *uniform_merges(problem, outliers)] if outliers else [], long_merges(problem)
 
 
 def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> tuple[Estimate, list[Estimate]]:

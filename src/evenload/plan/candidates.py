@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,16 +238,7 @@ class TrialScore(NamedTuple):
     imbalance_backward: float
 
 
-# By the ranks that share documents, and the documents.
-KnownScores = dict[tuple[int, bytes], dict["Trial", "TrialScore | None"]]
-_KNOWN_SCORES: WeakKeyDictionary[StepProblem, KnownScores] = WeakKeyDictionary()
 NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
-
-
-def known_scores(problem: StepProblem) -> KnownScores:
-    """Return the scores that all searches of a problem share: `slimpack` and `auto` rate nearly the same trials, and a
-    step that exceeds host memory is searched again under policies that were rated before."""
-    return _KNOWN_SCORES.setdefault(problem, {})
 
 
 def by_time(score: TrialScore) -> tuple[int, float]:
@@ -258,10 +248,12 @@ def by_time(score: TrialScore) -> tuple[int, float]:
 class ReplicaSearch:
     """Rate trials of some documents (int64[k], indices into the problem's arrays), and rank them.
 
+    Searches of one problem share scores: `slimpack` and `auto` rate nearly the same trials, and a step that exceeds
+    host memory is searched again under policies that were rated before.
+
     Args:
         ranks: that share every slice; default: the context-parallel ranks of the layout.
         score_key: how trials are ranked, smaller is better.
-        known: scores that searches of the same problem share.
     """
 
     def __init__(
@@ -270,15 +262,11 @@ class ReplicaSearch:
         documents: NDArray[np.int64],
         ranks: int | None = None,
         score_key: Callable[[TrialScore], tuple[int, float]] = by_time,
-        known: KnownScores | None = None,
     ) -> None:
-        self.problem = problem
-        self.pool = known
+        self.problem, self.documents, self.score_key = problem, documents, score_key
         self.ranks = problem.layout.cp if ranks is None else ranks
         key = (self.ranks, documents.tobytes())
-        self.known: dict[Trial, TrialScore | None] = {} if known is None else known.setdefault(key, {})
-        self.score_key = score_key
-        self.documents = documents
+        self.known: dict[Trial, TrialScore | None] = problem.known_scores.setdefault(key, {})
         self.num_tokens = np.ascontiguousarray(problem.num_tokens[documents])
         self.policy = problem.policy_of(documents)
         self.scores: dict[Trial, TrialScore | None] = {}
@@ -287,7 +275,7 @@ class ReplicaSearch:
 
     def over(self, documents: NDArray[np.int64]) -> "ReplicaSearch":
         """Begin a search over other documents, otherwise alike."""
-        return ReplicaSearch(self.problem, documents, self.ranks, self.score_key, self.pool)
+        return ReplicaSearch(self.problem, documents, self.ranks, self.score_key)
 
     @functools.cached_property
     def work_s(self) -> float:
@@ -354,6 +342,11 @@ class ReplicaSearch:
         tasks = pipeline_tasks(problem.costs, packs, split=split or trial.split)
         counts = f"{packs.forward.num_packs} forward and {packs.backward.num_packs} backward packs"
         return problem.scheduled(f"{counts}, {trial.describe()}", packs, trial.rule(), tasks)
+
+    def build_best(self, *, split: bool) -> Candidate:
+        candidate = self.build(self.ranking()[0], split=split)
+        assert candidate is not None, "only possible trials are ranked"
+        return candidate
 
 
 def idle_candidate(problem: StepProblem) -> Candidate:

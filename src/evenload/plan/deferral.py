@@ -198,7 +198,9 @@ def release_balanced(hand: AtHand) -> NDArray[np.bool_]:
     # Where a document waits its twins wait too: a step gains nothing by some of them.
     is_edge = np.concatenate([[True], works[1:] < works[:-1], [True]])[: most + 1]
     degrees = degrees[: most + 1]
-    limit = _limit(hand.recent_delay_steps)
+    beyond, left = hand.recent_delay_steps - EASY_DELAY_STEPS, MOST_DELAY_STEPS - hand.recent_delay_steps
+    looser = LOOSER_PER_STEP * max(0.0, beyond) * (MOST_DELAY_STEPS - EASY_DELAY_STEPS)
+    limit = np.inf if left <= 0 else TIGHT_DEGREE + looser / left
     even = is_edge & (degrees <= limit)
     if hand.recent_delay_steps <= EASY_DELAY_STEPS and even.any() and not hand.must.any():
         waiting = int(even.argmax())
@@ -216,13 +218,6 @@ def release_balanced(hand: AtHand) -> NDArray[np.bool_]:
     due = np.ones(len(fixed), bool)
     due[free[:best]] = False
     return due
-
-
-def _limit(recent_delay_steps: float) -> float:
-    beyond, left = recent_delay_steps - EASY_DELAY_STEPS, MOST_DELAY_STEPS - recent_delay_steps
-    if left <= 0:
-        return np.inf
-    return TIGHT_DEGREE + LOOSER_PER_STEP * max(0.0, beyond) * (MOST_DELAY_STEPS - EASY_DELAY_STEPS) / left
 
 
 def _estimate(
@@ -264,15 +259,6 @@ def _degree(work_s: NDArray[np.float64], n: int) -> float:
 def queue_of(num_tokens: NDArray[np.int64], outlier_lengths: tuple[int, ...]) -> NDArray[np.int64]:
     """Return the queue `i` with `L_i <= length < L_{i+1}` from 0, -1 for documents that are no outliers; int64[n]."""
     return np.searchsorted(np.array(outlier_lengths, np.int64), num_tokens, side="right").astype(np.int64) - 1
-
-
-def grow_sample(sample: tuple[int, ...], new: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.array(sample, np.int64), new])[:SAMPLE_LENGTHS]
-
-
-def should_tune(num_batches: int, num_sampled: int) -> bool:
-    """Check for batches 1, 2, 4, 8, … and for a complete sample."""
-    return (num_batches + 1).bit_count() == 1 or num_sampled == SAMPLE_LENGTHS
 
 
 def tune_outlier_lengths(

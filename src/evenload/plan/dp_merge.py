@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing import longest_first
-from evenload.plan.problem import Candidate, StepProblem
+from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.document import ReplicaBlock, block_sizes, nested_sizes
 from evenload.types.pipeline import ActionColumns, PipelineTasks
@@ -153,17 +153,18 @@ def _longest_first(
     return [np.sort(documents[np.array(group, np.int64)]) for group in groups]
 
 
-def in_phases(problem: StepProblem, phases: list[Candidate], documents: list[NDArray[np.int64]]) -> Candidate:
-    """Make one candidate that runs others one after the other on every rank, of the documents of all phases."""
-    first_doc = np.cumsum([0, *(len(group) for group in documents[:-1])]).tolist()
+def in_phases(problem: StepProblem, choices: list[ReplicaChoice]) -> ReplicaChoice:
+    """Make one choice that runs others one after the other on every rank, of the documents of all."""
+    phases, documents = [one.candidate for one in choices], np.concatenate([one.documents for one in choices])
+    first_doc = np.cumsum([0, *(len(one.documents) for one in choices[:-1])]).tolist()
     forward = SliceColumns.concat([phase.packs.forward for phase in phases], first_doc)
     backward = SliceColumns.concat([phase.packs.backward for phase in phases], first_doc)
-    packs = problem.packs_of(np.concatenate(documents), forward, backward)
+    packs = problem.packs_of(documents, forward, backward)
     used = [phase for phase in phases if phase.packs.forward.num_packs]
     label = "; then ".join(phase.label for phase in used)
     schedule = ", ".join(dict.fromkeys(phase.schedule for phase in used))
     tasks = PipelineTasks.concat([phase.tasks for phase in phases])
-    return problem.ordered(label, packs, tasks, _joined_actions(phases), schedule)
+    return ReplicaChoice(documents, problem.ordered(label, packs, tasks, _joined_actions(phases), schedule))
 
 
 def _joined_actions(phases: list[Candidate]) -> ActionColumns:

@@ -165,16 +165,7 @@ Shares = list[list[list[int]]]  # Per replica, per pack, document indices of the
 
 
 def assign_evenly(problem: StepProblem, groups: list[list[int]], note: str = "") -> tuple[ReplicaChoice, ...]:
-    return run_packs(problem, even_shares(problem, groups), note)
-
-
-def assign_in_turn(problem: StepProblem, packs: list[list[int]], *, padded: bool = False) -> tuple[ReplicaChoice, ...]:
-    """Give pack i to replica `i mod dp`; 1F1B in that order."""
-    shares = [packs[dp_rank :: problem.layout.dp] for dp_rank in range(problem.layout.dp)]
-    return run_packs(problem, shares, padded=padded)
-
-
-def even_shares(problem: StepProblem, groups: list[list[int]]) -> Shares:
+    """Share groups evenly among replicas, by number and by time; 1F1B, longest packs first."""
     groups = [group for group in groups if group]
     dp = problem.layout.dp
     group_of = np.repeat(np.arange(len(groups)), np.array([len(group) for group in groups], np.int64))
@@ -182,7 +173,13 @@ def even_shares(problem: StepProblem, groups: list[list[int]]) -> Shares:
     group_s = np.bincount(group_of, weights=problem.document_s[documents], minlength=len(groups)).astype(np.float64)
     one_each = np.ones(len(groups), np.int64)
     shares = longest_first(group_s, dp, num_tokens=one_each, capacity=max(1, -(-len(groups) // dp)))
-    return [[groups[index] for index in share] for share in shares]
+    return run_packs(problem, [[groups[index] for index in share] for share in shares], note)
+
+
+def assign_in_turn(problem: StepProblem, packs: list[list[int]], *, padded: bool = False) -> tuple[ReplicaChoice, ...]:
+    """Give pack i to replica `i mod dp`; 1F1B in that order."""
+    shares = [packs[dp_rank :: problem.layout.dp] for dp_rank in range(problem.layout.dp)]
+    return run_packs(problem, shares, padded=padded)
 
 
 def run_packs(

@@ -11,7 +11,7 @@ that strategy's file, and a table of its name in a configuration: `plan.options.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -212,6 +212,8 @@ class StepProblem:
     policy: NDArray[np.int8] | None = None
     host_device_bytes: int | None = None
     document_s: NDArray[np.float64] = field(init=False)
+    # Scores that searches of this problem share, by ranks and documents, then by trial (`plan.candidates`).
+    known_scores: dict[tuple[int, bytes], dict[Any, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "document_s", self.costs.document_seconds(self.num_tokens, self.policy))

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from evenload.plan.candidates import (
     CUTS,
-    KnownScores,
     Order,
     ReplicaSearch,
     Setting,
@@ -29,7 +28,7 @@ from evenload.plan.candidates import (
     score,
 )
 from evenload.plan.dp_merge import Merge, in_phases
-from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
+from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.types.document import ReplicaBlock
 
 VARIED = 4  # Best settings of a representative replica whose packs are tried under other schedules
@@ -54,7 +53,6 @@ class SearchRules:
             memory.
         variants: of a trial, the same packs under other schedules.
         shared: best trials of the representative replica that every replica rates.
-        known: scores that searches of the same problem share.
     """
 
     first: Callable[[ReplicaSearch], list[Trial]]
@@ -62,12 +60,11 @@ class SearchRules:
     fallback: Callable[[ReplicaSearch], list[Trial]] = lambda search: []
     score_key: Callable[[TrialScore], tuple[int, float]] = by_time
     shared: int = 3
-    known: KnownScores | None = None
     even_out: bool = True
 
     def search(self, problem: StepProblem, documents: NDArray[np.int64], replicas: int = 1) -> ReplicaSearch:
         """Begin a search over documents that so many replicas share."""
-        return ReplicaSearch(problem, documents, replicas * problem.layout.cp, self.score_key, self.known)
+        return ReplicaSearch(problem, documents, replicas * problem.layout.cp, self.score_key)
 
 
 def rate_by_representative(
@@ -154,26 +151,14 @@ class SearchResult:
         # Phases are joined column by column, so all are priced with I and W where any runs them.
         used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
         split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
-        shared = {block: _best_candidate(search, split) for block, search in self.blocks.items()}
-        return tuple(self._choice(replica, shared, split) for replica in range(len(self.own)))
-
-    def _choice(self, replica: int, shared: dict[ReplicaBlock, Candidate], split: bool) -> ReplicaChoice:
-        search = self.own[replica]
-        phases = [(shared[block], self.blocks[block].documents) for block in self.blocks_of(replica)]
-        if len(search.documents):
-            phases.append((_best_candidate(search, split), search.documents))
-        if not phases:
-            phases.append((idle_candidate(search.problem), search.documents))
-        if len(phases) == 1:
-            return ReplicaChoice(phases[0][1], phases[0][0])
-        candidates, documents = [phase[0] for phase in phases], [phase[1] for phase in phases]
-        return ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents))
-
-
-def _best_candidate(search: ReplicaSearch, split: bool) -> Candidate:
-    found = search.build(search.ranking()[0], split=split)
-    assert found is not None, "only possible trials are ranked"
-    return found
+        best = {id(search): ReplicaChoice(search.documents, search.build_best(split=split)) for search in used}
+        choices = []
+        for replica, own in enumerate(self.own):
+            shared = [best[id(self.blocks[block])] for block in self.blocks_of(replica)]
+            phases = [*shared, best[id(own)]] if len(own.documents) else shared
+            idle = ReplicaChoice(own.documents, idle_candidate(own.problem)) if not phases else None
+            choices.append(idle or (phases[0] if len(phases) == 1 else in_phases(own.problem, phases)))
+        return tuple(choices)
 
 
 def starts_s(blocks: dict[ReplicaBlock, ReplicaSearch], replicas: int) -> NDArray[np.float64]:

@@ -28,7 +28,6 @@ from evenload.plan.candidates import (
     Setting,
     Trial,
     TrialScore,
-    known_scores,
     orders_of,
     score,
     trial_under,
@@ -214,7 +213,6 @@ def slimpack_rules(problem: StepProblem, orders: Sequence[Order | ScheduleRule] 
         fallback=partial(_fallback_trials, order=orders[0]),
         score_key=partial(_score_key, most_uneven),
         shared=min(SHARED_TRIALS, max(FEWEST_SHARED, ALL_SHARED // problem.layout.dp)),
-        known=known_scores(problem),
     )
 
 

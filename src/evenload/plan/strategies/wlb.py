@@ -35,10 +35,8 @@ from evenload.plan.deferral import (
     AtHand,
     DelayedChoice,
     due_documents,
-    grow_sample,
     queue_of,
     release_balanced,
-    should_tune,
     tune_outlier_lengths,
 )
 from evenload.plan.packing import LEFT_OVER, assign_evenly, members_of, pack_greedily
@@ -172,9 +170,10 @@ def _thresholds(problem: StepProblem, arrivals: Arrivals, count: int) -> tuple[t
     new = problem.num_tokens[arrivals.is_new]
     if not len(new) or (state.num_batches and not state.sample):
         return state.outlier_lengths, state.sample  # nothing learnt, or tuned for good
-    sample = grow_sample(state.sample, new)
+    sample = np.concatenate([np.array(state.sample, np.int64), new])[:SAMPLE_LENGTHS]
     lengths = state.outlier_lengths
-    if should_tune(state.num_batches, len(sample)):
+    # With batches 1, 2, 4, 8, … and when the sample is complete.
+    if (state.num_batches + 1).bit_count() == 1 or len(sample) == SAMPLE_LENGTHS:
         lengths = tune_outlier_lengths(
             sample,
             problem.costs.document_seconds(sample),
