@@ -1,15 +1,14 @@
 """Pack whole documents into groups, and price and schedule groups as packs of all replicas.
 
 Best-fit decreasing fills windows as Megatron-LM's baseline does (Krell et al. 2021); O(n log n). Longest first is
-Graham's LPT (1969): at most 4/3 - 1/(3k) of the best makespan, in practice 1.0001 on thousands of documents; O(n log
-n), and O(n k) where most groups are full under a token capacity. `pack_greedily` is the inner loop of WLB's Algorithm
-1: each document, in the order given, goes to the group with the least work; where that would exceed the token limit to
-the group with the fewest tokens; where that would too it is left over. Equal groups go by the lowest index.
+Graham's LPT (1969): at most 4/3 - 1/(3k) of the best makespan; O(n log n), and O(n k) where most groups are full under
+a token capacity. `pack_greedily` is the inner loop of WLB's Algorithm 1: each document, in the order given, goes to the
+group with the least work; where that would exceed the token limit to the group with the fewest tokens; where that would
+too it is left over. Replicas are such groups, too (SlimPack phase 1, §4.1.1), balanced by predicted seconds.
 
-Replicas are such groups, too (SlimPack phase 1, §4.1.1), balanced by predicted forward and backward seconds. A
-replica's packs are consecutive rows of the step's one long `SliceColumns`, so numpy's fixed cost is paid once a step;
-replicas with equally many packs share one schedule. Evenly shared, no replica has more than ceil(packs / dp) of them,
-the longest first: the pipeline drains on short ones.
+All packs of a step are priced at once, because numpy's cost is by the call; replicas with equally many packs share one
+schedule. Evenly shared, no replica has more than ceil(packs / dp) packs, the longest first: pipelines drain on short
+ones.
 """
 
 import itertools
@@ -32,15 +31,13 @@ NO_LIMIT = 2**62  # Tokens that no group reaches
 
 
 def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Place documents, longest first, into the fullest bin that still has room.
-
-    Equal lengths go in index order; equally full bins by the lowest bin index.
+    """Place documents, longest first, into the fullest bin that can hold them; equal lengths and bins by index.
 
     Args:
         num_tokens: int64[n], each at least 1; `capacity`: tokens of a bin.
 
     Returns:
-        Per bin its document indices in the order they were placed.
+        Per bin its document indices in the order of placement.
 
     Raises:
         ConfigError, InfeasiblePlanError: a length below 1, or longer than `capacity`.
@@ -56,10 +53,9 @@ def longest_first(
     capacity: int | None = None,
     load_s: NDArray[np.float64] | None = None,
 ) -> list[list[int]]:
-    """Place items in descending work into the group with the least work that has room.
-
-    Equal works go in index order; equally loaded groups by the lowest index. With a capacity, a new group opens when no
-    group has room, so more than `num_groups` may come back; with fewer items than groups the last come back empty.
+    """Place items in descending work into the group with the least work that can hold them; equal ones by index. With a
+    capacity, a new group opens where none can hold an item, so more than `num_groups` may come back; with fewer items
+    than groups the last come back empty.
 
     Args:
         work_s: float64[n] seconds, finite and not negative.
@@ -67,34 +63,36 @@ def longest_first(
         load_s: float64[num_groups], the work that groups begin with, not negative; None = nothing.
 
     Returns:
-        Per group its item indices in the order they were placed.
+        Per group its item indices in the order of placement.
 
     Raises:
         ConfigError, InfeasiblePlanError: values out of range; an item of more than `capacity` tokens.
     """
-    work = np.ascontiguousarray(work_s, dtype=np.float64)
-    if work.ndim != 1 or not np.isfinite(work).all() or (work < 0).any():
-        raise ConfigError(f"longest_first: work_s of shape {work.shape} must be one finite column without negatives")
-    if num_groups < 1:
-        raise ConfigError(f"longest_first: num_groups is {num_groups}, must be at least 1")
-    if (num_tokens is None) != (capacity is None):
-        raise ConfigError("longest_first: give num_tokens and capacity together, or neither")
+    work = _checked_work("longest_first", work_s, num_groups)
     sizes, limit = np.empty(0, dtype=np.int64), 1
     if num_tokens is not None and capacity is not None:
         sizes, limit = _checked_tokens(num_tokens, capacity), capacity
-        if len(sizes) != len(work):
-            raise ConfigError(f"longest_first: {len(work)} works but {len(sizes)} lengths")
-    loads = None if load_s is None else np.ascontiguousarray(load_s, dtype=np.float64)
-    if loads is not None and (loads.shape != (num_groups,) or not np.isfinite(loads).all() or (loads < 0).any()):
-        raise ConfigError(
-            f"longest_first: load_s of shape {loads.shape} must be one finite column of {num_groups} without negatives"
-        )
+    if (num_tokens is None) != (capacity is None) or (num_tokens is not None and len(sizes) != len(work)):
+        raise ConfigError(f"longest_first: give {len(work)} lengths and capacity together, or neither")
+    loads = None if load_s is None else _checked_work("longest_first: load_s", load_s, num_groups)
+    if loads is not None and len(loads) != num_groups:
+        raise ConfigError(f"longest_first: {len(loads)} loads for {num_groups} groups")
     return _split(*_native.longest_first(work, num_groups, sizes, limit, loads))
 
 
 def assign_replicas(document_s: NDArray[np.float64], dp: int) -> list[NDArray[np.int64]]:
     """Assign documents to replicas by forward + backward seconds (float64[n]), longest first; indices ascending."""
     return [np.sort(np.array(group, dtype=np.int64)) for group in longest_first(document_s, dp)]
+
+
+def _checked_work(name: str, work_s: NDArray[np.float64], num_groups: int) -> NDArray[np.float64]:
+    work = np.ascontiguousarray(work_s, np.float64)
+    if work.ndim != 1 or not np.isfinite(work).all() or (work < 0).any() or num_groups < 1:
+        raise ConfigError(
+            f"{name}: works of shape {work.shape} must be a column, finite and not negative, num_groups {num_groups} "
+            "at least 1"
+        )
+    return work
 
 
 def _checked_tokens(num_tokens: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
@@ -138,17 +136,9 @@ def pack_greedily(
     Raises:
         ConfigError: columns of different lengths, a bad work, length or group count.
     """
-    work = np.ascontiguousarray(work_s, np.float64)
-    sizes = np.ascontiguousarray(num_tokens, np.int64)
-    if work.ndim != 1 or work.shape != sizes.shape:
-        raise ConfigError(f"pack_greedily: work_s of shape {work.shape} and num_tokens {sizes.shape} must be columns")
-    if num_groups < 1:
-        raise ConfigError(f"pack_greedily: num_groups is {num_groups}, must be at least 1")
-    if len(work) and not (np.isfinite(work).all() and work.min() >= 0 and sizes.min() >= 1):
-        raise ConfigError(
-            f"pack_greedily: works {work.min()} .. {work.max()} must be finite and not negative, "
-            f"the shortest length {sizes.min()} at least 1"
-        )
+    work, sizes = _checked_work("pack_greedily", work_s, num_groups), np.ascontiguousarray(num_tokens, np.int64)
+    if work.shape != sizes.shape or (len(sizes) and sizes.min() < 1):
+        raise ConfigError(f"pack_greedily: {len(work)} works need as many lengths, each at least 1")
     return _native.pack_greedily(work, sizes, num_groups, NO_LIMIT if capacity is None else capacity)
 
 
