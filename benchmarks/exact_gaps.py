@@ -122,7 +122,7 @@ def measure_instance(tokens: NDArray[np.int64], cost: PackCosts) -> list[Gap]:
     replicas = [group.tolist() for group in assign_replicas(seconds, GROUPS)]
     gaps.append(_gap("DP assignment", "LPT", seconds, replicas, tokens, int(tokens.sum())))
 
-    work = cost.forward_work()
+    work = cost.work_curve("forward")
     packs = partition_by_work(tokens, everyone.astype(np.int32), work, PACKS)
     largest = float(packs.pack_sums(work.slice_works_s(packs.start, packs.stop)).max())
     bound = exact_slice_bound(tokens, everyone, work, PACKS)

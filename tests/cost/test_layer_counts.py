@@ -17,7 +17,7 @@ from evenload.cost.layer_counts import (
     training_flops,
     workspace_rates,
 )
-from evenload.cost.memory import pipeline_bytes
+from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.types.cluster import LinkSpec
@@ -91,8 +91,8 @@ def test_packs_by_hand():
     packs = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
     forward = SliceColumns.from_ranges([[(0, 0, 10), (1, 0, 3)]])
     layout, lengths = even_layout(3, pp=2), np.array([10, 3])
-    without = pipeline_bytes(sample_model(), layout, forward, packs, lengths)
-    found = pipeline_bytes(TINY, layout, forward, packs, lengths)
+    without = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, packs, lengths))
+    found = pipeline_bytes(TINY, layout, ReplicaPacks(forward, packs, lengths))
     workspace = [
         264 * (rows + 128 * slices) + 32 * prefix_keys + 32 * keys
         for rows, slices, prefix_keys, keys in ((2, 1, 8, 10), (4, 1, 4, 8), (7, 2, 0, 7))
@@ -113,6 +113,6 @@ def test_the_core_charges_the_same(case, cp, kv_heads):
     link = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1)
     coefficients = sample_coefficients(intra_node=link, inter_node=link, devices_per_node=64)
     costs = PackCosts(model, coefficients, layout)
-    found = pipeline_tasks(costs, forward, backward, num_tokens).held
-    expected = pipeline_bytes(model, layout, forward, backward, num_tokens)
+    packs = ReplicaPacks(forward, backward, num_tokens)
+    found, expected = pipeline_tasks(costs, packs).held, pipeline_bytes(model, layout, packs)
     np.testing.assert_array_equal(found.backward_temp_bytes, expected.backward_temp_bytes)

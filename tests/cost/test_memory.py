@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import cut_documents, sample_coefficients, sample_model
-from evenload.cost.memory import (
-    owned_pipeline_bytes,
-    parameters_per_rank,
-    pipeline_bytes,
-    rank_view,
-    static_bytes,
-)
+from evenload.cost.memory import ReplicaPacks, parameters_per_rank, pipeline_bytes, static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.types.cluster import LinkSpec
@@ -32,7 +26,7 @@ def test_ledger_of_two_documents_by_hand() -> None:
     layout = even_layout(3, pp=2)  # 2 + 1 layers; the last also keeps 2·8 bytes of final hidden states a token
     forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
     backward = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
-    found = pipeline_bytes(sample_model(), layout, forward, backward, np.array([10, 3]))
+    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, backward, np.array([10, 3])))
     chunk = np.array([2 * ACTIVATION, ACTIVATION + 16])
     kv, gradient = np.array([2, 1]) * KV, np.array([2, 1]) * KV_GRADIENT
     np.testing.assert_array_equal(found.forward_kept_bytes, [6 * chunk + 10 * kv, 7 * chunk + 3 * kv])
@@ -65,8 +59,8 @@ def test_policies_keep_what_they_say_by_hand() -> None:
     packs = SliceColumns.from_ranges([[(0, 0, 10), (1, 0, 4)], [(2, 0, 6)]])
     lengths = np.array([10, 4, 6])
     layout = even_layout(3, pp=2)
-    plain = pipeline_bytes(sample_model(), layout, packs, packs, lengths)
-    found = pipeline_bytes(sample_model(), layout, packs, packs, lengths, np.array([0, 1, 2], np.int8))
+    plain = pipeline_bytes(sample_model(), layout, ReplicaPacks(packs, packs, lengths))
+    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(packs, packs, lengths, np.array([0, 1, 2], np.int8)))
     layers, final = np.array([2, 1]), np.array([0, 16])
     recomputed = 2 * (8 + 8) + 2 * 4  # layer input, attention output, log-sum-exp
     kept = [
@@ -90,7 +84,7 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
     policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
     layout = even_layout(3, cp=cp, pp=pp)
     forward, backward = (replace(packs, cp=np.full(packs.num_slices, cp)) for packs in (forward, backward))
-    found = pipeline_bytes(sample_model(), layout, forward, backward, np.array(lengths), policy)
+    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, backward, np.array(lengths), policy))
     np.testing.assert_array_equal(found.forward_kept_bytes.sum(axis=0), found.backward_freed_bytes.sum(axis=0))
     live = found.forward_kept_bytes.sum(axis=0) - np.cumsum(found.backward_freed_bytes, axis=0)
     assert (live >= 0).all()
@@ -100,11 +94,11 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
 def test_context_parallel_ranks_hold_their_tokens_and_gathered_keys_of_cut_documents() -> None:
     pieces = [[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]], [[(0, 0, 9), (1, 0, 3)]]
     shared, whole = ([SliceColumns.from_ranges(packs, cp) for packs in pieces] for cp in (2, 1))
-    found = pipeline_bytes(sample_model(), even_layout(3, cp=2), *shared, np.array([9, 3]))
+    found = pipeline_bytes(sample_model(), even_layout(3, cp=2), ReplicaPacks(*shared, np.array([9, 3])))
     chunk = 3 * ACTIVATION + 16
     # 9 tokens of keys of the cut document, 2 of 3 (rounded up) of the whole one.
     assert found.forward_kept_bytes[:, 0].tolist() == [3 * chunk + 9 * 3 * KV, (2 + 2) * chunk + 2 * 3 * KV]
-    alone = pipeline_bytes(sample_model(), even_layout(3), *whole, np.array([9, 3]))
+    alone = pipeline_bytes(sample_model(), even_layout(3), ReplicaPacks(*whole, np.array([9, 3])))
     gathered = 12 * (KV + KV_GRADIENT)
     assert found.backward_temp_bytes[0, 0] - gathered == (alone.backward_temp_bytes[0, 0]) // 12 * 7
     # Optimizer state is sharded over context ranks too.
@@ -132,9 +126,12 @@ def test_bytes_are_those_of_the_fullest_rank(lengths, cp, packs, mixed, data) ->
     layout, model = even_layout(3, cp=cp), sample_model()
     columns = whole_document_columns(groups, num_tokens)
     columns = dataclasses.replace(columns, cp=np.where(owner < 0, cp, 1))
-    found = owned_pipeline_bytes(model, layout, columns, columns, num_tokens, policy, (owner, owner))
-    views = [rank_view(columns, owner, rank) for rank in range(cp)]
-    held = [pipeline_bytes(model, layout, view, view, num_tokens, policy) for view in views]
+    found = pipeline_bytes(model, layout, ReplicaPacks(columns, columns, num_tokens, policy, (owner, owner)))
+    pack, views = columns.pack_of_slice(), []
+    for rank in range(cp):
+        mine = np.flatnonzero((owner == rank) | (owner < 0))
+        views.append(columns.taken(mine, pack[mine], columns.num_packs))
+    held = [pipeline_bytes(model, layout, ReplicaPacks(view, view, num_tokens, policy)) for view in views]
     for field in dataclasses.fields(PackBytes):
         expected = np.max([getattr(one, field.name) for one in held], axis=0)
         assert getattr(found, field.name).tolist() == expected.tolist(), field.name
@@ -146,5 +143,5 @@ LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1)
 def priced(layout, forward, backward, num_tokens, policy=None, *, split=False):
     coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, host_link=LINK, devices_per_node=64)
     costs = PackCosts(sample_model(), coefficients, layout)
-    tasks = pipeline_tasks(costs, forward, backward, num_tokens, policy)
+    tasks = pipeline_tasks(costs, ReplicaPacks(forward, backward, num_tokens, policy))
     return dataclasses.replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks

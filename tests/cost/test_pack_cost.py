@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import FORWARD, sample_coefficients, sample_model
+from cost_samples import FORWARD, reduction_seconds, sample_coefficients, sample_model
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
@@ -84,16 +84,16 @@ def test_work_curves_agree_with_pack_seconds(lengths: list[int], pp: int, window
     stop = np.array(lengths, dtype=np.int64)
     for stage in range(pp):
         layers = costs.layout.stage_layers[stage][1] - costs.layout.stage_layers[stage][0]
-        found = costs.forward_work(stage).slice_works_s(np.zeros_like(stop), stop)
+        found = costs.work_curve("forward", stage).slice_works_s(np.zeros_like(stop), stop)
         np.testing.assert_allclose(found + layers * 5.0, costs.pack_seconds(packs, "forward")[:, stage])
 
 
 def test_reduction_and_optimizer_of_the_fullest_rank() -> None:
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, dp=2))
     parameters = 3 * (192 + 384 + 16) + 2 * 32 * 8 + 8
-    assert costs.reduction_seconds() == pytest.approx((4 + 2) * parameters / 2 / 1000.0 + 2 * 0.25)
+    assert reduction_seconds(costs) == pytest.approx((4 + 2) * parameters / 2 / 1000.0 + 2 * 0.25)
     assert costs.optimizer_seconds() == pytest.approx(1e-3 * parameters / 2)
-    assert PackCosts(sample_model(), sample_coefficients(), even_layout(3)).reduction_seconds() == 0.0
+    assert reduction_seconds(PackCosts(sample_model(), sample_coefficients(), even_layout(3))) == 0.0
 
 
 LINKS = {
@@ -114,8 +114,8 @@ def test_recomputed_documents_pay_their_linear_work_again_in_backward() -> None:
     np.testing.assert_array_equal(costs.pack_seconds(packs, "forward", policy), costs.pack_seconds(packs, "forward"))
     whole = costs.document_seconds([4, 3], np.array([1, 0], np.int8)) - costs.document_seconds([4, 3])
     np.testing.assert_allclose(whole, [3 * share * 4 * 1.0, 0])
-    curve = costs.backward_work(0, recomputed_share=0.5)
-    assert curve.linear_s == pytest.approx(costs.backward_work(0).linear_s + 0.5 * share * 2 * 1.0)
+    curve = costs.work_curve("backward", 0, recomputed_share=0.5)
+    assert curve.linear_s == pytest.approx(costs.work_curve("backward", 0).linear_s + 0.5 * share * 2 * 1.0)
     with_norm = PackCosts(sample_model(post_norm=True), sample_coefficients(), even_layout(3, pp=2))
     again = with_norm.pack_seconds(packs, "backward", policy) - with_norm.pack_seconds(packs, "backward")
     np.testing.assert_allclose(again, [[2 * (4 * 1.0 + 5.0), 4 * 1.0 + 5.0], [0, 0]])

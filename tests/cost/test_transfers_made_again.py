@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.types.cluster import LinkSpec
@@ -20,7 +21,7 @@ def split_of(coefficients, *, tp: int, **model):
     """(I + W, B) of a pack of 4 tokens on the first of 3 stages."""
     packs = SliceColumns.from_ranges([[(0, 0, 4)]])
     costs = PackCosts(sample_model(num_kv_heads=2, **model), coefficients, even_layout(3, pp=3, tp=tp))
-    tasks = pipeline_tasks(costs, packs, packs, np.array([4]), split=True)
+    tasks = pipeline_tasks(costs, ReplicaPacks(packs, packs, np.array([4])), split=True)
     assert tasks.split is not None
     return tasks.split.input_s[0, 0] + tasks.split.weight_s[0, 0], tasks.backward_s[0, 0]
 

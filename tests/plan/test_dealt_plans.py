@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from cost_samples import documents, sample_coefficients, sample_model
+from cost_samples import documents, reduction_seconds, sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, InvalidPlanError
@@ -77,7 +77,7 @@ def test_gradients_are_reduced_and_shards_cut_by_stage() -> None:
     costs = PackCosts(model, COEFFICIENTS, LAYOUT)
     layers = 4 * 592
     ring_s = sum(COEFFICIENTS.ring_seconds(size * layers, 2) for size in (4, 2))
-    assert costs.reduction_seconds() == pytest.approx(ring_s)
+    assert reduction_seconds(costs) == pytest.approx(ring_s)
     ends = max(2 * 592 + 256, 2 * 592 + 256 + 8)
     assert costs.optimizer_seconds() == pytest.approx(COEFFICIENTS.optimizer_s_per_parameter * max(layers / 2, ends))
     held = static_bytes(model, LAYOUT)

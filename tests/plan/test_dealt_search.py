@@ -12,7 +12,7 @@ from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.layouts.hbsa import DealtCosts, best_dealt_mapping
-from evenload.plan.layouts.mapping_cost import BatchCosts, MappingCosts
+from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, MappingCosts, layer_costs
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout, split_layout
@@ -26,9 +26,13 @@ GAP = 0.05
 
 
 def price_of(lengths: list[int], depth: int, count: int, cap_bytes: int | None = None, **changes) -> DealtCosts:
-    model = sample_model(num_layers=LAYERS, **changes)
-    batch = BatchCosts(model, COEFFICIENTS, np.array(lengths, np.int64), None)
-    return DealtCosts(model, COEFFICIENTS, batch, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
+    batch = batch_costs(lengths, **changes)
+    return DealtCosts(batch, COEFFICIENTS, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
+
+
+def batch_costs(lengths: list[int], **changes) -> BatchCosts:
+    costs = layer_costs(sample_model(num_layers=LAYERS, **changes), COEFFICIENTS)
+    return BatchCosts(BatchLengths(costs, np.array(lengths, np.int64)), None)
 
 
 def all_splits(layers: int, depth: int) -> list[tuple[int, ...]]:
@@ -69,10 +73,9 @@ def test_what_is_found_is_near_the_best_of_all_mappings_of_its_devices(
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_one_device_a_stage_is_the_pipeline_of_equal_stages(count) -> None:
     """T and memory are those of `MappingCosts`, to rounding."""
-    dealt = price_of([30, 20, 50, 20, 5, 40, 10, 10, 20, 30], 3, count, 10**6)
-    model = sample_model(num_layers=LAYERS)
-    batch = BatchCosts(model, COEFFICIENTS, np.array([30, 20, 50, 20, 5, 40, 10, 10, 20, 30], np.int64), None)
-    usual = MappingCosts(model, COEFFICIENTS, batch, depth=3, dp=1, micro_batches=count, cap_bytes=10**6)
+    lengths = [30, 20, 50, 20, 5, 40, 10, 10, 20, 30]
+    dealt = price_of(lengths, 3, count, 10**6)
+    usual = MappingCosts(batch_costs(lengths), COEFFICIENTS, depth=3, dp=1, micro_batches=count, cap_bytes=10**6)
     for edges in all_splits(LAYERS, 3):
         assert dealt.dealt_seconds(edges, (1, 1, 1)) == pytest.approx(usual.step_seconds(edges))
         for stage, (first, last) in enumerate(itertools.pairwise(edges)):

@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_samples import documents, sample_coefficients, sample_model
+from cost_samples import documents, reduction_seconds, sample_coefficients, sample_model
 from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
@@ -87,7 +87,7 @@ def test_phases_of_other_lengths_are_met_at_their_first_step_and_not_before() ->
     """Where the sum over replicas is slow, few tokens want a pipeline and many want replicas: every switch comes with
     its phase, although the phase is in view earlier and a switch has to have paid twice."""
     usual = make(1, 4, None)
-    reduction_s = make(4, 1, None).start.costs.reduction_seconds()
+    reduction_s = reduction_seconds(make(4, 1, None).start.costs)
     links = usual.start.costs.coefficients
     slow = msgspec.structs.replace(
         links,

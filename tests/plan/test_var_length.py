@@ -48,5 +48,5 @@ def test_bad_columns_are_refused():
     with pytest.raises(ConfigError, match="num_groups 0 at least 1"):
         pack_greedily(np.ones(1), one, 0, 4)
     for work, size in ((-1.0, 1), (np.nan, 1), (1.0, 0)):
-        with pytest.raises(ConfigError, match="finite and not negative|each at least 1"):
+        with pytest.raises(ConfigError, match=r"finite and not negative|each at least 1"):
             pack_greedily(np.array([work]), np.array([size]), 1, 4)
