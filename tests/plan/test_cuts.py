@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from evenload.types.columns import SliceColumns, WorkCurve
 from reference.chain_free import chain_free_columns
 from reference.partition import partition_by_work
-from reference.slice_work import slice_work_s
+from reference.slice_work import slice_work_s, slice_works_s
 
 LINEAR = WorkCurve(linear_s=1.0)
 CAUSAL = WorkCurve(linear_s=1.0, attention_s=((0.01, 0),), slice_s=0.5)
@@ -95,7 +95,7 @@ def test_real_like_lengths_are_balanced(last_first):
     work = WorkCurve(linear_s=1e-6, attention_s=((4e-11, 0),))
     order = np.argsort(-lengths, kind="stable").astype(np.int32)
     columns = partition_by_work(lengths, order, work, 32, align=128, min_slice_tokens=128, last_first=last_first)
-    seconds = columns.pack_sums(work.slice_works_s(columns.start, columns.stop))
+    seconds = columns.pack_sums(np.array(slice_works_s(work, columns)))
     assert columns.num_packs == 32
     assert seconds.max() / seconds.mean() <= 1.01
     assert columns.num_slices - len(lengths) <= 31, "more cuts than pack borders"
