@@ -17,7 +17,7 @@ simulations (`max_candidates`), so plans are deterministic unless `time_budget_s
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from evenload.plan.strategies.slimpack import SLIMPACK, plan_slimpack, search_po
 from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
-from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.schedule.step_ends import step_end
 
@@ -51,99 +50,90 @@ BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 """Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
 
 
-@dataclass(frozen=True)
-class RefineRules:
-    """Set how far to improve the result of a search.
+class _Refinement:
+    """Improve the result of a search within a budget of trials; those that every replica needs are always rated."""
 
-    Args:
-        others: schedules that are tried at the end.
-        may_split: backwards may run as I and W; may_reorder: other settings of the list schedule may be tried.
-        budget: trials over all replicas; what is due to every replica is always rated.
-        time_budget_s: ends the search by the clock too.
-    """
+    def __init__(self, problem: StepProblem, found: SearchResult) -> None:
+        options, layout, schedule = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
+        self._found = found
+        self._may_split = schedule == CHOOSE and options.split_backward and layout.num_stages > 1
+        self._may_reorder = schedule in (CHOOSE, LIST.name)
+        self._others = [
+            rule
+            for rule in SCHEDULES.values()
+            if rule.tried_by_auto
+            and schedule == CHOOSE
+            and layout.pp > 1
+            and (self._may_split or not rule.splits_backward)
+            and not (rule.one_stage_per_rank and layout.num_stages > layout.pp)
+        ]
+        self._trials, limit_s = options.max_candidates, options.time_budget_s
+        self._deadline_s = math.inf if limit_s is None else time.monotonic() + limit_s
 
-    others: Sequence[ScheduleRule]
-    may_split: bool
-    may_reorder: bool
-    budget: int
-    time_budget_s: float | None = None
+    def run(self) -> None:
+        found = self._found
+        for search in (*found.own, *found.blocks.values()):
+            search.rank_by(by_time)
+        busy = [search for search in found.own if len(search.documents)]
+        if not busy:
+            return
+        representative = max(busy, key=lambda search: search.work_s)
+        if self._may_split:
+            varied = [representative, *found.blocks.values()]
+            splits = [[trial._replace(order=Order.LIST, split=True) for trial in best_packs(one)] for one in varied]
+            score(list(zip(varied, splits, strict=True)))
+            if not representative.is_near_bound():
+                best = best_packs(representative)[:TAPERED]
+                score([(representative, [other for trial in best for other in _tapered(trial, representative)])])
+        self._improve(representative, PROBE_SHARE)
+        share_best(representative, [search for search in busy if search is not representative], REFINED_SHARED)
+        seconds = found.seconds()
+        is_late = seconds > LATE * np.median(seconds)
+        late = [search for search, slow in zip(found.own, is_late, strict=True) if slow and search in busy]
+        share_best(representative, late, LATE_SHARED)
+        even_out(found)
+        while self._left():
+            # The step waits for the slowest, so the others need no search.
+            if not sum([self._improve(search, SLOWEST_SHARE) for search in self._slowest()]):
+                break
+        even_out(found)
+        self._try_others()
 
+    def _slowest(self) -> list[ReplicaSearch]:
+        """Return the searches of the slowest replica, those of shared documents first."""
+        slowest = int(self._found.seconds().argmax())
+        shared = [self._found.blocks[block] for block in self._found.blocks_of(slowest)]
+        return [search for search in (*shared, self._found.own[slowest]) if len(search.documents)]
 
-def refine(found: SearchResult, rules: RefineRules) -> None:
-    for search in (*found.own, *found.blocks.values()):
-        search.rank_by(by_time)
-    busy = [search for search in found.own if len(search.documents)]
-    if not busy:
-        return
-    budget = _Budget(rules)
-    representative = max(busy, key=lambda search: search.work_s)
-    if rules.may_split:
-        varied = [representative, *found.blocks.values()]
-        score([(one, [trial._replace(order=Order.LIST, split=True) for trial in best_packs(one)]) for one in varied])
-        if not representative.is_near_bound():
-            best = best_packs(representative)[:TAPERED]
-            score([(representative, [other for trial in best for other in _tapered(trial, representative)])])
-    _improve(representative, budget, rules, PROBE_SHARE)
-    share_best(representative, [search for search in busy if search is not representative], REFINED_SHARED)
-    seconds = found.seconds()
-    is_late = seconds > LATE * np.median(seconds)
-    late = [search for search, slow in zip(found.own, is_late, strict=True) if slow and search in busy]
-    share_best(representative, late, LATE_SHARED)
-    even_out(found)
-    stuck: set[int] = set()
-    while budget.left():
-        slowest = int(found.seconds().argmax())
-        if slowest in stuck:
-            break  # the step waits for it, so the others need no search
-        shared = [found.blocks[block] for block in found.blocks_of(slowest)]
-        own = [found.own[slowest]] if len(found.own[slowest].documents) else []
-        if not sum(_improve(search, budget, rules, SLOWEST_SHARE) for search in (*shared, *own)):
-            stuck.add(slowest)
-    even_out(found)
-    _try_others(found, rules)
+    def _left(self) -> int:
+        return 0 if time.monotonic() > self._deadline_s else self._trials
 
+    def _improve(self, search: ReplicaSearch, share: float) -> bool:
+        """Rate neighbours of the best trials while the share of the budget lasts; return whether the best improved."""
+        before, keep = search.score_key(search.best()), int((1 - share) * self._left())
+        while self._left() > keep and not search.is_near_bound():
+            around = search.frontier(may_split=self._may_split, may_reorder=self._may_reorder)
+            if not around:
+                break
+            self._trials -= score([(search, around[: self._left()])])
+        return search.score_key(search.best()) < before
 
-def _try_others(found: SearchResult, rules: RefineRules) -> None:
-    score_key = (math.inf, math.inf, math.inf)
-    while found.score_key() < score_key:
-        score_key = found.score_key()
-        slowest = int(found.seconds().argmax())
-        shared = [found.blocks[block] for block in found.blocks_of(slowest)]
-        for search in (*shared, found.own[slowest]):
-            if len(search.documents) and not search.is_near_bound():
-                _try_on_best_packs(search, rules)
-
-
-def _try_on_best_packs(search: ReplicaSearch, rules: RefineRules) -> None:
-    best = search.best()
-    for other in [trial_under(trial.setting, rule) for trial in best_packs(search) for rule in rules.others]:
-        made = score_of(search.build(other))
-        # What is the same to rounding stays as it was found.
-        if made is not None and by_time(made) < (best.excess_bytes, WORTH_IT * best.makespan_s):
-            search.add(other, made)
-
-
-class _Budget:
-    def __init__(self, rules: RefineRules) -> None:
-        self.trials = rules.budget
-        self.deadline_s = None if rules.time_budget_s is None else time.monotonic() + rules.time_budget_s
-
-    def left(self) -> int:
-        return 0 if self.deadline_s is not None and time.monotonic() > self.deadline_s else self.trials
-
-    def rate(self, search: ReplicaSearch, trials: list[Trial]) -> None:
-        self.trials -= score([(search, trials[: self.left()])])
-
-
-def _improve(search: ReplicaSearch, budget: _Budget, rules: RefineRules, share: float) -> bool:
-    """Rate neighbours of the best trials while the share of the budget lasts; return whether the best improved."""
-    before, keep = search.score_key(search.best()), int((1 - share) * budget.left())
-    while budget.left() > keep and not search.is_near_bound():
-        around = search.frontier(may_split=rules.may_split, may_reorder=rules.may_reorder)
-        if not around:
-            break
-        budget.rate(search, around)
-    return search.score_key(search.best()) < before
+    def _try_others(self) -> None:
+        """Try other schedules on the best packs of the slowest replica while the step gets faster."""
+        score_key = (math.inf, math.inf, math.inf)
+        while self._found.score_key() < score_key:
+            score_key = self._found.score_key()
+            for search in self._slowest():
+                if search.is_near_bound():
+                    continue
+                best = search.best()
+                for other in [
+                    trial_under(trial.setting, rule) for trial in best_packs(search) for rule in self._others
+                ]:
+                    made = score_of(search.build(other))
+                    # What is the same to rounding stays as it was.
+                    if made is not None and by_time(made) < (best.excess_bytes, WORTH_IT * best.makespan_s):
+                        search.add(other, made)
 
 
 class AutoOptions(StrategyOptions, tag="auto"):
@@ -225,7 +215,7 @@ def _searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, Search
     close = [step for step, key in zip(steps, keys, strict=True) if key <= (keys[0][0], CLOSE_POLICIES * keys[0][1])]
     steps = close[:MOST_REFINED]
     for problem, found in steps:
-        refine(found, refine_rules(problem))
+        _Refinement(problem, found).run()
     return sorted(steps, key=lambda step: step[1].score_key())
 
 
@@ -262,22 +252,6 @@ def rules_of(problem: StepProblem) -> SearchRules:
     """Return the rules of `slimpack` by time alone, always with packs of whole documents."""
     rules = replace(slimpack_rules(problem), score_key=by_time)
     return rules if problem.costs.model.causal else replace(rules, first=_whole_trials)
-
-
-def refine_rules(problem: StepProblem) -> RefineRules:
-    options, layout, schedule = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
-    may_split = schedule == CHOOSE and options.split_backward and layout.num_stages > 1
-    others = [
-        rule
-        for rule in SCHEDULES.values()
-        if rule.tried_by_auto
-        and schedule == CHOOSE
-        and layout.pp > 1
-        and (may_split or not rule.splits_backward)
-        and not (rule.one_stage_per_rank and layout.num_stages > layout.pp)
-    ]
-    may_reorder = schedule in (CHOOSE, LIST.name)
-    return RefineRules(others, may_split, may_reorder, options.max_candidates, options.time_budget_s)
 
 
 def _summed_s(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> float:
