@@ -9,8 +9,8 @@ first guess, then the slope that a plan shows, gives the next number. Price: at 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import accumulate
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -75,8 +75,6 @@ def _peak_bytes(proposal: Proposal) -> NDArray[np.int64]:
 
 
 OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +103,8 @@ class LayoutPlans:
         self._start, self._strategy, self._options = start, strategy, options
         self._coefficients_of = coefficients_of
         self.options_of = options_of or (lambda layout, coefficients: start.options)
-        self._planners = {(start.layout.arrangement, start.options.policy): start}
-        self._recomputing: dict[tuple[ParallelLayout, PolicyOption], StepPlanner] = {}
+        self._stored = cache(self._new_planner)
+        self._recomputing = lru_cache(_KEPT_RECOMPUTING)(self._new_planner)
         self._kept: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
         # For changes between two layouts whose first step has less room.
         self._within: dict[int | None, LayoutPlans] = {}
@@ -118,15 +116,17 @@ class LayoutPlans:
 
     def within(self, cap_bytes: int | None) -> "LayoutPlans":
         """Return plans within another limit of memory."""
-
-        def make() -> LayoutPlans:
-            start = self._start
+        start, plans = self._start, self._within.pop(cap_bytes, None)
+        if plans is None:
+            costs = start.costs
             planner = StepPlanner(
-                start.costs.model, start.costs.coefficients, start.layout, cap_bytes, start.options, host=start.host
+                costs.model, costs.coefficients, start.layout, cap_bytes, start.options, host=start.host
             )
-            return LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
-
-        return self if cap_bytes == self._start.memory_cap_bytes else _kept(self._within, cap_bytes, make, _KEPT_LIMITS)
+            plans = LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
+        self._within[cap_bytes] = plans  # the newest last
+        if len(self._within) > _KEPT_LIMITS:
+            del self._within[next(iter(self._within))]
+        return plans
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         return self._planner(layout, self._start.options.policy)
@@ -173,12 +173,10 @@ class LayoutPlans:
         )
 
     def _planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
-        key = msgspec.structs.replace(layout, generation=0), policy
-        if not any(layout.recomputed_counts):
-            if key not in self._planners:
-                self._planners[key] = self._new_planner(*key)
-            return self._planners[key]
-        return _kept(self._recomputing, key, lambda: self._new_planner(*key), _KEPT_RECOMPUTING)
+        layout = msgspec.structs.replace(layout, generation=0)
+        if (layout, policy) == (self._start.layout.arrangement, self._start.options.policy):
+            return self._start
+        return (self._recomputing if any(layout.recomputed_counts) else self._stored)(layout, policy)
 
     def _new_planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
         coefficients, start = self._coefficients_of(layout.arrangement), self._start
@@ -190,14 +188,6 @@ class LayoutPlans:
             return False
         policies = (choice.candidate.packs.policy for choice in proposal.choices)
         return any(policy is not None and bool((policy != REPLAY).any()) for policy in policies)
-
-
-def _kept(found: dict[_Key, _Value], key: _Key, make: Callable[[], _Value], most: int) -> _Value:
-    value = found.pop(key) if key in found else make()
-    found[key] = value  # the newest last
-    if len(found) > most:
-        del found[next(iter(found))]
-    return value
 
 
 @dataclass(frozen=True, eq=False)
