@@ -11,7 +11,6 @@ can hold it and reported as beyond memory.
 
 import dataclasses
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,22 +25,12 @@ from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import whole_document_columns
 from evenload.types.document import Direction
-from evenload.types.pipeline import PackBytes, PipelineTasks
+from evenload.types.pipeline import PipelineTasks
 from evenload.types.text import counted
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 PUBLISHED_NOTE = "as published: Algorithms 1 and 2 alone"
 BUCKETS_TRIED = 64  # Bucket sizes priced at once: four rounds find the largest of 2^24
-
-
-@dataclass(frozen=True, eq=False)
-class _Priced:
-    """Hold one replica: owner int64[documents] in the order of its micro-batches, seconds float64[packs, 1], bytes."""
-
-    owner: NDArray[np.int64]
-    forward_s: NDArray[np.float64]
-    backward_s: NDArray[np.float64]
-    held: PackBytes
 
 
 class SkrullOptions(StrategyOptions, tag="skrull"):
@@ -63,9 +52,7 @@ def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         step = step_documents(problem, int(step.columns.share_tokens().max()))
         replicas = assign_micro_batches(step)
         assert replicas is not None, "a document of its own fits a bucket of its share"
-    note = PUBLISHED_NOTE if step.as_published else ""
-    priced = _price(problem, step, replicas)
-    return tuple(_choice(problem, groups, found, note) for groups, found in zip(replicas, priced, strict=True))
+    return _choices(problem, step, replicas)
 
 
 def can_fit(problem: StepProblem) -> bool:
@@ -121,55 +108,49 @@ def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64]) -> NDArray[np.
     return peak.reshape(len(codes), len(buckets)).max(axis=0)
 
 
-def _price(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) -> list[_Priced]:
-    costs, num_tokens, policy = problem.costs, problem.num_tokens, problem.policy
+def _choices(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) -> tuple[ReplicaChoice, ...]:
+    """Find owners for the documents of all micro-batches, and price and simulate every replica's."""
+    costs, cp, policy = problem.costs, problem.layout.cp, problem.policy
     groups = [group for of_replica in replicas for group in of_replica]
     owned = assign_owners(step.columns, groups, as_published=step.as_published)
     assert np.isfinite(owned.seconds).all(), "GDS forms only micro-batches that DACP finds owners for"
-    columns = whole_document_columns(groups, num_tokens)
-    columns = dataclasses.replace(columns, cp=np.where(owned.owner == SHARED, problem.layout.cp, 1))
-    owner = owned.owner.tolist()
-    shardings = [tuple(owner[low:high]) for low, high in itertools.pairwise(columns.pack_offset.tolist())]
+    columns = whole_document_columns(groups, problem.num_tokens)
+    columns = dataclasses.replace(columns, cp=np.where(owned.owner == SHARED, cp, 1))
+    owner, edges = owned.owner.tolist(), columns.pack_offset.tolist()
+    shardings = [tuple(owner[low:high]) for low, high in itertools.pairwise(edges)]
     forward_s, backward_s = (
         costs.pack_seconds(columns, direction, policy)
         if packs is None
         else packs.slowest(rank_seconds(costs, packs, direction, policy))
         for packs, direction in zip(ranked_where_shared(costs, columns, columns, shardings), _DIRECTIONS, strict=True)
     )
-    packs = ReplicaPacks(columns, columns, num_tokens, policy, (owned.owner, owned.owner))
+    packs = ReplicaPacks(columns, columns, problem.num_tokens, policy, (owned.owner, owned.owner))
     held = pipeline_bytes(costs.model, costs.layout, packs)
-    found = []
+    choices, note = [], PUBLISHED_NOTE if step.as_published else ""
     for low, high in itertools.pairwise(np.cumsum([0, *map(len, replicas)]).tolist()):
-        owner = owned.owner[columns.pack_offset[low] : columns.pack_offset[high]]
-        found.append(_Priced(owner, forward_s[low:high], backward_s[low:high], held.rows(slice(low, high))))
-    return found
-
-
-def _choice(problem: StepProblem, groups: Groups, priced: _Priced, note: str) -> ReplicaChoice:
-    documents = np.array(sorted(itertools.chain.from_iterable(groups)), np.int64)
-    if not groups:
-        return ReplicaChoice(documents, idle_candidate(problem), note)
-    cp, place = problem.layout.cp, dict(zip(documents.tolist(), range(len(documents)), strict=True))
-    of_groups = [[place[document] for document in group] for group in groups]
-    columns = whole_document_columns(of_groups, problem.num_tokens[documents])
-    columns = dataclasses.replace(columns, cp=np.where(priced.owner == SHARED, cp, 1))
-    tasks = PipelineTasks(
-        forward_s=priced.forward_s,
-        backward_s=priced.backward_s,
-        p2p_forward_s=np.zeros(len(groups)),
-        p2p_backward_s=np.zeros(len(groups)),
-        forwards_needed=np.arange(1, len(groups) + 1, dtype=np.int32),
-        stage_to_rank=np.array(problem.layout.stage_to_rank, np.int32),
-        held=priced.held,
-    )
-    shared = int((priced.owner == SHARED).sum())
-    label = f"{counted(len(groups), 'micro-batch')}, {shared} of {counted(len(documents), 'document')} shared"
-    found = problem.scheduled(label, problem.packs_of(documents, columns), ONE_F_ONE_B, tasks)
-    if cp > 1:
-        owner = priced.owner.tolist()
-        shardings = tuple(tuple(owner[low:high]) for low, high in itertools.pairwise(columns.pack_offset.tolist()))
-        found = dataclasses.replace(found, shardings=shardings)
-    return ReplicaChoice(documents, found, note)
+        documents = np.sort(columns.doc[edges[low] : edges[high]]).astype(np.int64)
+        if low == high:
+            choices.append(ReplicaChoice(documents, idle_candidate(problem), note))
+            continue
+        own = columns.pack_range(low, high)
+        own = dataclasses.replace(own, doc=np.searchsorted(documents, own.doc).astype(np.int32))
+        tasks = PipelineTasks(
+            forward_s=forward_s[low:high],
+            backward_s=backward_s[low:high],
+            p2p_forward_s=np.zeros(high - low),
+            p2p_backward_s=np.zeros(high - low),
+            forwards_needed=np.arange(1, high - low + 1, dtype=np.int32),
+            stage_to_rank=np.array(problem.layout.stage_to_rank, np.int32),
+            held=held.rows(slice(low, high)),
+        )
+        shared = owner[edges[low] : edges[high]].count(SHARED)
+        counts = counted(high - low, "micro-batch"), counted(len(documents), "document")
+        label = f"{counts[0]}, {shared} of {counts[1]} shared"
+        found = problem.scheduled(label, problem.packs_of(documents, own), ONE_F_ONE_B, tasks)
+        if cp > 1:
+            found = dataclasses.replace(found, shardings=tuple(shardings[low:high]))
+        choices.append(ReplicaChoice(documents, found, note))
+    return tuple(choices)
 
 
 SKRULL = Strategy(
