@@ -30,7 +30,7 @@ from evenload.plan.problem import PolicyOption, ReplicaChoice, StepProblem
 from evenload.plan.search import Estimate, SearchRules, quick_trials, rate_merges
 
 LONG_SHARES = (0.25, 0.5, 0.75)  # Of the tokens: the longest documents that hold them count as long
-CLOSE = 1.02  # Policies are told apart by so much
+CLOSE = 1.02  # Policies whose estimates differ by less count as close
 MOST_CLOSE = 2  # Policies that are searched because they are close, at most
 # Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least.
 MOST_RATED = 2

@@ -119,7 +119,7 @@ class Trial(NamedTuple):
             (self.lookahead is not None, f"look-ahead {self.lookahead}"),
             (self.split, "I and W"),
         )
-        return ", ".join(part for is_told, part in parts if is_told)
+        return ", ".join(part for is_shown, part in parts if is_shown)
 
 
 def orders_of(schedule: str) -> tuple[Order | ScheduleRule, ...]:

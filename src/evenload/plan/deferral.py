@@ -43,7 +43,7 @@ MOST_DELAY_STEPS = 0.5
 # By how much the limit grows per step of delay beyond `EASY_DELAY_STEPS`; ever more towards `MOST_DELAY_STEPS`.
 LOOSER_PER_STEP = 3.0
 RESERVE_SHARE = 0.2  # Of a batch's work: saved a step for a document that cannot be balanced otherwise
-PLACES_TRIED = 8  # Places whose degree is found by packing: of those that may be even, and of all if none is
+PLACES_TRIED = 8  # Places whose degree is computed by packing: of those that may be even, and of all if none is
 WAITING_PER_MICRO_BATCH = 6  # Most documents that wait, in micro-batches: beyond, a step would train next to nothing
 TARGET_DELAY_STEPS = 0.45  # Mean token delay that thresholds may cost; WLB §7.4 reports 0.5
 SAMPLE_LENGTHS = 8192  # Lengths that make the last tuning; a document in a thousand is then still seen 8 times

@@ -26,7 +26,7 @@ from evenload.types.columns import whole_document_columns
 from evenload.types.pipeline import ActionColumns
 from evenload.types.text import counted
 
-LEFT_OVER = -1  # Group of a document that found no room
+LEFT_OVER = -1  # Group of a document that no group can hold
 NO_LIMIT = 2**62  # Tokens that no group reaches
 
 

@@ -140,11 +140,11 @@ class FlexPlanner:
         """
         state, measured = state or self.initial_state(), measured or MeasuredLayouts()
         known = [documents, *coming[: self.options.known_steps - 1]]
-        asked = AskedStep(step, documents, self.strategy, left_out, delay if self._delays else None, is_last)
+        request = AskedStep(step, documents, self.strategy, left_out, delay if self._delays else None, is_last)
         ahead = [AskedStep(step + 1 + at, batch, self.strategy) for at, batch in enumerate(known[1:])]
         self._plans.forget_before(step)
-        searches, keep = self._searched(known, state.layout), self._outcome(state.layout, asked, ahead, measured)
-        others, without_room = self._others(searches, state.layout, asked, ahead, measured)
+        searches, keep = self._searched(known, state.layout), self._outcome(state.layout, request, ahead, measured)
+        others, without_memory = self._others(searches, state.layout, request, ahead, measured)
         best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
         target = best or _fitting_by_prediction(keep, others)
         outlook = _outlook(keep, best, target.switch_s if target else 0.0)
@@ -153,7 +153,7 @@ class FlexPlanner:
         if switched_to is not None:
             proposal = _with_switch(switched_to.proposal, switched_to.switch_s)
         else:
-            proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others], without_room)
+            proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others], without_memory)
         record = layout_decision(
             step,
             decision,
@@ -167,12 +167,12 @@ class FlexPlanner:
         return FlexProposal(proposal, after, decision, searches[0], record)
 
     def _outcome(
-        self, layout: ParallelLayout, asked: AskedStep, ahead: Sequence[AskedStep], measured: MeasuredLayouts
+        self, layout: ParallelLayout, request: AskedStep, ahead: Sequence[AskedStep], measured: MeasuredLayouts
     ) -> LayoutOutcome:
         """Plan the known steps in a layout, with times and memory corrected by measured steps."""
-        plans, cap_bytes = self._plans.of_step(layout, asked), self.start.memory_cap_bytes
+        plans, cap_bytes = self._plans.of_step(layout, request), self.start.memory_cap_bytes
         proposals = [plans.chosen, *(self._plans.of_step(layout, later).chosen for later in ahead)]
-        factor, memory_factor = measured.factor(layout, asked.step), measured.memory_factor()
+        factor, memory_factor = measured.factor(layout, request.step), measured.memory_factor()
         fits = [
             one.feasible and (cap_bytes is None or memory_factor * one.plan.predicted.peak_memory_bytes <= cap_bytes)
             for one in proposals
@@ -189,38 +189,38 @@ class FlexPlanner:
         self,
         searches: Sequence[MappingSearch],
         current: ParallelLayout,
-        asked: AskedStep,
+        request: AskedStep,
         ahead: Sequence[AskedStep],
         measured: MeasuredLayouts,
     ) -> tuple[list[LayoutOutcome], list[str]]:
         """Plan promising layouts up to the last finalist; return those whose switch fits memory, with its seconds, and
         the names of those that hold the step, but not the switch."""
         others: list[LayoutOutcome] = []
-        without_room: list[str] = []
+        without_memory: list[str] = []
         for layout in self.candidates.worth_planning(searches, current):
-            there: LayoutOutcome | None = self._outcome(layout, asked, ahead, measured)
-            if there.proposal.feasible and not self._has_room(current, there.proposal.plan):
-                there = self._within_what_is_left(current, there, asked, measured)
+            there: LayoutOutcome | None = self._outcome(layout, request, ahead, measured)
+            if there.proposal.feasible and not self._fits_switch(current, there.proposal.plan):
+                there = self._within_what_is_left(current, there, request, measured)
             if there is None:
-                without_room.append(layout.describe())
+                without_memory.append(layout.describe())
                 continue
             factor = measured.switch_factor(switch_kind(current, layout))
             others.append(replace(there, switch_s=factor * self.switch_seconds(current, there.proposal.plan)))
             if sum(one.is_finalist for one in others) == self.options.finalists:
                 break
-        return others, without_room
+        return others, without_memory
 
     def _within_what_is_left(
-        self, current: ParallelLayout, there: LayoutOutcome, asked: AskedStep, measured: MeasuredLayouts
+        self, current: ParallelLayout, there: LayoutOutcome, request: AskedStep, measured: MeasuredLayouts
     ) -> LayoutOutcome | None:
         """Plan a layout's first step within what a switch leaves of memory; None where it does not fit."""
         takes, cap_bytes = self._switches.memory(current, there.layout), self.start.memory_cap_bytes
         if cap_bytes is None or takes.switch_bytes > cap_bytes or takes.left_bytes >= cap_bytes:
             return None
-        plans = self._plans.within(cap_bytes - takes.left_bytes).of_step(there.layout, asked)
+        plans = self._plans.within(cap_bytes - takes.left_bytes).of_step(there.layout, request)
         if not plans.chosen.feasible:
             return None
-        first_s = measured.factor(there.layout, asked.step) * plans.chosen.plan.predicted.step_time_s
+        first_s = measured.factor(there.layout, request.step) * plans.chosen.plan.predicted.step_time_s
         proposal = _in_generation(plans.chosen, there.layout)
         return replace(there, proposal=proposal, plans=plans, step_s=(first_s, *there.step_s[1:]))
 
@@ -242,7 +242,7 @@ class FlexPlanner:
         new, hidden_s = plan.layout, max(plan.predicted.per_replica_s, default=0.0)
         return self.options.overhead_s + self._switches.seconds(self.candidates.coefficients(new), old, new, hidden_s)
 
-    def _has_room(self, old: ParallelLayout, plan: StepPlan) -> bool:
+    def _fits_switch(self, old: ParallelLayout, plan: StepPlan) -> bool:
         cap_bytes = self.start.memory_cap_bytes
         return cap_bytes is None or self._switch_peak_bytes(old, plan) <= cap_bytes
 
@@ -253,7 +253,7 @@ class FlexPlanner:
     def require_room(self, old: ParallelLayout, plan: StepPlan) -> None:
         """Raise `InfeasiblePlanError` where a switch does not fit memory by prediction: from the layout in which
         processes start to that of the first step of a resumed run."""
-        if not self._has_room(old, plan):
+        if not self._fits_switch(old, plan):
             start, there = old.describe(), plan.layout.describe()
             raise InfeasiblePlanError(
                 f"processes start in {start} and step {plan.step} is planned for {there}; the change holds up to "
@@ -265,15 +265,17 @@ class FlexPlanner:
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         return self._plans.planner_of(layout)
 
-    def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_room: Sequence[str]) -> Proposal:
+    def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_memory: Sequence[str]) -> Proposal:
         closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
         layout = closest.plan.layout
         depths = sorted({one.layout.pp for one in outcomes})
-        room = f"; {', '.join(without_room)} would, but not what a change to it holds at once" if without_room else ""
+        but = (
+            f"; {', '.join(without_memory)} would, but not what a change to it holds at once" if without_memory else ""
+        )
         return replace(
             closest,
             why=f"no layout of {self.start.layout.world_size} devices holds the batch (pp {depths[0]} to {depths[-1]} "
-            f"tried); the closest, {layout.describe()}: {closest.why}{room}",
+            f"tried); the closest, {layout.describe()}: {closest.why}{but}",
         )
 
 

@@ -106,7 +106,7 @@ class LayoutPlans:
         self._stored = cache(self._new_planner)
         self._recomputing = lru_cache(_KEPT_RECOMPUTING)(self._new_planner)
         self._kept: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
-        # For changes between two layouts whose first step has less room.
+        # For changes between two layouts whose first step has less memory.
         self._within: dict[int | None, LayoutPlans] = {}
 
     def forget_before(self, step: int) -> None:

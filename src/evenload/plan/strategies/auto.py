@@ -45,7 +45,7 @@ LATE_SHARED = 24  # How many more at most
 WORTH_IT = 0.999  # Of the best time: what another schedule must get below to be taken
 CLOSE_POLICIES = 1.06  # Refining gains so much, so policies within it of the best are refined too
 MOST_REFINED = 3  # Policies that are refined, at most
-NO_GAIN = 1.001  # Of what no plan of a strategy is faster than: within it another policy is not worth a plan
+NO_GAIN = 1.001  # Of what no plan of a strategy is faster than: within it no other policy is planned
 BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 """Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
 

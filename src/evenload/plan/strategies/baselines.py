@@ -84,30 +84,30 @@ def plan_sequential(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 def sequential_packs(num_tokens: list[int], window: int) -> tuple[list[list[Piece]], list[list[Piece]]]:
     forward: list[list[Piece]] = []
     pieces: list[list[Piece]] = []  # by document
-    room = 0
+    left = 0
     for document, length in enumerate(num_tokens):
         start = 0
         pieces.append([])
         while start < length:
-            if not room:
+            if not left:
                 forward.append([])
-                room = window
-            stop = min(length, start + room)
+                left = window
+            stop = min(length, start + left)
             pieces[-1].append((document, start, stop))
             forward[-1].append(pieces[-1][-1])
-            room -= stop - start
+            left -= stop - start
             start = stop
     backward: list[list[Piece]] = []
-    room = 0
+    left = 0
     for own in pieces:
         for piece in reversed(own):
             size = piece[2] - piece[1]
             # Two slices of one document never share a pack: the later one's gradients must be there first.
-            if size > room or backward[-1][-1][0] == piece[0]:
+            if size > left or backward[-1][-1][0] == piece[0]:
                 backward.append([])
-                room = window
+                left = window
             backward[-1].append(piece)
-            room -= size
+            left -= size
     return forward, backward
 
 

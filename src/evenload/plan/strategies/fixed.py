@@ -3,7 +3,7 @@
 Every micro-batch is a window of at most `max_pack_tokens`; as few windows as the tokens need, a multiple of dp;
 documents are spread so that the largest window has the least attention work.
 
-    fixed_greedy   longest attention work first into the window with the least that has room; O(n log n)
+    fixed_greedy   longest attention work first into the window with the least that can hold it; O(n log n)
     fixed_exact    the MILP of eq. 1 from the greedy answer, within `solver_time_limit_s`; the result's note has the gap
                    where it stops there
 
