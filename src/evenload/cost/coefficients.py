@@ -191,14 +191,10 @@ class CopySpec(Frozen):
     num_ranks: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("rank_bytes_per_s", "machine_bytes_per_s", "taken_bytes_per_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be > 0")
-        for field in ("fixed_s", "layer_s", "gained_s", "left_s"):
-            if not getattr(self, field) >= 0:
-                raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be >= 0 seconds")
-        if self.num_ranks < 0:
-            raise ConfigError(f"copies of a cost file: num_ranks is {self.num_ranks}, must be >= 0; 0 = unknown")
+        for field, value in msgspec.structs.asdict(self).items():
+            is_rate = field.endswith("bytes_per_s")
+            if not (value > 0 if is_rate else value >= 0):
+                raise ConfigError(f"copies of a cost file: {field} is {value}, must be {'> 0' if is_rate else '>= 0'}")
 
     def arranging_seconds(self, num_layers: int, num_gained: int, num_left: int) -> float:
         """Return the seconds of a switch besides its bytes, on a rank that then holds so many layers, and gains and
@@ -351,19 +347,16 @@ class CostCoefficients(Frozen):
             of_pass = msgspec.structs.asdict(getattr(self, name))
             values |= {f"{name}.{field}": value for field, value in of_pass.items()}
         for field, value in values.items():
-            must = None
-            if value is None:
-                continue
             if field in _RATES:
-                must = None if value > 0 else "be > 0"
+                holds, range_ = value is None or value > 0, "> 0"
             elif field in _COUNTS:
-                must = None if value >= 1 else "be >= 1"
+                holds, range_ = value is None or value >= 1, ">= 1"
             elif field in _SHARES:
-                must = None if 0 <= value <= 1 else "be in 0..1"
-            elif not value >= 0:
-                must = "be >= 0 seconds"
-            if must is not None:
-                raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must {must}")
+                holds, range_ = value is None or 0 <= value <= 1, "in 0..1"
+            else:
+                holds, range_ = value >= 0, ">= 0 seconds"
+            if not holds:
+                raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be {range_}")
 
     def of_pass(self, direction: Literal["forward", "backward"]) -> PassCoefficients:
         """Return the coefficients of one direction."""

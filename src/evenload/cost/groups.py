@@ -60,13 +60,6 @@ class ContextSeconds(NamedTuple):
     plain_s: NDArray[np.float64]
 
 
-def tensor_seconds(
-    model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
-) -> tuple[float, float]:
-    """Return (seconds a token, seconds a pack) of one layer's tensor-parallel transfers that are exposed."""
-    return _exposed_seconds(model, coefficients, tp, TENSOR_RINGS[direction])
-
-
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
     """Return (seconds a token, seconds a pack) of one layer's exposed transfers that W of a split backward repeats."""
     if model.adapter_parameters_per_layer:
@@ -83,12 +76,8 @@ def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: in
     return rings * token_bytes / link.bandwidth_bytes_per_s, rings * (tp - 1) * link.latency_s
 
 
-def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
-    """Return (seconds a token, seconds a pack) of one layer's exposed transfers that recomputing repeats."""
-    return _exposed_seconds(model, coefficients, tp, 2 if model.post_norm else 1)
-
-
-def _exposed_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: int) -> tuple[float, float]:
+def exposed_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: int) -> tuple[float, float]:
+    """Return (seconds a token, seconds a pack) of as many transfers that no product hides."""
     token_s, pack_s = tensor_ring_seconds(model, coefficients, tp, rings)
     share = coefficients.tensor_exposed_share
     return share * token_s, pack_s if share else 0.0

@@ -24,11 +24,11 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.groups import (
+    TENSOR_RINGS,
     context_seconds,
     context_traffic,
-    recompute_seconds,
+    exposed_ring_seconds,
     ring_home,
-    tensor_seconds,
     weight_gather_seconds,
 )
 from evenload.cost.layer_counts import (
@@ -222,7 +222,7 @@ class PackCosts:
         """Return the seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
         layer, stages, layers = self.coefficients.of_pass(direction), self.layout.stage_layers, self.layers()
         matrix = np.zeros((num_columns(len(self.windows)), len(stages)))
-        token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
+        token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, TENSOR_RINGS[direction])
         matrix[0] = layers * (layer.linear_s_per_token / tp + token_s)
         matrix[1] = layers * layer.slice_s
         matrix[2] = layers * (layer.pack_s + pack_s)
@@ -241,7 +241,7 @@ class PackCosts:
         """Return (seconds a token, seconds a pack) of what recomputing makes again in so many layers of every stage;
         float64[P] each."""
         tp, layer, share = self.layout.tp, self.coefficients.forward, recomputed_share(self.model)
-        token_s, pack_s = recompute_seconds(self.model, self.coefficients, tp)
+        token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, 2 if self.model.post_norm else 1)
         return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
 
     @functools.cached_property
