@@ -331,16 +331,8 @@ class RunPlanner:
     planner: StepPlanner
     strategy: str
     may_delay: bool = True
-
-    @property
-    def known_steps(self) -> int:
-        """Return the number of steps whose lengths it reads: the coming one."""
-        return 1
-
-    @property
-    def state_type(self) -> type[DelayState]:
-        """Return the type of what it carries from step to step."""
-        return DelayState
+    known_steps = 1
+    state_type = DelayState
 
     def plan_step(
         self,

@@ -334,10 +334,7 @@ class FlexRunPlanner:
 
     planner: RunPlanner | FlexPlanner
     measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts()
-
-    @property
-    def state_type(self) -> type[PlannerState]:
-        return PlannerState
+    state_type = PlannerState
 
     @property
     def known_steps(self) -> int:
