@@ -1,4 +1,4 @@
-"""Tensor parallelism under split backwards, and the ring: what is charged, by hand."""
+"""Prices of packs by hand: compute, transfers, causes and bounds."""
 
 import dataclasses
 

@@ -97,9 +97,16 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
 
 def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     options = problems[0].options
-    if options.own(SlimpackOptions).as_published:
-        return _plan_as_published(problems)
     steps: list[tuple[StepProblem, SearchResult]] = []
+    if options.own(SlimpackOptions).as_published:
+        _require_published_order(options)
+        first = partial(_first_trials, order=PUBLISHED_ORDER)
+        rules = SearchRules(first=first, variants=lambda trial: [], shared=SHARED_TRIALS, even_out=False)
+        steps = search_policies(problems, lambda problem: rules)
+        if not steps:
+            raise _no_packs(problems[0])
+        problem, found = steps[0]
+        return problem, tuple(replace(choice, note=PUBLISHED_NOTE) for choice in found.choices())
     policies: dict[str, RankedPolicies] = {}
     for schedule in SCHEDULES if options.schedule == CHOOSE else (options.schedule,):
         if steps and not _may_suit(steps[0][1], orders_of(schedule)):
@@ -138,21 +145,6 @@ def _require_published_order(options: PlanOptions) -> None:
             f"plan.options.schedule is '{options.schedule}', but plan.options.slimpack.as_published runs PackFlow's "
             "static order; leave one out"
         )
-
-
-def _plan_as_published(problems: Sequence[StepProblem]) -> Planned:
-    _require_published_order(problems[0].options)
-    rules = SearchRules(
-        first=partial(_first_trials, order=PUBLISHED_ORDER),
-        variants=lambda trial: [],
-        shared=SHARED_TRIALS,
-        even_out=False,
-    )
-    steps = search_policies(problems, lambda problem: rules)
-    if not steps:
-        raise _no_packs(problems[0])
-    problem, found = steps[0]
-    return problem, tuple(replace(choice, note=PUBLISHED_NOTE) for choice in found.choices())
 
 
 def _no_packs(problem: StepProblem) -> InfeasiblePlanError:
@@ -244,7 +236,9 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
 def _search_merges(
     problem: StepProblem, merges: Sequence[Merge | None], rules: SearchRules, apart: SearchResult | None
 ) -> list[SearchResult | None]:
-    share = _pipeline_share(problem, apart)
+    seconds, share = 0.0 if apart is None else float(apart.seconds().sum()), 1.0
+    if seconds:
+        share = min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds))
     return [search_merged(problem, merge, rules, share) for merge in merges if merge]
 
 
@@ -257,11 +251,6 @@ def _efficiency(problem: StepProblem, found: SearchResult) -> float:
     ends."""
     available_s = problem.layout.dp * problem.layout.pp * float(found.seconds().max())
     return problem.stored_s / available_s if available_s else 1.0
-
-
-def _pipeline_share(problem: StepProblem, found: SearchResult | None) -> float:
-    seconds = 0.0 if found is None else float(found.seconds().sum())
-    return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
 
 
 def _is_good(problem: StepProblem, found: SearchResult) -> bool:
