@@ -208,7 +208,7 @@ def test_given_layouts_are_the_only_ones_and_many_are_ordered_by_estimate() -> N
     found = FlexPlanner(flex.start, links, FlexOptions(finalists=1, **PUBLISHED), layouts=given)
     step = found.propose(0, documents(SHORT))
     assert sizes(step) == (4, 1)
-    assert step.search.num_priced == len(given)
+    assert found.search(np.array(SHORT), found.layout).num_priced == len(given)
     only_deep = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=given[1:])
     assert only_deep.propose(0, documents(SHORT)).told.layout == "dp=2 pp=2"
     alone = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=[flex.start.layout])

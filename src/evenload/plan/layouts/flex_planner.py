@@ -39,12 +39,11 @@ from evenload.types.text import format_bytes
 
 @dataclass(frozen=True, eq=False)
 class FlexProposal:
-    """Hold a step's plan, the state for the next step, the decision, the batch's search, and a record of both."""
+    """Hold a step's plan, the state for the next step, the decision, and its record."""
 
     proposal: Proposal
     state: FlexState
     decision: Decision
-    search: MappingSearch
     told: LayoutDecision
 
 
@@ -164,7 +163,7 @@ class FlexPlanner:
             fits_by_prediction=proposal.feasible,
         )
         after = state_after(decision, step, state, None if switched_to is None else switched_to.layout)
-        return FlexProposal(proposal, after, decision, searches[0], record)
+        return FlexProposal(proposal, after, decision, record)
 
     def _outcome(
         self, layout: ParallelLayout, request: AskedStep, ahead: Sequence[AskedStep], measured: MeasuredLayouts
