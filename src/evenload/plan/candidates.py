@@ -190,8 +190,10 @@ class CutRules:
     min_slice_tokens: int
     max_pack_tokens: int | None
 
-    def native_curves(self) -> list[tuple]:
-        return [(curve.linear_s, curve.attention_s, curve.slice_s) for curve in (self.forward, self.backward)]
+    def native_curves(self) -> tuple[tuple, tuple]:
+        forward, backward = self.forward, self.backward
+        backward_curve = backward.linear_s, backward.attention_s, backward.slice_s
+        return (forward.linear_s, forward.attention_s, forward.slice_s), backward_curve
 
     def native_limits(self) -> tuple[int, int, int]:
         limit = NO_TOKEN_LIMIT if self.max_pack_tokens is None else self.max_pack_tokens

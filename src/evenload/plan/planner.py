@@ -158,11 +158,11 @@ class StepPlanner:
         """
         return self._propose(AskedStep(step, documents, strategy, left_out, state, is_last))
 
-    def _propose(self, request: AskedStep) -> Proposal:
-        step, documents, state = request.step, request.documents, request.state
-        chosen = strategy_named(request.strategy)
+    def _propose(self, asked: AskedStep) -> Proposal:
+        step, documents, state = asked.step, asked.documents, asked.state
+        chosen = strategy_named(asked.strategy)
         first = self._problem(step, documents)
-        arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, request.is_last)
+        arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, asked.is_last)
         can_offload = self.costs.coefficients.host_link is not None
         policies = policies_in_order(first.num_tokens, self.options.policy, can_offload=can_offload)
         problems = [first if policy is None else replace(first, policy=policy) for policy in policies]
@@ -175,7 +175,7 @@ class StepPlanner:
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
             for choice in repriced_choices(problem, answer.choices)
         )
-        plan = self._step_plan(request, problem, choices, age_steps)
+        plan = self._step_plan(asked, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
         return self._proposal(plan, choices, after, beyond_host)
 
@@ -205,9 +205,9 @@ class StepPlanner:
         return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, host_device_bytes=host_bytes)
 
     def _step_plan(
-        self, request: AskedStep, problem: StepProblem, choices: tuple[ReplicaChoice, ...], age_steps: np.ndarray
+        self, asked: AskedStep, problem: StepProblem, choices: tuple[ReplicaChoice, ...], age_steps: np.ndarray
     ) -> StepPlan:
-        documents, left_out = request.documents, request.left_out
+        documents, left_out = asked.documents, asked.left_out
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):
             found, packs = choice.candidate, choice.candidate.packs
@@ -240,8 +240,8 @@ class StepPlanner:
             documents = tuple(documents[index] for index in trained.tolist())
         return seal(
             StepPlan(
-                step=request.step,
-                strategy=request.strategy,
+                step=asked.step,
+                strategy=asked.strategy,
                 layout=self.layout,
                 documents=documents,
                 num_label_tokens=sum(document.num_label_tokens for document in documents),

@@ -197,9 +197,10 @@ class FlexPlanner:
         others: list[LayoutOutcome] = []
         without_memory: list[str] = []
         for layout in self.candidates.worth_planning(searches, current):
-            there: LayoutOutcome | None = self._outcome(layout, request, ahead, measured)
-            if there.proposal.feasible and not self._fits_switch(current, there.proposal.plan):
-                there = self._within_what_is_left(current, there, request, measured)
+            planned = self._outcome(layout, request, ahead, measured)
+            there: LayoutOutcome | None = planned
+            if planned.proposal.feasible and not self._fits_switch(current, planned.proposal.plan):
+                there = self._within_what_is_left(current, planned, request, measured)
             if there is None:
                 without_memory.append(layout.describe())
                 continue

@@ -176,7 +176,8 @@ class LayoutPlans:
         layout = msgspec.structs.replace(layout, generation=0)
         if (layout, policy) == (self._start.layout.arrangement, self._start.options.policy):
             return self._start
-        return (self._recomputing if any(layout.recomputed_counts) else self._stored)(layout, policy)
+        make = self._recomputing if any(layout.recomputed_counts) else self._stored
+        return make(layout, policy)  # type: ignore[bad-argument-type]  # frozen structs hash
 
     def _new_planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
         coefficients, start = self._coefficients_of(layout.arrangement), self._start
