@@ -45,7 +45,7 @@ Own = TypeVar("Own", bound=StrategyOptions)
 
 
 class PlanOptions(Frozen):
-    """Hold the limits and the search space of planning that strategies share.
+    """Set the limits and the search space of planning that strategies share.
 
     Args:
         max_pack_tokens: most tokens of a pack, padding included (the memory of one micro-batch and the window of
