@@ -209,8 +209,8 @@ def test_owners_equal_brute_force(lengths, cp, room, gather, overhead) -> None:
     found = exact_owners(batch)
     assert found.seconds == pytest.approx(best_s, rel=2e-6)
     assert found.is_optimal
-    assert rank_tokens(batch, found.owner).max() <= batch.bucket_tokens
-    assert rank_seconds(batch, found.owner).max() == found.seconds
+    assert rank_tokens(batch, found.answer).max() <= batch.bucket_tokens
+    assert rank_seconds(batch, found.answer).max() == found.seconds
 
 
 @pytest.mark.parametrize("sigma", [0.2, 1.0])
