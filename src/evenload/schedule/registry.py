@@ -1,4 +1,4 @@
-"""All schedules by name; packages add theirs by entry points, a program by `register`. Adding one: CONTRIBUTING.md."""
+"""List all schedules by name; packages add theirs by entry points, programs by `register` (CONTRIBUTING.md)."""
 
 from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC
 from evenload.schedule.schedule_rule import ScheduleRule

@@ -1,6 +1,6 @@
-"""`tasks_of_columns`: a StepPlan's own numbers back as simulator input, for re-simulation and timelines.
+"""Turn a StepPlan back into simulator input (`tasks_of_columns`), for re-simulation and timelines.
 
-Durations come from the plan, bytes from the model: a plan stores no bytes, but they follow from its slices.
+Durations come from the plan; bytes, which a plan does not store, follow from its slices and the model.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from evenload.types.plan import StepPlan
 
 @dataclass(frozen=True, eq=False)
 class ReplicaColumns:
-    """One replica's packs as columns; `SliceColumns.doc` counts the documents of the whole plan.
+    """One replica's packs as columns; `SliceColumns.doc` are indices of the whole plan's documents.
 
     Args:
         num_tokens: int64[n], of the plan's documents.
@@ -53,7 +53,7 @@ def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
 
 
 def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, columns: ReplicaColumns) -> PipelineTasks:
-    """The tasks of one replica, equal to those the planner simulated; `columns` are its packs."""
+    """Return the tasks of one replica, equal to those that the planner simulated; `columns` are its packs."""
     layout = plan.layout
     forward, backward, num_tokens, policy = columns.forward, columns.backward, columns.num_tokens, columns.policy
     if columns.owners is None:
@@ -69,7 +69,7 @@ def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, columns: Re
 
 
 def timed_tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
-    """The predicted seconds of a replica and what its packs wait for, without bytes, which need the model."""
+    """Return the tasks of one replica without bytes, which need the model."""
     packs, times = plan.pack_plans[dp_rank], plan.times[dp_rank]
 
     def grid(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
@@ -88,7 +88,6 @@ def timed_tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
 
 
 def _owners(packs: PackPlan, layout_cp: int) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Of forward and backward slices; None where all ranks of the layout share every slice."""
     owner_of = {
         piece.doc_id: owner
         for pack in packs.forward

@@ -290,7 +290,7 @@ _LLAMA3, _QWEN3 = 128_256, 151_936
 _GPT3_CONTEXT = 2048
 # `llama-*`: SlimPack Table 3 (vocabulary 32,000). `wlb-*`: WLB-LLM §7.1, which gives only 7B (LLaMA-2-7B); others scale
 # layers and width in proportion (30B has 64 heads of 104, because 52 of 128 do not divide over tp=8). `gpt-*` and
-# `bert-*`: FlexPipe Table 1 (its width 5140 means 5120). All others: their public config.json, of Gemma 3 the text part.
+# `bert-*`: FlexPipe Table 1 (its width 5140 means 5120). Others: their public config.json, of Gemma 3 the text part.
 _ROWS = (
     _Row("llama-7b", "llama", 32, 4096, 32, 0, 0, 11008, 32_000),
     _Row("llama-13b", "llama", 40, 5120, 40, 0, 0, 13824, 32_000),
