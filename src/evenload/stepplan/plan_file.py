@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from evenload.errors import ConfigError, InvalidPlanError
-from evenload.schedule.validate import check_schedule
+from evenload.stepplan.validate import check_replica
 from evenload.types.document import Direction, Document, MicroPack, PackPlan, PackSharding, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPlan, parse_action, plan_digest, seal
@@ -182,12 +182,6 @@ def forward_only(plan: StepPlan) -> StepPlan:
     )
     packs = tuple(replace(one, backward=()) for one in plan.pack_plans)
     for one, schedule in zip(packs, schedules, strict=True):
-        check_schedule(
-            schedule,
-            num_forward=len(one.forward),
-            forwards_needed=(),
-            stage_to_rank=plan.layout.stage_to_rank,
-            num_ranks=plan.layout.pipeline_ranks,
-        )
+        check_replica(plan.layout, one, schedule)
     times = tuple(replace(one, backward_s=(), p2p_backward_s=(), input_s=(), weight_s=()) for one in plan.times)
     return seal(replace(plan, pack_plans=packs, schedules=schedules, times=times))
