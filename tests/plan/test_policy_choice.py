@@ -3,7 +3,6 @@ import pytest
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import cluster_from
@@ -21,7 +20,7 @@ def step_s(lengths: list[int], policy: str, strategy: str, memory: float) -> flo
         model,
         analytic_coefficients(model, cluster, layout),
         layout,
-        int(memory * usable_bytes(cluster)),
+        int(memory * cluster.device.usable_bytes),
         PlanOptions(policy=policy),
         host=host_memory(cluster),  # type: ignore[arg-type]
     )

@@ -5,7 +5,6 @@ import pytest
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.activation_policy import worst_score
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -51,7 +50,9 @@ def test_choosing_is_never_slower_than_either_schedule_alone(sizes: dict[str, in
                     dp_merge=dp_merge,
                     strategies=(SlimpackOptions(cuts=cuts),),
                 )
-                planner = StepPlanner(MODEL, costs, layout, usable_bytes(CLUSTER), options, host=host_memory(CLUSTER))
+                planner = StepPlanner(
+                    MODEL, costs, layout, CLUSTER.device.usable_bytes, options, host=host_memory(CLUSTER)
+                )
                 proposal = planner.propose(0, documents, "slimpack")
                 found[schedule] = worst_score(proposal.choices)
                 if schedule == "choose":
