@@ -5,7 +5,7 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
-from evenload.explore.evaluate import StrategyResult, evaluate_strategies
+from evenload.explore.evaluate import StrategyPlanners, StrategyResult, evaluate_strategies
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.layout import even_layout
@@ -49,7 +49,9 @@ def batches(steps: int = 2):
 
 def test_time_split_adds_up_to_the_mean_step_time_and_holds_the_bound() -> None:
     """Table, bound and loss split speak of the same seconds; `wlb` defers documents, all are trained at the end."""
-    found = evaluate_strategies(make_planner(), batches(3), ["padded", "wlb", "slimpack", "auto"])
+    found = evaluate_strategies(
+        StrategyPlanners(planner=make_planner()), batches(3), ["padded", "wlb", "slimpack", "auto"]
+    )
     for result in found.results:
         assert result.time_split is not None
         assert result.time_split.total_s() == pytest.approx(result.mean_step_time_s, rel=1e-9)
@@ -63,7 +65,7 @@ def test_result_has_exactly_the_fixed_keys() -> None:
 
 
 def test_figures_are_consistent_with_each_other() -> None:
-    found = evaluate_strategies(make_planner(), batches(), ["padded", "best_fit", "slimpack"])
+    found = evaluate_strategies(StrategyPlanners(planner=make_planner()), batches(), ["padded", "best_fit", "slimpack"])
     by_name = {result.name: result for result in found.results}
     best_fit, slimpack = by_name["best_fit"], by_name["slimpack"]
     assert best_fit.speedup_over_best_fit == 1.0
@@ -78,13 +80,15 @@ def test_figures_are_consistent_with_each_other() -> None:
 
 
 def test_beyond_memory_keeps_figures_but_is_not_best() -> None:
-    found = evaluate_strategies(make_planner(cap=1000), batches(1), ["padded", "slimpack"])
+    found = evaluate_strategies(StrategyPlanners(planner=make_planner(cap=1000)), batches(1), ["padded", "slimpack"])
     assert found.best is None
     assert all(not r.feasible and r.why and r.mean_step_time_s for r in found.results)
 
 
 def test_strategy_that_does_not_apply_does_not_hide_the_others() -> None:
-    found = evaluate_strategies(make_planner(causal=False), batches(1), ["slimpack", "balanced"])
+    found = evaluate_strategies(
+        StrategyPlanners(planner=make_planner(causal=False)), batches(1), ["slimpack", "balanced"]
+    )
     slimpack, balanced = found.results
     assert (slimpack.feasible, slimpack.step_time_s, slimpack.mean_step_time_s) == (False, (), None)
     assert "bidirectional" in slimpack.why
@@ -94,4 +98,4 @@ def test_strategy_that_does_not_apply_does_not_hide_the_others() -> None:
 
 def test_misspelt_strategy_is_an_error() -> None:
     with pytest.raises(ConfigError, match="did you mean"):
-        evaluate_strategies(make_planner(), batches(1), ["balanced", "bestfit"])
+        evaluate_strategies(StrategyPlanners(planner=make_planner()), batches(1), ["balanced", "bestfit"])

@@ -6,7 +6,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.explore.batches import BatchRule, planned_steps
-from evenload.explore.evaluate import evaluate_strategies, headline, judged_window, with_window
+from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies, headline, judged_window, with_window
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.layout import even_layout
@@ -53,7 +53,7 @@ def test_the_users_own_window_is_tried() -> None:
 
 
 def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
-    found = evaluate_strategies(make_planner(), batches(), ["best_fit", "auto"])
+    found = evaluate_strategies(StrategyPlanners(planner=make_planner()), batches(), ["best_fit", "auto"])
     best_fit, auto = found.results
     baseline = found.baseline
     assert baseline is not None
@@ -66,11 +66,11 @@ def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
     assert auto.speedup_over_baseline == pytest.approx(times[1] / times[2])
     assert auto.speedup_over_best_fit == pytest.approx(times[0] / times[2])
     assert baseline.speedup_over_baseline == 1.0
-    assert evaluate_strategies(make_planner(), batches(), ["auto"]).baseline is None
+    assert evaluate_strategies(StrategyPlanners(planner=make_planner()), batches(), ["auto"]).baseline is None
 
 
 def test_headline_has_the_best_its_factor_and_what_the_baseline_loses_more_to() -> None:
-    found = evaluate_strategies(make_planner(), batches(), ["best_fit", "auto"])
+    found = evaluate_strategies(StrategyPlanners(planner=make_planner()), batches(), ["best_fit", "auto"])
     said = headline(found)
     assert said is not None
     auto, baseline = found.results[1], found.baseline
@@ -84,6 +84,6 @@ def test_headline_has_the_best_its_factor_and_what_the_baseline_loses_more_to() 
     assert [one.cause for one in said.reasons] == sorted(more, key=more.__getitem__, reverse=True)[: len(said.reasons)]
     for one in said.reasons:
         assert one.baseline_share == pytest.approx(lost[one.cause] / baseline.time_split.total_s())
-    nothing_fits = evaluate_strategies(make_planner(cap=1000), batches(), ["best_fit"])
+    nothing_fits = evaluate_strategies(StrategyPlanners(planner=make_planner(cap=1000)), batches(), ["best_fit"])
     assert headline(nothing_fits) is None
     msgspec.json.encode(said)
