@@ -74,9 +74,8 @@ def render_report(report: RunReport) -> str:
         blocks.append("</section>")
     if report.ledger:
         rule = "<p>Every token read is trained, masked, deferred or dropped with a reason.</p>"
-        ledger = (
-            f'<pre role="region" tabindex="0" aria-label="Token ledger">{escape(chr(10).join(report.ledger))}</pre>'
-        )
+        content = escape("\n".join(report.ledger))
+        ledger = f'<pre role="region" tabindex="0" aria-label="Token ledger">{content}</pre>'
         blocks.append(folded_html("settings", "Token ledger", rule + ledger))
     has_steps = any(section.steps for section in report.sections)
     return page_html(
