@@ -41,11 +41,7 @@ def splits(num_layers: int, stages: int):
 def test_head_worth_two_layers_takes_two_layers_from_the_last_stage() -> None:
     """Layers cost 3 s a token without attention, the head 6 s: 10 layers and a head on three ranks are four each."""
     model = sample_model(num_layers=10)
-    plain = sample_coefficients(
-        embedding_s_per_token=0.0,
-        head_s_per_token=6.0,
-        optimizer_s_per_parameter=0.0,
-    )
+    plain = sample_coefficients(embedding_s_per_token=0.0, head_s_per_token=6.0, optimizer_s_per_parameter=0.0)
     free = {"attention_s_per_pair": 0.0, "slice_s": 0.0}
     coefficients = sample_coefficients(
         embedding_s_per_token=0.0,

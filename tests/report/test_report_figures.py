@@ -100,8 +100,7 @@ def test_packs_that_replicas_share_are_a_set_of_their_own():
     (replica,) = plan.pack_plans
     forward = tuple(
         msgspec.structs.replace(
-            pack,
-            slices=tuple(msgspec.structs.replace(one, cp=2 if pack.index in shared else 1) for one in pack.slices),
+            pack, slices=tuple(msgspec.structs.replace(one, cp=2 if pack.index in shared else 1) for one in pack.slices)
         )
         for pack in replica.forward
     )

@@ -96,10 +96,7 @@ GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0", "1F1 1B1")
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            ("0F0 0F1 0B0 0B1", "1F1 1B1", "1F0 1B0"),
-            r"rank 1 action 0 is 1F1, .* stage 1 runs on rank 1 \+ k % 2",
-        ),
+        (("0F0 0F1 0B0 0B1", "1F1 1B1", "1F0 1B0"), r"rank 1 action 0 is 1F1, .* stage 1 runs on rank 1 \+ k % 2"),
         (("0F0 0F1 0B0 0B1", "1F0 1B0", ""), "stage 1 runs 0 of 1 forward packs; 1F1 is missing on rank 2"),
         (("0F0 0F1 0B0 0B1", "1F0 1F0 1B0", "1F1 1B1"), "1F0 where no further one is next"),
         (("0F0 0F1 0B0 0B1", "1B0 1F0", "1F1 1B1"), "rank 1 action 0 is 1B0, but its documents need forwards"),

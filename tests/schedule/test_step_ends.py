@@ -219,11 +219,7 @@ def test_units_are_read_from_the_embedding_upwards():
 def test_a_plan_says_which_gathers_it_hides(strategy, sizes):
     """Step time, causes, timeline and account agree; where a gather costs more than it hides it comes after."""
     steps = {}
-    for name, beside in (
-        ("after", None),
-        ("free", FREE),
-        ("costly", COSTLY),
-    ):
+    for name, beside in (("after", None), ("free", FREE), ("costly", COSTLY)):
         planner = planner_of(sizes, overlap=beside, overlap_reduction=False)
         proposal = planner.propose(0, BATCH, strategy)
         predicted = steps[name] = proposal.plan.predicted

@@ -382,11 +382,7 @@ class LayoutSearch:
         if part.stride == 1:
             return StrategyPlanners(planner=planner)
         return StrategyPlanners(
-            planner=planner,
-            batches=part.batches,
-            stands_for=layout,
-            stride=part.stride,
-            raised_bytes=part.raised_bytes,
+            planner=planner, batches=part.batches, stands_for=layout, stride=part.stride, raised_bytes=part.raised_bytes
         )
 
     def fitting(self, strategy: str) -> FittingLayouts:

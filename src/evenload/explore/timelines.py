@@ -171,13 +171,7 @@ def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
     for dp_rank in range(plan.layout.dp):
         packs = replica_columns(plan, dp_rank)
         replica = _simulated(plan, dp_rank, packs, tasks_of_columns(plan, dp_rank, costs.model, packs))
-        candidate = Candidate(
-            label="",
-            excess_bytes=0,
-            policy=packs.policy,
-            shardings=packs.shardings,
-            **vars(replica),
-        )
+        candidate = Candidate(label="", excess_bytes=0, policy=packs.policy, shardings=packs.shardings, **vars(replica))
         choices.append(ReplicaChoice(np.arange(len(plan.documents)), candidate))
     return split_step_time(costs, choices)
 

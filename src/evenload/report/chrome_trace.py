@@ -64,9 +64,7 @@ _ON_THE_RANK = ("recompute", "optimizer")
 
 
 def write_chrome_trace(
-    path: str | os.PathLike[str],
-    timelines: Mapping[str, Timeline],
-    labels: Mapping[PackKey, PackLabel] | None = None,
+    path: str | os.PathLike[str], timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabel] | None = None
 ) -> None:
     """Write timelines by name ("predicted", "measured"), in this order, with the content of packs (`label_packs`)."""
     events = list(_events(timelines, labels or {}))

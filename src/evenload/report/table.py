@@ -265,12 +265,7 @@ class EngineTable:
 
 def format_conditions(decision: LayoutDecision) -> str:
     """Return the letters of the conditions that hold, a dot for each other: "A · C ·"."""
-    held = (
-        decision.fits,
-        decision.switching_is_slower,
-        decision.fits_saving,
-        decision.switching_is_slower_than_saving,
-    )
+    held = (decision.fits, decision.switching_is_slower, decision.fits_saving, decision.switching_is_slower_than_saving)
     return " ".join(letter if holds else "·" for letter, holds in zip("ABCD", held, strict=True))
 
 

@@ -83,11 +83,7 @@ def ranges_per_sequence(
 
 
 def ranges_by_owner(
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-    owner: NDArray[np.int64],
-    pack_offset: NDArray[np.int64],
-    cp: int,
+    start: NDArray[np.int64], stop: NDArray[np.int64], owner: NDArray[np.int64], pack_offset: NDArray[np.int64], cp: int
 ) -> RankRanges:
     """Give slices whole to their owner, a rank in int64[k], and divide those of owner -1 per document; other arguments
     as of `ranges_per_sequence`."""
