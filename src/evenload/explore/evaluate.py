@@ -235,10 +235,7 @@ def _evaluate(
         layout_bound_s=float(np.mean(layout_s)),
         fraction_of_layout_bound=sum(layout_s) / sum(step_time_s),
         tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,
-        bubble_fraction=_mean(proposals, "bubble_fraction"),
-        imbalance_forward=_mean(proposals, "imbalance_forward"),
-        imbalance_backward=_mean(proposals, "imbalance_backward"),
-        imbalance_dp=_mean(proposals, "imbalance_dp"),
+        **{name: float(np.mean([getattr(proposal, name) for proposal in proposals])) for name in _MEANS},
         max_pack_tokens=max(proposal.max_pack_tokens for proposal in proposals),
         cap_violations=sum(proposal.cap_violations for proposal in proposals) * stride,
         peak_memory_bytes=max(one.plan.predicted.peak_memory_bytes for one in proposals) - planners.raised_bytes,
@@ -257,6 +254,9 @@ def _evaluate(
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
+
+
+_MEANS = ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
 
 
 def _part_note(stride: int) -> str:
@@ -334,10 +334,6 @@ def _sharding_of(proposal: Proposal) -> str:
         shared = [pack for pack in packs.forward if any(piece.cp > 1 for piece in pack.slices)]
         rules |= {pack.sharding if isinstance(pack.sharding, str) else by_rank for pack in shared}
     return " + ".join(sorted(rules))
-
-
-def _mean(proposals: Sequence[Proposal], field: str) -> float:
-    return float(np.mean([getattr(proposal, field) for proposal in proposals]))
 
 
 def _mean_token_delay_steps(proposals: Sequence[Proposal]) -> float:

@@ -60,14 +60,17 @@ def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, MetricValue]]:
     """Read all rows in file order; `DataError` where there is no file, or a line is no row of the fixed keys."""
     try:
-        text = Path(path).read_bytes()
+        lines = _whole_lines(path)
     except FileNotFoundError as error:
         raise DataError(f"no metrics file {path}; give the metrics.jsonl of a run") from error
-    lines = text.split(b"\n")
-    torn = lines.pop()
+    return [_decode(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _whole_lines(path: str | os.PathLike[str]) -> list[bytes]:
+    *lines, torn = Path(path).read_bytes().split(b"\n")
     if torn:
         _LOG.warning("%s: left out the torn last line %d (%d bytes)", path, len(lines) + 1, len(torn))
-    return [_decode(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return lines
 
 
 def drop_torn_line(path: str | os.PathLike[str]) -> str:
@@ -143,12 +146,8 @@ def read_decisions(path: str | os.PathLike[str]) -> tuple[LayoutDecision, ...]:
 
 def _read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
     """Read the structs of a file, none where there is no file."""
-    try:
-        *lines, _ = Path(path).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_whole_lines(path) if os.path.exists(path) else (), start=1):
         try:
             rows.append(msgspec.json.decode(line, type=kind))
         except msgspec.MsgspecError as error:
