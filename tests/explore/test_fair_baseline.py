@@ -6,7 +6,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.explore.batches import BatchRule, planned_steps
-from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies, headline, judged_window, with_window
+from evenload.explore.evaluate import StrategyPlanners, best_window, evaluate_strategies, headline, with_window
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.layout import even_layout
@@ -32,7 +32,7 @@ def mean_s(planner: StepPlanner, window_tokens: int) -> float:
 def test_a_pipeline_wants_more_micro_batches_than_the_largest_windows_make() -> None:
     """All documents of a replica in one window leave three stages to wait for each other."""
     planner = make_planner()
-    judged = judged_window(planner, batches())
+    judged = best_window(planner, batches())
     assert judged is not None
     window = judged.window_tokens
     assert window < 4096
@@ -42,12 +42,12 @@ def test_a_pipeline_wants_more_micro_batches_than_the_largest_windows_make() -> 
 
 def test_the_users_own_window_is_tried() -> None:
     """Halvings and what lies between them never come to it."""
-    usual = judged_window(make_planner(), batches())
+    usual = best_window(make_planner(), batches())
     assert usual is not None
     times_s = {window: mean_s(make_planner(), window) for window in range(150, 1300, 37)}
     own = min(times_s, key=times_s.__getitem__)
     assert times_s[own] < usual.mean_step_time_s
-    judged = judged_window(with_window(make_planner(), own), batches())
+    judged = best_window(with_window(make_planner(), own), batches())
     assert judged is not None
     assert judged.mean_step_time_s <= times_s[own]
 
@@ -57,7 +57,7 @@ def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
     best_fit, auto = found.results
     baseline = found.baseline
     assert baseline is not None
-    judged = judged_window(make_planner(), batches())
+    judged = best_window(make_planner(), batches())
     assert judged is not None
     assert baseline.window_tokens == judged.window_tokens
     times = [one.mean_step_time_s or 0.0 for one in (best_fit, baseline, auto)]

@@ -13,7 +13,7 @@ from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.schedule.simulate import simulate
-from evenload.schedule.step_ends import SimulatedReplica, _completing_places, run_collectives, run_sums
+from evenload.schedule.step_ends import SimulatedReplica, _completing_places, run_collectives, run_reductions
 from evenload.stepplan.plan_tasks import timed_tasks
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
@@ -27,7 +27,7 @@ SCHEDULE_OF = {"1f1b": "static"}
 
 
 def sums(released, alone, compute_end, overlap=FREE):
-    found = run_sums(np.array(released, float), np.array(alone, float), compute_end, overlap)
+    found = run_reductions(np.array(released, float), np.array(alone, float), compute_end, overlap)
     return found.start_s.tolist(), found.end_s.tolist(), found.compute_end_s
 
 

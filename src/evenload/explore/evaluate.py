@@ -40,7 +40,7 @@ class StrategyResult(Frozen):
         lower_bound_s: all useful work at the cost model's rates on all devices evenly; `physical_bound_s`: all model
             FLOPs at the peak; `layout_bound_s`: the least of any plan in this layout (`cost.units`).
         speedup_over_best_fit: over `best_fit` as requested; `speedup_over_baseline`: over `best_fit` in the windows
-            that suit it best (`judged_window`).
+            that suit it best (`best_window`).
     """
 
     name: str
@@ -168,7 +168,7 @@ def _baseline(
     planners = planners.baseline or usual
     planner, batches = planners.planner, planners.batches or batches
     limit, own = planner.options.max_pack_tokens, planner.options.own(BestFitOptions).window_tokens
-    judged = judged_window(planner, batches)
+    judged = best_window(planner, batches)
     if judged is None:
         return None
     window_tokens = judged.window_tokens
@@ -430,7 +430,7 @@ _SLOWER_HALVINGS = 2
 """Halvings in a row that are slower than the best, after which no more are tried."""
 
 
-class JudgedWindow(NamedTuple):
+class TriedWindow(NamedTuple):
     """A window, and the mean step time with it, infinite where it does not fit memory."""
 
     window_tokens: int
@@ -446,7 +446,7 @@ def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
     )
 
 
-def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> JudgedWindow | None:
+def best_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> TriedWindow | None:
     """Return the window with which `best_fit` is fastest, so that others are compared with the best of it; None where
     it fits memory with none, or has no window.
 
@@ -459,8 +459,8 @@ def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> Judg
     lengths = [document.num_tokens for batch in batches for document in batch.documents]
     median = int(np.median(lengths)) if lengths else 1
 
-    def judge(window_tokens: int) -> JudgedWindow:
-        return JudgedWindow(window_tokens, _mean_seconds(with_window(planner, window_tokens), batches))
+    def judge(window_tokens: int) -> TriedWindow:
+        return TriedWindow(window_tokens, _mean_seconds(with_window(planner, window_tokens), batches))
 
     tried = _halvings(limit, max(1, median), judge)
     own = planner.options.own(BestFitOptions).window_tokens
@@ -474,7 +474,7 @@ def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> Judg
     return None if np.isinf(best.mean_step_time_s) else best
 
 
-def _halvings(limit: int, least: int, judge: Callable[[int], JudgedWindow]) -> list[JudgedWindow]:
+def _halvings(limit: int, least: int, judge: Callable[[int], TriedWindow]) -> list[TriedWindow]:
     tried = [judge(limit)]
     for halving in range(1, _MOST_HALVINGS + 1):
         if limit >> halving < least:
@@ -486,7 +486,7 @@ def _halvings(limit: int, least: int, judge: Callable[[int], JudgedWindow]) -> l
     return tried
 
 
-def _by_time(one: JudgedWindow) -> tuple[float, int]:
+def _by_time(one: TriedWindow) -> tuple[float, int]:
     """Sort equals by falling window, because the largest is the one that was requested."""
     return one.mean_step_time_s, -one.window_tokens
 

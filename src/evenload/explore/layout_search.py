@@ -35,7 +35,7 @@ from evenload.cost.memory import static_bytes
 from evenload.cost.units import sizes_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
-from evenload.explore.evaluate import StrategyPlanners, judged_window
+from evenload.explore.evaluate import StrategyPlanners, best_window
 from evenload.explore.stage_layers import balanced_layout
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -416,7 +416,7 @@ def fair_planners(
     judged = []
     for result in [one for one in layouts if one.is_planned][:BASELINE_LAYOUTS]:
         planners = planners_of(result)
-        if (window := judged_window(planners.planner, planners.batches or batches)) is not None:
+        if (window := best_window(planners.planner, planners.batches or batches)) is not None:
             judged.append((window.mean_step_time_s, len(judged), planners))
     return min(judged)[2] if judged else None
 

@@ -206,7 +206,7 @@ def _first_places(actions: ActionColumns, kind: str, num_stages: int) -> NDArray
 
 
 @dataclass(frozen=True, eq=False)
-class RankSums:
+class RankReductions:
     """Reduce-scatters of the gradients of one pipeline rank, unit by unit.
 
     Args:
@@ -231,10 +231,10 @@ class RankSums:
         early = np.minimum(self.end_s, self.compute_end_s) - np.minimum(self.start_s, self.compute_end_s)
         return float(early.sum())
 
-    def put_off(self, computed_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    def overlapped(self, computed_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return when compute has come as far as it would have at these times without reductions; float64[n]."""
-        sums_s = np.minimum(np.stack([self.start_s, self.end_s], axis=1).ravel(), self.compute_end_s)
-        edges_s = np.concatenate([[0.0], sums_s, [self.compute_end_s]])
+        reductions_s = np.minimum(np.stack([self.start_s, self.end_s], axis=1).ravel(), self.compute_end_s)
+        edges_s = np.concatenate([[0.0], reductions_s, [self.compute_end_s]])
         # Reductions run one after the other: every second step from edge to edge is one of them.
         lost_s = np.diff(edges_s) * np.resize([0.0, self.slowdown], len(edges_s) - 1)
         return np.interp(computed_s, edges_s - np.concatenate([[0.0], np.cumsum(lost_s)]), edges_s)
@@ -245,7 +245,7 @@ class StepEnd:
     """The end of a step.
 
     Args:
-        sums: reductions of every pipeline rank.
+        reductions: reductions of every pipeline rank.
         gathers: of the update before the step, of every pipeline rank; none where weights are gathered at the end of a
             step.
         replicas: with what first forwards lose to these gathers; reductions delay nothing here.
@@ -253,7 +253,7 @@ class StepEnd:
         summed_s: end of the last reduction; updated_s: of the update; end_s: of the step, with exposed gathers.
     """
 
-    sums: tuple[RankSums, ...]
+    reductions: tuple[RankReductions, ...]
     gathers: tuple[RankGathers, ...]
     replicas: tuple[SimulatedReplica, ...]
     packs_s: float
@@ -264,23 +264,23 @@ class StepEnd:
     @property
     def reduction_s(self) -> float:
         """Seconds in which gradients are reduced, mean over pipeline ranks."""
-        return sum(one.seconds for one in self.sums) / len(self.sums)
+        return sum(one.seconds for one in self.reductions) / len(self.reductions)
 
     @property
     def reduction_hidden_s(self) -> float:
         """Those of `reduction_s` during compute."""
-        return sum(one.hidden_s for one in self.sums) / len(self.sums)
+        return sum(one.hidden_s for one in self.reductions) / len(self.reductions)
 
     @property
     def gather_s(self) -> float:
         """Seconds in which updated weights are gathered, mean over pipeline ranks."""
         exposed_s = self.end_s - self.updated_s
-        return sum(one.seconds for one in self.gathers) / len(self.sums) if self.gathers else exposed_s
+        return sum(one.seconds for one in self.gathers) / len(self.reductions) if self.gathers else exposed_s
 
     @property
     def gather_hidden_s(self) -> float:
         """Those of `gather_s` in which no forward waits for them."""
-        return sum(one.hidden_s for one in self.gathers) / len(self.sums)
+        return sum(one.hidden_s for one in self.gathers) / len(self.reductions)
 
 
 def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
@@ -295,25 +295,27 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
         overlap = None
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.max([_rank_ends(replica) for replica in replicas], axis=0)
-    sums = tuple(_rank_sums(costs, overlap, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks))
+    reductions = tuple(
+        _rank_reductions(costs, overlap, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks)
+    )
     packs_end_s = max(replica.simulation.makespan_s for replica in replicas)
-    summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in sums))
+    summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in reductions))
     updated_s = summed_s + costs.optimizer_seconds()
     exposed_s = 0.0 if gathers else max(_gather_seconds(costs, rank) for rank in range(costs.layout.pipeline_ranks))
-    return StepEnd(sums, gathers, tuple(replicas), packs_s, summed_s, updated_s, updated_s + exposed_s)
+    return StepEnd(reductions, gathers, tuple(replicas), packs_s, summed_s, updated_s, updated_s + exposed_s)
 
 
 def _gather_seconds(costs: PackCosts, rank: int) -> float:
     return float(unit_transfers(costs.model, costs.coefficients, costs.layout, rank).gather_s.sum())
 
 
-def _rank_sums(
+def _rank_reductions(
     costs: PackCosts,
     overlap: OverlapCost | None,
     completed_s: dict[tuple[int, int], float],
     ends_s: NDArray[np.float64],
     rank: int,
-) -> RankSums:
+) -> RankReductions:
     """Time the reductions over all ranks that hold the layers of one; `completed_s` by rank and unit."""
     layout = costs.layout
     transfers = unit_transfers(costs.model, costs.coefficients, layout, rank)
@@ -322,12 +324,12 @@ def _rank_sums(
     compute_end_s = float(ends_s[twins].max())
     released_s = [max(completed_s.get((twin, unit), 0.0) for twin in twins) for unit in units.tolist()]
     released = np.array(released_s) if overlap else np.full(len(units), compute_end_s)
-    return run_sums(released, alone_s, compute_end_s, overlap or OverlapCost(compute_slowdown=0.0))
+    return run_reductions(released, alone_s, compute_end_s, overlap or OverlapCost(compute_slowdown=0.0))
 
 
-def run_sums(
+def run_reductions(
     released_s: NDArray[np.float64], alone_s: NDArray[np.float64], compute_end_s: float, overlap: OverlapCost
-) -> RankSums:
+) -> RankReductions:
     """Run reductions as `run_collectives`; `compute_end_s` is when compute would end without them."""
     never, idle = np.full(len(alone_s), np.inf), (compute_end_s, float("inf"))
     start_s, end_s, _, _ = run_collectives(released_s, never, alone_s, idle, overlap)
@@ -336,7 +338,7 @@ def run_sums(
         if start < compute_end_s:
             outlasted_s = start + (compute_end_s - start) / (1 - slowdown) if slowdown < 1 else float("inf")
             compute_end_s = min(compute_end_s + slowdown * (end - start), outlasted_s)
-    return RankSums(start_s, end_s, compute_end_s, slowdown)
+    return RankReductions(start_s, end_s, compute_end_s, slowdown)
 
 
 def _rank_ends(replica: SimulatedReplica) -> NDArray[np.float64]:
