@@ -301,7 +301,7 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     packs_end_s = max(replica.simulation.makespan_s for replica in replicas)
     summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in reductions))
     updated_s = summed_s + costs.optimizer_seconds()
-    exposed_s = 0.0 if gathers else max(_gather_seconds(costs, rank) for rank in range(costs.layout.pipeline_ranks))
+    exposed_s = 0.0 if gathers else max(_gather_seconds(costs, rank) for rank in ranks)
     return StepEnd(reductions, gathers, tuple(replicas), packs_s, summed_s, updated_s, updated_s + exposed_s)
 
 
