@@ -295,9 +295,8 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
         overlap = None
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.max([_rank_ends(replica) for replica in replicas], axis=0)
-    reductions = tuple(
-        _rank_reductions(costs, overlap, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks)
-    )
+    ranks = range(costs.layout.pipeline_ranks)
+    reductions = tuple(_rank_reductions(costs, overlap, completed_s, ends_s, rank) for rank in ranks)
     packs_end_s = max(replica.simulation.makespan_s for replica in replicas)
     summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in reductions))
     updated_s = summed_s + costs.optimizer_seconds()
