@@ -105,7 +105,7 @@ def test_refused_are_those_with_a_fault_or_in_a_circle():
         else:
             assert verdict == "faulty"
         verdicts[verdict] += 1
-    assert min(verdicts["runs"], verdicts["faulty"]) > 100, "test_deadlocks has many that are stuck"
+    assert min(verdicts["runs"], verdicts["faulty"]) > 100, "the test below has many that are stuck"
 
 
 def random_interleaving(rng: np.random.Generator, tasks: PipelineTasks) -> ActionColumns:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
-from evenload.report.units import format_count, format_power_of_two
+from evenload.report.units import SECOND_UNITS, format_count, format_power_of_two
 
 Point = tuple[float, float | None]
 """Share of the width, pixels from the top; None breaks a line."""
@@ -205,10 +205,6 @@ def text_on(color: str) -> str:
     return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
 
 
-_STEPS = (1, 2, 5, 10)
-_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-
-
 @dataclass(frozen=True)
 class Scale:
     """Values between two bounds as shares of an axis; `is_log` by their logarithms."""
@@ -240,7 +236,7 @@ def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
         return [low]
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in _STEPS if power * factor >= rough * 0.8)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.8)
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -250,7 +246,7 @@ def tick_labels(values: Sequence[float], kind: str) -> list[str]:
     most = max((abs(value) for value in values), default=0.0)
     step = abs(values[1] - values[0]) if len(values) > 1 else most
     if kind == "s":
-        unit_s, name = next(((u, n) for u, n in _SECOND_UNITS if most >= u * 0.9999), _SECOND_UNITS[-1])
+        unit_s, name = next(((u, n) for u, n in SECOND_UNITS if most >= u * 0.9999), SECOND_UNITS[-1])
         return [f"{_plain(value / unit_s, step / unit_s)} {name}" for value in values]
     if kind == "%":
         return [f"{_plain(100 * value, 100 * step)} %" for value in values]

@@ -6,7 +6,7 @@ import math
 from evenload.types.text import MISSING, round_to_three, scaled, three_digits
 
 _COUNT_UNITS = ("", "K", "M", "G", "T", "P")
-_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def format_count(count: float | None) -> str:
@@ -32,7 +32,7 @@ def format_seconds(seconds: float | None) -> str:
         return str(seconds)
     if seconds == 0:
         return "0 s"
-    for unit_s, name in _SECOND_UNITS:
+    for unit_s, name in SECOND_UNITS:
         # Rounded first, so that 0.9999 s is "1.00 s" and not "1000 ms".
         if abs(round_to_three(seconds)) >= unit_s:
             return f"{three_digits(seconds / unit_s)} {name}"
@@ -44,7 +44,7 @@ def format_interval(seconds: tuple[float, float]) -> str:
     low_s, high_s = seconds
     shown = format_seconds(high_s)
     number, space, unit = shown.rpartition(" ")
-    factor = next((unit_s for unit_s, name in _SECOND_UNITS if name == unit), None)
+    factor = next((unit_s for unit_s, name in SECOND_UNITS if name == unit), None)
     if not space or factor is None or low_s == 0:
         return f"{format_seconds(low_s)} - {shown}"
     return f"{three_digits(low_s / factor)}-{number} {unit}"
