@@ -182,13 +182,10 @@ class ParallelLayout(Frozen):
         """Return the rank in `torch.distributed` order."""
         return ((pp_rank * self.dp + dp_rank) * self.cp + cp_rank) * self.tp + tp_rank
 
-    def dp_rank(self, rank: int) -> int:
-        """Return the replica of a global rank."""
-        return rank // (self.tp * self.cp) % self.dp
-
     def replicas(self, num_ranks: int) -> tuple[int | None, ...]:
         """Return the replica of each of so many ranks; None for idle ones, which are beyond the layout."""
-        return tuple(self.dp_rank(rank) if rank < self.world_size else None for rank in range(num_ranks))
+        size = self.tp * self.cp
+        return tuple(rank // size % self.dp if rank < self.world_size else None for rank in range(num_ranks))
 
     @property
     def arrangement(self) -> "ParallelLayout":
