@@ -45,7 +45,8 @@ class Column(NamedTuple):
 def format_losses(time_split: object) -> str:
     """Format the two largest losses of a `TimeSplit` (as builtins) and their shares: "dp imbalance 12.0 %"."""
     split = msgspec.convert(time_split, TimeSplit)
-    shares = [(label, seconds / (split.total_s() or 1.0)) for label, seconds in split.losses()[:2]]
+    largest = sorted(split.parts()[1:], key=lambda part: -part[1])[:2]
+    shares = [(label, seconds / (split.total_s() or 1.0)) for label, seconds in largest]
     return ", ".join(f"{label} {format_percent(share)}" for label, share in shares if share > 0.001) or MISSING
 
 

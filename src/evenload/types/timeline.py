@@ -332,10 +332,6 @@ class TimeSplit(Frozen):
         """Return the step time."""
         return sum(seconds for _, seconds in self.parts())
 
-    def losses(self) -> tuple[tuple[str, float], ...]:
-        """Return (label, seconds) of everything but useful work, dearest first; equal ones in order."""
-        return tuple(sorted(self.parts()[1:], key=lambda part: -part[1]))
-
 
 def mean_time_split(splits: Sequence[TimeSplit]) -> TimeSplit:
     """Return the mean of each cause over at least one step."""
