@@ -12,7 +12,7 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 from evenload.report.figures import layout_figure, pack_time_figure, time_split_figure
-from evenload.report.lengths import length_figures
+from evenload.report.lengths import length_blocks
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
 from evenload.report.run_report import RunReport, RunSection, curves_html, shared_curves_html, tiles_html
@@ -129,7 +129,7 @@ def _left_out_steps(trained: Sequence[tuple[str, RunSection]]) -> list[str]:
 def _lengths(report: RunReport) -> list[str]:
     if report.lengths is None:
         return []
-    return [figure_html(*figure) for figure in length_figures(report.lengths, report.unit, "Lengths")[:2]]
+    return length_blocks(report.lengths, report.unit, "Lengths")[:2]
 
 
 def _names(report: RunReport, refused: set[str]) -> tuple[dict[str, str], str]:

@@ -89,7 +89,7 @@ def read_classes(profile: LengthProfile) -> str:
     return READ_CLASSES + (_READ_BROKEN if is_broken else "")
 
 
-def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
+def length_classes_figure(profile: LengthProfile) -> Figure:
     """Draw the share of documents, tokens and attention work by length class, a panel each."""
     starts = [format_power_of_two(c.start) for c in profile.classes]
     names = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
@@ -104,27 +104,26 @@ def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -
             y=Scale(0, end),
             x_ticks=class_ticks(starts if is_last else []),
             y_ticks=value_ticks(0, end, "%", 3),
-            x_title=in_unit(title, unit),
+            x_title=title,
             height_px=_CLASS_PX,
         )
         marks = []
         for i, (share, count) in enumerate(zip(shares, counts, strict=True)):
-            tip = in_unit(f"{names[i]} tokens: {share:.2%} of {name} ({count:,})", unit)
+            tip = f"{names[i]} tokens: {share:.2%} of {name} ({count:,})"
             marks += _class_bar(axes, i, share, LENGTH_COLORS[key], tip)
         most = max(range(len(shares)), key=shares.__getitem__)
         label = f"share of {name} by length: most, {format_share(shares[most])}, from {names[most]} tokens"
-        heading = f'<div class="panel-title">{in_unit(name, unit)}</div>'
-        panels.append(heading + panel(axes, marks, in_unit(label, unit)))
+        heading = f'<div class="panel-title">{name}</div>'
+        panels.append(heading + panel(axes, marks, label))
         cells.append([f"{count:,}, {format_share(share)}" for count, share in zip(counts, shares, strict=True)])
-    headings = (in_unit("length (tokens)", unit), *(in_unit(name, unit) for name in COUNTED.values()))
     return Figure(
         body="".join(panels),
-        label=in_unit("shares of documents, tokens and attention work by length class", unit),
-        numbers=NumberTable(headings, tuple(zip(names, *cells, strict=True))),
+        label="shares of documents, tokens and attention work by length class",
+        numbers=NumberTable(("length (tokens)", *COUNTED.values()), tuple(zip(names, *cells, strict=True))),
     )
 
 
-def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
+def cumulative_lengths_figure(profile: LengthProfile) -> Figure:
     """Draw the share of documents, tokens and attention work in documents up to a length."""
     ticks = length_ticks(profile.shortest, profile.longest)
     axes = Axes(
@@ -132,7 +131,7 @@ def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens
         y=Scale(0, 1.02),
         x_ticks=ticks,
         y_ticks=value_ticks(0, 1.0, "%"),
-        x_title=in_unit("up to this length (tokens)", unit),
+        x_title="up to this length (tokens)",
         height_px=_SHARES_PX,
     )
     marks, series = [], []
@@ -140,14 +139,14 @@ def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens
         values = [getattr(point, key) for point in profile.cumulative]
         points = ((axes.x.share(p.length), axes.y_px(v)) for p, v in zip(profile.cumulative, values, strict=True))
         marks.append(line(stairs(points), axes.height_px, LENGTH_COLORS[key]))
-        series.append((in_unit(name, unit), LENGTH_COLORS[key], values))
+        series.append((name, LENGTH_COLORS[key], values))
     curves = Curves("up to", [point.length for point in profile.cumulative], "%", series)
-    label = in_unit("cumulative shares of documents, tokens and attention work over length", unit)
+    label = "cumulative shares of documents, tokens and attention work over length"
     keys = legend((name, color, "solid") for name, color, _ in series)
     return Figure(body=keys + panel(axes, marks, label, curves), label=label)
 
 
-def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
+def window_cuts_figure(profile: LengthProfile) -> Figure:
     """Draw what each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
     windows = [format_power_of_two(cut.window) for cut in profile.windows]
     columns = [
@@ -159,7 +158,7 @@ def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> F
         y=Scale(0, end),
         x_ticks=class_ticks(windows),
         y_ticks=value_ticks(0, end, "%"),
-        x_title=in_unit("context window (tokens)", unit),
+        x_title="context window (tokens)",
         y_title="share cut",
         height_px=_SHARES_PX,
     )
@@ -167,19 +166,18 @@ def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> F
     kinds = zip(WINDOW_CUTS, columns, _CUT_MEANINGS, strict=True)
     for position, ((key, total, _), shares, meaning) in enumerate(kinds):
         for i, (share, cut) in enumerate(zip(shares, profile.windows, strict=True)):
-            tip = in_unit(f"window {windows[i]}: {share:.2%} {meaning} ({getattr(cut, key):,})", unit)
+            tip = f"window {windows[i]}: {share:.2%} {meaning} ({getattr(cut, key):,})"
             low = i - 0.36 + 0.24 * position
             span = axes.x.share(low), axes.x.share(low + 0.23)
             marks.append(rect(span, axes.y_px(share), axes.height_px - axes.y_px(share), LENGTH_COLORS[total], tip))
-    label = in_unit("what each context window cuts: documents, tokens, attention work", unit)
-    names = [in_unit(name, unit) for _, _, name in WINDOW_CUTS]
+    label = "what each context window cuts: documents, tokens, attention work"
     rows = []
     for i, (window, cut) in enumerate(zip(windows, profile.windows, strict=True)):
         counts = [getattr(cut, key) for key, _, _ in WINDOW_CUTS]
         cells = (f"{count:,}, {format_share(column[i])}" for count, column in zip(counts, columns, strict=True))
         rows.append((window, *cells))
-    keys = legend((name, LENGTH_COLORS[total], "fill") for name, (_, total, _) in zip(names, WINDOW_CUTS, strict=True))
-    numbers = NumberTable((in_unit("window (tokens)", unit), *names), tuple(rows))
+    keys = legend((name, LENGTH_COLORS[total], "fill") for _, total, name in WINDOW_CUTS)
+    numbers = NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(rows))
     return Figure(body=keys + panel(axes, marks, label), label=label, numbers=numbers)
 
 
@@ -303,23 +301,22 @@ def bar(share: float, width: int) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
 
 
-def length_figures(profile: LengthProfile, unit: LengthUnit, heading: str) -> list[tuple[str, str, str, Figure]]:
-    """Return (identifier, heading, how to read it, picture) of the shares by class, the cumulative ones, and what
-    windows cut where there are some."""
+def length_blocks(profile: LengthProfile, unit: LengthUnit, heading: str, level: int = 3) -> list[str]:
+    """Return figures in HTML of the shares by class, the cumulative ones, and what windows cut where there are some."""
     figures = [
-        ("classes", heading, read_classes(profile), length_classes_figure(profile, unit)),
-        ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile, unit)),
+        ("classes", heading, read_classes(profile), length_classes_figure(profile)),
+        ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile)),
     ]
     if profile.windows:
-        figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile, unit)))
-    return [(name, title, in_unit(read, unit), figure) for name, title, read, figure in figures]
+        figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile)))
+    return [in_unit(figure_html(*figure, level=level), unit) for figure in figures]
 
 
 def write_lengths_page(
     path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
 ) -> None:
     """Write the page, about 50 KB; the title is plain text."""
-    blocks = [figure_html(*figure, level=2) for figure in length_figures(profile, unit, "Where documents and work are")]
+    blocks = length_blocks(profile, unit, "Where documents and work are", level=2)
     head = [f"<h1>{escape(title)}</h1>", in_unit(_tiles(profile), unit)]
     Path(path).write_text(page_html(title, head + blocks, unit=unit), encoding="utf-8")
 
