@@ -235,7 +235,10 @@ def _evaluate(
         layout_bound_s=float(np.mean(layout_s)),
         fraction_of_layout_bound=sum(layout_s) / sum(step_time_s),
         tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,
-        **{name: float(np.mean([getattr(proposal, name) for proposal in proposals])) for name in _MEANS},
+        bubble_fraction=_mean(proposals, "bubble_fraction"),
+        imbalance_forward=_mean(proposals, "imbalance_forward"),
+        imbalance_backward=_mean(proposals, "imbalance_backward"),
+        imbalance_dp=_mean(proposals, "imbalance_dp"),
         max_pack_tokens=max(proposal.max_pack_tokens for proposal in proposals),
         cap_violations=sum(proposal.cap_violations for proposal in proposals) * stride,
         peak_memory_bytes=max(one.plan.predicted.peak_memory_bytes for one in proposals) - planners.raised_bytes,
@@ -256,7 +259,8 @@ def _evaluate(
     ), tuple(proposals)
 
 
-_MEANS = ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
+def _mean(proposals: Sequence[Proposal], field: str) -> float:
+    return float(np.mean([getattr(proposal, field) for proposal in proposals]))
 
 
 def _part_note(stride: int) -> str:
@@ -400,15 +404,15 @@ def headline(evaluation: Evaluation) -> Headline | None:
         step_time_s=best.mean_step_time_s,
         interval_s=best.step_time_interval_s,
         factor=best.speedup_over_baseline,
-        baseline_window_tokens=baseline and baseline.window_tokens,
+        baseline_window_tokens=baseline.window_tokens if baseline else None,
         factor_over_best_fit=best.speedup_over_best_fit,
         layout=best.layout,
-        baseline_layout=baseline and baseline.layout,
+        baseline_layout=baseline.layout if baseline else None,
         reasons=_reasons(best, baseline) if baseline else (),
         fraction_of_bound=best.fraction_of_bound,
         fraction_of_layout_bound=best.fraction_of_layout_bound,
         bubble_fraction=best.bubble_fraction,
-        baseline_bubble_fraction=baseline and baseline.bubble_fraction,
+        baseline_bubble_fraction=baseline.bubble_fraction if baseline else None,
     )
 
 

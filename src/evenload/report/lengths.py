@@ -290,8 +290,9 @@ def _bare_table(headings: Sequence[str], bar_width: int = 0) -> Table:
     """Make a table; columns without a heading are bars."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        width = {} if heading else {"min_width": bar_width, "max_width": bar_width}
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True, **width)
+        width = None if heading else bar_width
+        side = "right" if heading else "left"
+        table.add_column(heading, justify=side, no_wrap=True, min_width=width, max_width=width)
     return table
 
 

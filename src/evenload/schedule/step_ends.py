@@ -145,13 +145,13 @@ def run_collectives(
             now_s, computed_s = now_s + ready - computed_s, ready
         start_s[at] = now_s
         while left_s > 0:
+            if is_idle := idle[0] <= computed_s < idle[1]:
+                computed_s = max(computed_s, min(now_s, idle[1]))
+                is_idle = computed_s < idle[1]
             if computed_s >= wanted:
                 waits.append((now_s, now_s + left_s))
                 now_s, left_s = now_s + left_s, 0.0
                 continue
-            if is_idle := idle[0] <= computed_s < idle[1]:
-                computed_s = max(computed_s, min(now_s, idle[1]))
-                is_idle = computed_s < idle[1]
             rate, stretch = (1.0, 1.0) if is_idle else (1 - overlap.compute_slowdown, overlap.communication_slowdown)
             change = min(edge for edge in (*idle, wanted, np.inf) if edge > computed_s)
             to_change_s = (change - computed_s) / rate if rate else np.inf
