@@ -1,22 +1,18 @@
-"""`BlockReader`: reads blocks of streams: records → documents within the length limit → shuffled block.
+"""Read blocks of streams (`BlockReader`): records → documents within the length limit → shuffled block.
 
-    segment's records ─► encode ─► over-long rule ─► block of documents ─► permuted
-
-A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: whoever needs it, in
-whichever process, before or after a resume, reads the same documents in the same order. So the whole state of a stream
-is its open block's cursor and how many documents of it were taken.
+A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: any process, before
+or after a resume, reads the same documents in the same order. So the state of a stream is its open block's cursor and
+the number of its documents that were taken.
 
 A block ends after its number of documents or tokens. The first blocks of a stream are small and double in size, so that
-the first batch needs few documents however large the window is. A reader that gets a request for the block after the
-last one it read goes on where it stands; for any other, it opens the source anew at the cursor. Price: every record is
-read and encoded once; a resume reads the open block of each stream again. Memory: one block and one chunk of records a
-stream.
+the first batch needs few documents however large the window is. A reader that is asked for the block after the last one
+goes on where it stands; for any other it opens the source at the cursor. Price: every record is read and encoded once;
+a resume reads the open block of each stream again. Memory: one block and one chunk of records a stream.
 
-A record is held out for validation where a hash of its file's key (source and path below it) and its offset falls below
-the share. So the choice is of the data alone: a data set that moves keeps it, and a larger share holds out all that a
-smaller one does. Documents that one record is split into stay together. A reader that trains encodes what is held out,
-too, and counts it in the ledger. One that validates passes over the rest unencoded, and does not open files of one
-document that is none of its own. Price: a hash a record, about 1 µs.
+A record is held out for validation where a hash of its file's key and its offset falls below the share. So the choice
+is of the data alone: a data set that moves keeps it, and a larger share holds out all that a smaller one does. A reader
+that trains encodes what is held out, too, and counts it in the ledger; one that validates skips the rest unencoded.
+Price: a hash a record, about 1 µs.
 """
 
 import zlib
@@ -46,8 +42,8 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         doc_ids: int64[D], each once, in any order.
         edges: int64[D + 1]; document i has tokens `[edges[i], edges[i + 1])`.
         tokens: int32[N].
-        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, always so at the first
-            token of a document; None = every token but the first is its own label.
+        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, as at every first token of
+            a document; None = every token but the first is its own label.
     """
 
     doc_ids: NDArray[np.int64]
@@ -66,22 +62,22 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         return iter(self._rows)
 
     def __contains__(self, doc_id: object) -> bool:
-        # `Mapping`'s own cuts the tokens out, or raises and catches: a microsecond a question.
+        # `Mapping`'s own cuts the tokens out: a microsecond a call.
         return doc_id in self._rows
 
     def __getitem__(self, doc_id: int) -> NDArray[np.int32]:
         return self.document(doc_id).tokens
 
     def document(self, doc_id: int) -> EncodedDocument:
-        """A document's tokens and labels, as views."""
+        """Return a document's tokens and labels, as views."""
         return _cut(self.tokens, self.labels, self.edges, self._rows[doc_id])
 
     def labels_of(self, doc_id: int) -> NDArray[np.int32]:
-        """int32[num_tokens]: a document's labels, -100 at its first token."""
-        return given_labels(self.document(doc_id))
+        """Return a document's labels, int32[num_tokens], -100 at its first token."""
+        return _labels_of(self.document(doc_id))
 
     def rows(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
-        """int64[n]: the rows of documents; -1 for one that is not in the table."""
+        """Return the rows of documents, int64[n]; -1 for one that is not in the table."""
         find = self._rows.get
         return np.fromiter((find(doc_id, -1) for doc_id in doc_ids), np.int64, len(doc_ids))
 
@@ -91,19 +87,19 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
 
 
 def make_table(doc_ids: Sequence[int] | NDArray[np.int64], documents: Sequence[EncodedDocument]) -> TokenTable:
-    """A table of documents given one by one, copied once."""
+    """Make a table of documents that are given one by one; copies once."""
     return TokenTable(np.asarray(doc_ids, dtype=np.int64), *_flat(documents))
 
 
 def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
-    """A table of documents given by their tokens, every token but the first a label; a table as it is."""
+    """Make a table of documents that are given by their tokens, every token but the first a label; a table stays."""
     if isinstance(documents, TokenTable):
         return documents
     return make_table(list(documents), [EncodedDocument(tokens) for tokens in documents.values()])
 
 
 def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
-    """All documents of the tables, which have none in common, copied once."""
+    """Join tables that have no document in common; copies once."""
     if len(tables) == 1:
         return tables[0]
     starts = np.cumsum([0, *(len(table.tokens) for table in tables)])
@@ -118,30 +114,28 @@ def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
 
 
 def all_labels(table: TokenTable) -> NDArray[np.int32]:
-    """int32[N]: labels of all documents, also where they are the tokens."""
-    if table.labels is not None:
-        return table.labels
-    labels = table.tokens.copy()
-    labels[table.edges[:-1][np.diff(table.edges) > 0]] = IGNORE_INDEX
-    return labels
+    """Return the labels of all documents, int32[N], also where they are the tokens."""
+    return _labels_of(table, table.edges[:-1][np.diff(table.edges) > 0])
 
 
-def given_labels(document: EncodedDocument) -> NDArray[np.int32]:
-    """int32[num_tokens]: labels of a document, also where they are its tokens."""
+def _labels_of(
+    document: EncodedDocument | TokenTable, starts: slice | NDArray[np.int64] = slice(1)
+) -> NDArray[np.int32]:
+    """Return labels, where there are none the tokens, but for those at which documents start."""
     if document.labels is not None:
         return document.labels
     labels = document.tokens.copy()
-    labels[:1] = IGNORE_INDEX
+    labels[starts] = IGNORE_INDEX
     return labels
 
 
 def _flat(
     documents: Sequence[EncodedDocument],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
-    """Edges, tokens and labels, as of `TokenTable`."""
+    """Return edges, tokens and labels, as of `TokenTable`."""
     edges = np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64)
     has_labels = any(document.labels is not None for document in documents)
-    labels = _join([given_labels(document) for document in documents]) if has_labels else None
+    labels = _join([_labels_of(document) for document in documents]) if has_labels else None
     return edges, _join([document.tokens for document in documents]), labels
 
 
@@ -163,7 +157,7 @@ class BlockCursor(Frozen, array_like=True):
         block: its number in the stream and epoch.
         segment: position in the stream's list of segments.
         offset: of the next record there, in the reader's terms; None = the segment's beginning.
-        part: documents of that record that came already (a record that is split into several).
+        part: documents that were taken of that record, which is split into several.
     """
 
     block: int = 0
@@ -180,7 +174,7 @@ class StreamKey(NamedTuple):
 
 
 class BlockRequest(NamedTuple):
-    """Asks for the block that begins at a cursor."""
+    """Identifies a block: it begins at the cursor."""
 
     key: StreamKey
     epoch: int
@@ -191,11 +185,11 @@ class BlockHeader(Frozen, array_like=True):
     """A block without its tokens: what all ranks know of it.
 
     Args:
-        next_cursor: of the stream's next block; None = the stream ends here for this epoch.
+        next_cursor: of the stream's next block; None = the stream ends for this epoch.
         lengths, num_labels: int32[num_documents] as bytes, in sampling order.
         has_labels: some document's labels differ from its tokens.
         checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.
-        dropped: by reason, what was read for this block and is in no document.
+        dropped: what was read for this block and is in no document, by reason.
     """
 
     cursor: BlockCursor
@@ -227,29 +221,29 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True)
 class HoldOut:
-    """What one reader takes where a `share` of all records is held out: that (`takes`), or the rest."""
+    """Holds out a `share` of all records; a reader `takes` those, or else the rest."""
 
     share: float
     takes: bool
 
     @staticmethod
     def of(config: DataConfig) -> "HoldOut | None":
-        """None where all documents are read alike."""
+        """Return the settings' rule; None where nothing is held out."""
         return HoldOut(config.held_out_share, config.reads == "held_out") if config.held_out_share else None
 
     def is_held_out(self, key: str, offset: int) -> bool:
-        """A record of the file with this key."""
+        """Decide for a record of the file with this key."""
         hashed = blake2b(f"{key}\n{offset}".encode(errors="surrogateescape"), digest_size=_HASH_BYTES).digest()
         return int.from_bytes(hashed) < self.share * 256**_HASH_BYTES
 
 
 BLOCK_TOKENS = 1 << 18
-"""A block ends once it holds so many tokens: bounds memory and the time of a resume where documents are long."""
+"""A block ends once it holds so many tokens, which bounds memory and the time of a resume."""
 
 _FIRST_BLOCK_DOCUMENTS = 4
 # Without shuffling the order does not depend on the size of blocks.
 _UNSHUFFLED_DOCUMENTS = 256
-# A source may drop everything for a long time; a block that only counts shows others that it continues.
+# A source may drop everything for a long time; a block of counts alone shows other ranks that it continues.
 _BLOCK_RECORDS = 1 << 16
 # Records encoded at once: enough for the tokeniser's threads, few where documents are long.
 _CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
@@ -261,7 +255,7 @@ class _Step(NamedTuple):
     Args:
         document: None where nothing of the record is trained.
         segment, offset, part: where to go on after it, as in `BlockCursor`.
-        dropped: beyond the document itself: reason, documents, tokens.
+        dropped: reason, documents and tokens of what is dropped besides the document.
     """
 
     document: EncodedDocument | None
@@ -273,13 +267,13 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """A record of the other reader; `dropped` as of `_Step`, None where it is not even encoded."""
+    """A record of the other reader; `dropped` as of `_Step`, None where it is not encoded."""
 
     dropped: tuple[str, int, int] | None = None
 
 
 class BlockReader:
-    """Reads blocks of one part of the mixture, number `part`; calls `on_open` with the name of every file it opens."""
+    """Read blocks of one part of the mixture, number `part`; `on_open` is called with the name of every opened file."""
 
     def __init__(
         self,
@@ -298,11 +292,10 @@ class BlockReader:
         self._ordered: tuple[int, Sequence[Segment]] = (-1, ())
 
     def read(self, stream: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
-        """The block that begins at the cursor.
+        """Read the block that begins at the cursor.
 
         Raises:
-            DataError: a file that cannot be read; a corrupt or over-long record where that is an error; again for the
-                same request.
+            DataError: a file that cannot be read, or a corrupt or over-long record where that is an error.
         """
         at = self._open.pop(stream, None)
         steps = at[2] if at is not None and at[:2] == (epoch, cursor) else self._steps(stream, epoch, cursor)
@@ -331,11 +324,11 @@ class BlockReader:
         return _make_block(documents, cursor, next_cursor, dropped)
 
     def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
-        """Name of the file that a block begins in."""
+        """Return the name of the file that a block begins in."""
         return self._files.files[self._stream_segments(stream, epoch)[cursor.segment].file].name
 
     def _stream_segments(self, stream: int, epoch: int) -> Sequence[Segment]:
-        """The segments of a stream, in the order in which it reads them."""
+        """Return the segments of a stream, in the order in which it reads them."""
         if self._ordered[0] != epoch:
             segments = self._files.segments
             if self._shuffled:
@@ -345,7 +338,7 @@ class BlockReader:
         return self._ordered[1][stream :: self._config.num_streams]
 
     def _steps(self, stream: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
-        """Everything from the cursor to the end of the stream's epoch."""
+        """Yield everything from the cursor to the end of the stream's epoch."""
         segments, chosen = self._stream_segments(stream, epoch), self._hold_out
         limit = self._config.max_document_tokens
         start, skip = cursor.offset, cursor.part
@@ -373,7 +366,7 @@ class BlockReader:
             start, skip = None, 0
 
     def _outcomes(self, chunk: list[Record], key: str) -> Sequence[EncodedDocument | str | _LeftOut]:
-        """What becomes of records of the file with this key."""
+        """Encode records of the file with this key, or return what is wrong or that they are left out."""
         chosen = self._hold_out
         if chosen is None:
             return self._encoder.encode_records(chunk)
@@ -383,26 +376,28 @@ class BlockReader:
             encoded = iter(self._encoder.encode_records(wanted))
             return [next(encoded) if is_held_out else _LeftOut() for is_held_out in held_out]
         return [
-            _LeftOut((HELD_OUT, 1, len(found.tokens))) if is_held_out and isinstance(found, EncodedDocument) else found
-            for found, is_held_out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
+            _LeftOut((HELD_OUT, 1, len(one.tokens))) if is_held_out and isinstance(one, EncodedDocument) else one
+            for one, is_held_out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
         ]
 
     def _pieces(
         self, file: int, rank: int, record: Record, outcome: EncodedDocument | str | _LeftOut, skip: int
     ) -> Iterator[_Step]:
-        """What comes of a record that is no document as it stands, from its `skip`-th piece on."""
-        config, after = self._config, record.next_offset
+        """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
+        config, after, dropped = self._config, record.next_offset, None
+        size, limit = 0, config.max_document_tokens
         if isinstance(outcome, _LeftOut):
-            yield _Step(None, rank, after, dropped=outcome.dropped)
-            return
-        if isinstance(outcome, str):
+            dropped = outcome.dropped
+        elif isinstance(outcome, str):
             if config.on_corrupt == "error":
                 raise corrupt_record(self._files.origin(file, record.offset), outcome)
-            yield _Step(None, rank, after, dropped=("corrupt", 1, 0))
-            return
-        size, limit = len(outcome.tokens), config.max_document_tokens
-        if not size:
-            yield _Step(None, rank, after, dropped=("empty", 1, 0))
+            dropped = ("corrupt", 1, 0)
+        elif not (size := len(outcome.tokens)):
+            dropped = ("empty", 1, 0)
+        elif config.overlong == "drop":
+            dropped = ("overlong", 1, size)
+        if dropped or not isinstance(outcome, EncodedDocument):
+            yield _Step(None, rank, after, dropped=dropped)
             return
         match config.overlong:
             case "error":
@@ -411,10 +406,8 @@ class BlockReader:
                     f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
                     f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave it out) instead of "error"'
                 )
-            case "drop":
-                yield _Step(None, rank, after, dropped=("overlong", 1, size))
             case "truncate":
-                # The tail is no document of its own: only its tokens are read and dropped.
+                # The tail is no document of its own: only its tokens count.
                 yield _Step(_piece(outcome, 0, limit), rank, after, dropped=("truncated", 0, size - limit))
             case "split":
                 starts = range(0, size, limit)
@@ -425,12 +418,12 @@ class BlockReader:
 
 
 def corrupt_record(origin: str, problem: str) -> DataError:
-    """The error of a record that cannot be read, where that is one."""
+    """Make the error of a record that cannot be read."""
     return DataError(f'{origin}: {problem}; repair it, or set data.on_corrupt = "skip"')
 
 
 def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
-    """Tokens `[start, stop)` as a document of its own, whose first token has no label."""
+    """Return tokens `[start, stop)` as a document, whose first token has no label."""
     labels = document.labels
     if labels is not None:
         labels = labels[start:stop].copy()
