@@ -1,13 +1,14 @@
-"""`GlobalBatch`: the documents of one optimizer step, of which this rank has read some; `LoaderState`; `Peers`.
+"""Define the documents of one optimizer step (`GlobalBatch`), a loader's state (`LoaderState`), and ranks that read
+together (`Peers`).
 
 A loader's state is small, global, independent of the layout, and holds no text or tokens. Restoring reads again only
-the open block of each stream and the blocks of deferred documents. It is exact to the bit if the sources and the data
-settings are the same, which the fingerprint checks (`epochs` may be changed to train on, and how many processes read).
+the open block of each stream and the blocks of deferred documents. It is exact to the bit if sources and data settings
+are the same, which the fingerprint checks (`epochs` and the number of reading processes may change).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -37,11 +38,11 @@ class Peers(Protocol):
     size: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, on every rank."""
+        """Return every rank's bytes, by rank, on every rank."""
         ...
 
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's bytes on every rank; what the others give is ignored."""
+        """Return rank 0's bytes on every rank; what the others pass is ignored."""
         ...
 
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
@@ -52,8 +53,7 @@ class Peers(Protocol):
 class Alone:
     """A single rank."""
 
-    rank = 0
-    size = 1
+    rank, size = 0, 1
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -72,11 +72,11 @@ _FREE_FIELDS = (
     "sources", "mixture", "include", "tokenizer", "chat_template", "prepend_bos", "epochs", "workers", "prefetch_steps",
     "stall_timeout_s", *_HELD_OUT_FIELDS,
 )  # fmt: skip
-"""Settings that may differ, because the fingerprint holds what they lead to, or because they end a run."""
+"""Settings that may differ: the fingerprint holds what they lead to, or they do not decide the documents."""
 
 
 class DocumentPlace(Frozen, array_like=True):
-    """Where a document can be read again: its block, and which one of it. `checksum` is of the block."""
+    """Where a document can be read again: row `index` of its block, whose `checksum` this is."""
 
     part: int
     stream: int
@@ -91,8 +91,8 @@ class StreamState(Frozen, array_like=True):
 
     Args:
         cursor: of the open block, or of the next one; None = the stream has ended for this epoch.
-        taken, left: documents of the open block that came already, and the rest, which was counted as read.
-        checksum: of the open block, where documents of it came already.
+        taken, left: documents of the open block that were taken, and the rest, which counts as read.
+        checksum: of the open block, once documents of it were taken.
     """
 
     cursor: BlockCursor | None = BlockCursor()
@@ -111,15 +111,15 @@ class PartState(Frozen, array_like=True):
         tokens: sampled since the weights began to count.
     """
 
-    epoch: int
-    turn: int
-    documents: int
-    tokens: int
-    streams: tuple[StreamState, ...]
+    epoch: int = 0
+    turn: int = 0
+    documents: int = 0
+    tokens: int = 0
+    streams: tuple[StreamState, ...] = ()
 
 
 class DeferredDocument(Frozen):
-    """A document that a plan deferred, its place, and whether its labels may differ from its tokens."""
+    """A document that a plan deferred; `has_labels` = its labels may differ from its tokens."""
 
     document: Document
     place: DocumentPlace
@@ -148,12 +148,11 @@ class LoaderState(Frozen):
 def config_fingerprint(
     config: DataConfig, files_digests: Sequence[str], encoder_names: Sequence[str]
 ) -> dict[str, str]:
-    """What must be equal to resume exactly, by part; where files lie does not matter, their names and sizes do."""
-    fields = {
-        f"data.{field}": str(getattr(config, field)) for field in config.__struct_fields__ if field not in _FREE_FIELDS
-    }
-    if config.held_out_share:
-        fields |= {f"data.{field}": str(getattr(config, field)) for field in _HELD_OUT_FIELDS}
+    """Return what must be equal to resume exactly, by name. Of files names and sizes count, not where they lie."""
+    decisive = [field for field in config.__struct_fields__ if field not in _FREE_FIELDS] + list(
+        _HELD_OUT_FIELDS if config.held_out_share else ()
+    )
+    fields = {f"data.{field}": str(getattr(config, field)) for field in decisive}
     fields["data.streams"] = str(config.num_streams)
     for index, (digest, encoder) in enumerate(zip(files_digests, encoder_names, strict=True)):
         name = config.mixture[index].name if config.mixture else "sources"
@@ -167,30 +166,25 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
     """Refuse a state that was made with other data: a `ConfigError` that names every difference."""
     if state.version != STATE_VERSION:
         raise ConfigError(f"loader state has version {state.version}, this Evenload reads version {STATE_VERSION}")
-    names = sorted(set(fingerprint) | set(state.fingerprint))
     differences = [
         f"{name}: saved with {state.fingerprint.get(name)}, now {fingerprint.get(name)}"
-        for name in names
+        for name in sorted(fingerprint.keys() | state.fingerprint.keys())
         if state.fingerprint.get(name) != fingerprint.get(name)
     ]
     if differences:
         raise ConfigError(
             "the loader state was made with other data settings, so the run cannot go on exactly: "
-            + "; ".join(differences)
-            + ". Restore these settings, or start the data anew without the state"
+            f"{'; '.join(differences)}. Restore these settings, or start the data anew without the state"
         )
 
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
-    """The beginning of another epoch: all streams at their beginning, steps and account continue.
+    """Return a state at the beginning of another epoch; steps and account continue.
 
     Args:
         state: between two epochs; inside one, the account would miss what was read and not sampled.
     """
-    parts = tuple(
-        PartState(epoch=epoch, turn=0, documents=0, tokens=0, streams=(StreamState(),) * len(part.streams))
-        for part in state.parts
-    )
+    parts = tuple(PartState(epoch=epoch, streams=(StreamState(),) * len(part.streams)) for part in state.parts)
     return msgspec.structs.replace(state, epoch=epoch, parts=parts)
 
 
@@ -199,7 +193,7 @@ def encode_state(state: LoaderState) -> bytes:
 
 
 def decode_state(data: bytes) -> LoaderState:
-    """Inverse of `encode_state`; a `ConfigError` where the bytes are no loader state."""
+    """Decode bytes of `encode_state`; `ConfigError` where they are no loader state."""
     try:
         return msgspec.json.decode(data, type=LoaderState)
     except msgspec.DecodeError as err:
@@ -208,10 +202,11 @@ def decode_state(data: bytes) -> LoaderState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenBlock:
-    """A block that documents are sampled from; lengths and num_labels are int32[num_documents].
+    """A block that documents are sampled from.
 
     Args:
         owner: rank that reads the stream; it has the `block` with tokens, the others None.
+        lengths, num_labels: int32[num_documents].
     """
 
     key: StreamKey
@@ -235,7 +230,7 @@ class OpenBlock:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampledDocuments:
-    """Documents sampled one after the other.
+    """Documents in the order in which they were sampled.
 
     Args:
         blocks: that they come from; of each, consecutive rows.
@@ -253,22 +248,26 @@ class SampledDocuments:
 
 
 def join_sampled(runs: Sequence[SampledDocuments]) -> SampledDocuments:
-    """Several runs as one; a block that comes several times stays one."""
+    """Join runs; a block that comes several times stays one."""
     blocks = {id(block): block for run in runs for block in run.blocks}
     index = {key: at for at, key in enumerate(blocks)}
     block_of = [np.array([index[id(block)] for block in run.blocks], np.int64)[run.block_of] for run in runs]
+
+    def joined(parts: Iterable[NDArray[Any]], dtype: type[np.integer]) -> NDArray[Any]:
+        return np.concatenate([np.zeros(0, dtype), *parts])
+
     return SampledDocuments(
         tuple(blocks.values()),
-        np.concatenate([np.zeros(0, np.int64), *block_of]),
-        np.concatenate([np.zeros(0, np.int64), *(run.rows for run in runs)]),
-        np.concatenate([np.zeros(0, np.int32), *(run.lengths for run in runs)]),
-        np.concatenate([np.zeros(0, np.int32), *(run.num_labels for run in runs)]),
+        joined(block_of, np.int64),
+        joined((run.rows for run in runs), np.int64),
+        joined((run.lengths for run in runs), np.int32),
+        joined((run.num_labels for run in runs), np.int32),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """A document that a plan deferred; its content on the rank that owns its stream."""
+    """A document that a plan deferred; its content on the rank that reads its stream."""
 
     saved: DeferredDocument
     owner: int
@@ -280,7 +279,6 @@ class GlobalBatch:
     """The documents of one optimizer step.
 
     Args:
-        step: 0-based number of the batch.
         epoch: of the new documents.
         documents: new in this batch, in stream order.
         tokens: of those of `documents` and `carried` that this rank has read.
@@ -301,7 +299,7 @@ class GlobalBatch:
 
     @property
     def carried(self) -> tuple[Document, ...]:
-        """Documents that the plans of earlier steps deferred, oldest first; to be planned with the new ones."""
+        """Return the documents that earlier plans deferred, oldest first; to be planned with the new ones."""
         return tuple(entry.saved.document for entry in self.deferrals.values())
 
     def place(self, doc_id: int) -> DocumentPlace:
@@ -311,7 +309,7 @@ class GlobalBatch:
         return self.sampled.blocks[self.sampled.block_of[at]].place(int(self.sampled.rows[at]))
 
     def owners(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
-        """int64[n]: the ranks that have read the documents."""
+        """Return the ranks that have read the documents, int64[n]."""
         first = self.documents[0].doc_id if self.documents else 0
         by_block = np.array([block.owner for block in self.sampled.blocks], np.int64)
         own = by_block[self.sampled.block_of] if len(by_block) else by_block
@@ -326,7 +324,7 @@ class GlobalBatch:
 
 
 def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Deferral]) -> TokenTable:
-    """Tokens of the documents that this rank has read. The rows that a batch takes of a block lie side by side."""
+    """Return the tokens of the documents that this rank has read. A batch takes consecutive rows of a block."""
     by_block = np.argsort(sampled.block_of, kind="stable")
     edges = np.searchsorted(sampled.block_of[by_block], np.arange(len(sampled.blocks) + 1))
     tables: list[TokenTable] = []

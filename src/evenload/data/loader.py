@@ -1,7 +1,8 @@
-"""`GlobalBatchLoader`: source → tokenise → shuffle → global batch, read by all ranks together, exactly resumable.
+"""Load global batches (`GlobalBatchLoader`): source → tokenise → shuffle → batch, by all ranks together, exactly
+resumable.
 
-A global batch is fixed here, before anything is planned: by number of documents or by tokens, in the seeded order of
-the streams (`streams.py`). Every rank reads its share of the streams and knows every document's length;
+A global batch is fixed before anything is planned: by number of documents or by tokens, in the seeded order of the
+streams (`streams.py`). Every rank reads its share of the streams and knows every document's length;
 `feed.step_maker` brings the tokens to the ranks that train them.
 
     loader = GlobalBatchLoader(config)
@@ -11,8 +12,9 @@ the streams (`streams.py`). Every rank reads its share of the streams and knows 
         loader.note_step(batch, plan)    # ledger, and documents that the plan deferred
         saved = loader.state()           # after this step
 
-`next_batch` and `coming` are collective; everything else is not. Price: a few microseconds a document beyond reading
-it; in memory are the open block of every stream that this rank reads, the next one, and those of batches drawn ahead.
+`next_batch` and `coming` are collective; everything else is not. Price: a few microseconds a document besides reading
+it; in memory are the open block of every stream that this rank reads, the next one, and those of batches drawn before
+their turn.
 """
 
 import weakref
@@ -48,7 +50,7 @@ from evenload.types.text import counted
 
 
 class GlobalBatchLoader:
-    """Global batches of `config`.
+    """Load the global batches of `config`.
 
     Args:
         tokenizer: instead of the one that `config.tokenizer` names.
@@ -81,7 +83,7 @@ class GlobalBatchLoader:
         )
         self.ledger = Ledger()
         self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
-        # Neither threads nor workers may outlive a loader that is simply dropped.
+        # Neither threads nor workers may outlive a loader that is never closed.
         weakref.finalize(self, self.background.close)
         self._drawn = DrawnBatches(config, self.background, self.peers)
         self._at = self._drawn.position()
@@ -91,15 +93,11 @@ class GlobalBatchLoader:
         self._step = 0
 
     def source_lines(self) -> list[str]:
-        """What is read of every source and what is not, a line each; looks at some of the files.
-
-        Raises:
-            DataError: a file that cannot be opened.
-        """
+        """Report what is read of every source and what is not, a line each; `DataError` for an unreadable file."""
         return [line for config, part, _ in self._job for line in source_lines(config, part)]
 
     def label_warnings(self) -> list[str]:
-        """Warnings about labels that are other ids than their tokens; reads the first records of every source.
+        """Warn of labels that are other ids than their tokens, by the first records of every source.
 
         Raises:
             DataError: a file that cannot be read, or a column that would change what is trained.
@@ -107,29 +105,27 @@ class GlobalBatchLoader:
         return [line for config, part, encoder in self._job for line in label_warnings(config, part, encoder)]
 
     def next_batch(self) -> GlobalBatch | None:
-        """The next global batch; None after the last epoch. Collective.
+        """Return the next global batch; None after the last epoch. Collective.
 
-        Documents that plans deferred come along as `carried`, at the end in a batch of their own.
+        Documents that plans deferred are its `carried`, at the end of the data alone.
 
         Raises:
-            DataError: as `DrawnBatches.take`; on every rank. The loader stays where it was.
+            DataError: as `DrawnBatches.take`, on every rank. The loader stays where it was.
         """
         if self._lost:
             self._reload_deferred()
         drawn = self._drawn.take(self._check_epoch)
         self._at = drawn.after
-        self.ledger.state = self.ledger.state.with_read(drawn.noted)
+        self.ledger.state = self.ledger.state.with_read(drawn.read)
         if not drawn.documents and not self._deferred:
             self.close()
             return None
         return self._hand_out(drawn)
 
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
-        """New documents of the next `count` batches, with the ids that they will have; fewer batches where the data
-        ends, or where one of them cannot be read, which `next_batch` raises when its turn comes. Collective. Neither
-        the state nor the account changes.
-        """
-        return tuple(batch.documents for batch in self._drawn.ahead(count, self._check_epoch))
+        """Return the new documents of the next `count` batches, with their final ids; fewer batches where the data ends
+        or one cannot be read, which `next_batch` raises in its turn. Collective. State and account do not change."""
+        return tuple(batch.documents for batch in self._drawn.peek(count, self._check_epoch))
 
     def note_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
         """Account for a trained step, and keep the documents that its plan deferred for the next batch.
@@ -169,28 +165,28 @@ class GlobalBatchLoader:
             self._deferred[doc_id] = Deferral(saved, int(batch.owners([doc_id])[0]), content)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
-        """Where a document of a batch was read: the run of documents that are shuffled together, by its first file."""
+        """Say where a document of a batch was read: its number in the shuffled block, and the file that this begins in."""
         place = place_of(doc_id)
         reader = BlockReader(*self._job[place.part], part=place.part)
         file = reader.first_file(place.stream, place.epoch, place.cursor)
         return f"number {place.index + 1} of the block that begins in {file}"
 
     def held(self) -> Tally:
-        """Documents and tokens that were read and are in no batch yet, up to the last batch handed out."""
+        """Count what was read and is in no batch, up to the last batch handed out."""
         return self._at.held()
 
     def check_ledger(self) -> None:
-        """Every token that was read is trained, dropped, deferred or waiting; a `DataError` where it is not."""
+        """Raise a `DataError` unless every token that was read is trained, dropped, deferred or waiting."""
         self.ledger.check(self.held())
 
     def summary(self) -> list[str]:
-        """The ledger's lines for the end of a run."""
+        """Return the ledger's lines for the end of a run."""
         return self.ledger.state.lines(self.held())
 
     def state(self) -> LoaderState:
-        """Where the loader stands: restored, it continues with the batch after the last one handed out.
+        """Return the state, the same on all ranks: restored, it continues after the last batch handed out.
 
-        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger.
+        A batch that was handed out and not noted stays in flight in the ledger.
         """
         return LoaderState(
             step=self._step,
@@ -203,9 +199,8 @@ class GlobalBatchLoader:
         )
 
     def load_state(self, state: LoaderState) -> None:
-        """Go on where a state was made, also by a loader of another process or parallel layout.
-
-        Reads nothing: open blocks and deferred documents are read again by the next `next_batch`.
+        """Go on from a state, also of another process or parallel layout; `next_batch` reads open blocks and deferred
+        documents again.
 
         Raises:
             ConfigError: the state was made with other data settings or files; names them.
@@ -215,19 +210,19 @@ class GlobalBatchLoader:
         self.ledger = Ledger(state.ledger)
         self._drawn = DrawnBatches(self.config, self.background, self.peers)
         self._at = DrawPosition(state.epoch, state.next_doc_id, state.parts)
-        self._drawn.go_on(self._at)
+        self._drawn.load(self._at)
         self._step, self._deferred, self._lost = state.step, {}, state.deferred
 
     def close(self) -> None:
-        """End the background readers. State and account remain; the next request for a batch starts them again."""
+        """End the background readers; the next request for a batch starts them again."""
         self.background.close()
 
     def _check_epoch(self, epoch: int, num_sampled: int) -> None:
-        """An epoch ends: documents came of it, and all that was read of it is accounted for."""
+        """Check that an epoch gave documents, and that all that was read of it is accounted for."""
         account, held = self._drawn.account(self.ledger.state)
         if not num_sampled and self.config.reads == "held_out" and not account.read.documents:
-            opened = ((of.readers[one.file], of.files[one.file], one.part) for of in self.parts for one in of.segments)
-            number = sum(1 for reader, file, part in opened for _ in reader.records(file, part))
+            shares = ((part.readers[at], part.files[at], share) for part in self.parts for at, share in part.segments)
+            number = sum(1 for reader, file, share in shares for _ in reader.records(file, share))
             raise DataError(
                 f"validation.share {self.config.held_out_share:g} holds out none of {counted(number, 'document')} of "
                 "data.sources; raise it, or give validation.sources"
@@ -262,7 +257,7 @@ class GlobalBatchLoader:
         return batch
 
     def _reload_deferred(self) -> None:
-        """Read the documents of a state's deferred ones again, each on the rank that owns its stream. Collective."""
+        """Read the deferred documents of a state again, each on the rank that reads its stream. Collective."""
         entries: dict[int, Deferral] = {}
         problem = b""
         blocks: dict[BlockRequest, DocumentBlock] = {}
@@ -291,7 +286,7 @@ class GlobalBatchLoader:
 
 
 def _dataset_of(config: DataConfig, datasets: dict[str, Any]) -> Any:
-    """The data set object that a part's only source names, if there is one."""
+    """Return the data set object that a part's only source names, if there is one."""
     named = [source for source in config.sources if source in datasets]
     if named and len(config.sources) > 1:
         raise ConfigError(

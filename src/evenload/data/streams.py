@@ -1,14 +1,15 @@
-"""`StreamSampler` and `DrawnBatches`: documents of all streams one after the other, the same on every rank, in batches.
+"""Sample the documents of all streams one after the other, the same on every rank (`StreamSampler`), and draw them in
+batches (`DrawnBatches`).
 
-Which document comes next is decided from block headers alone, which every rank knows. Parts of the mixture take turns
-so that their *tokens* keep to the weights: next is the part that is furthest behind its share. Inside a part the
-streams take turns. A rank that owns a stream also has its blocks' tokens, and requests the next block when it starts to
-take from one. One gather brings the next header of every stream that has none. Price: about 0.2 µs a document (some
-20 µs where parts take turns document by document).
+Which document comes next follows from block headers, which every rank knows. Parts of the mixture take turns so that
+their *tokens* keep to the weights: next is the part that is furthest behind its share. Inside a part the streams take
+turns. A rank that owns a stream also has its blocks' tokens, and requests the next block when it starts to take from
+one. One gather brings the next header of every stream that has none. Price: about 0.2 µs a document (some 20 µs where
+parts take turns document by document).
 
-A planner may want to know the lengths of the batches that follow (`feed.step_maker.Planner.known_steps`). `ahead` draws
-them before their turn and keeps them. Every batch carries the place behind it and its part of the account, and both
-count only when the batch is handed out, so a state is the same however many batches were drawn ahead.
+A planner may want the lengths of coming batches (`feed.step_maker.Planner.known_steps`): `peek` draws them before their
+turn. Every batch carries the position after it and its part of the account, and both count only when the batch is
+handed out, so a state is the same however many batches were drawn.
 """
 
 from collections import deque
@@ -25,7 +26,6 @@ from evenload.data.config import DataConfig
 from evenload.data.ledger import Ledger, LedgerState, Tally
 from evenload.data.workers import BlockService
 from evenload.errors import DataError, EvenloadError
-from evenload.types.base import Frozen
 from evenload.types.document import Document
 
 
@@ -37,69 +37,65 @@ class _Stream:
     opened: OpenBlock | None = None
 
     def move(self, at: StreamState) -> None:
-        """Go to another block, or to another place in one that is opened anew."""
+        """Go to another block, or to another place in one that is opened again."""
         self.at, self.opened = at, None
 
 
 @dataclass(slots=True)
 class _Part:
+    name: str
     weight: float
     streams: list[_Stream]
-    epoch: int = 0
-    turn: int = 0
-    documents: int = 0
-    tokens: int = 0
+    at: PartState = field(default_factory=PartState)
+    """Of which `streams` is not used."""
 
     @property
     def has_ended(self) -> bool:
         return all(stream.at.cursor is None for stream in self.streams)
 
+    def restart(self, at: PartState) -> None:
+        self.at = at
+        for stream in self.streams:
+            stream.move(StreamState())
+
 
 def owner_of(key: StreamKey, num_ranks: int) -> int:
-    """The rank that reads a stream."""
+    """Return the rank that reads a stream."""
     return (key.part + key.stream) % num_ranks
 
 
-class _Headers(Frozen):
-    """The headers a rank gives, or why it has none."""
-
-    headers: tuple[tuple[StreamKey, BlockHeader], ...] = ()
-    problem: str | None = None
-
-
 class StreamSampler:
-    """Draws documents.
+    """Sample documents.
 
     Args:
-        config: names the parts of the mixture, their weights and streams, and whether an ended part begins anew.
+        config: names the parts of the mixture, their weights and streams, and whether an ended part starts again.
         service: reads the blocks of the streams that this rank owns.
         ledger: counts every block that is opened.
     """
 
     def __init__(self, config: DataConfig, service: BlockService, peers: Peers, ledger: Ledger) -> None:
-        self._names = [part.name for part in config.mixture] or ["sources"]
         self._repeats = config.mixture_end == "repeat"
         self._service, self._peers, self._ledger = service, peers, ledger
-        weights = [part.weight for part in config.mixture] or [1.0]
+        named = [(part.name, part.weight) for part in config.mixture] or [("sources", 1.0)]
+        total = sum(weight for _, weight in named)
         self._parts: list[_Part] = []
-        for part, weight in enumerate(weights):
+        for part, (name, weight) in enumerate(named):
             keys = [StreamKey(part, stream) for stream in range(config.num_streams)]
-            self._parts.append(_Part(weight / sum(weights), [_Stream(key, owner_of(key, peers.size)) for key in keys]))
+            self._parts.append(_Part(name, weight / total, [_Stream(key, owner_of(key, peers.size)) for key in keys]))
 
     @property
     def num_sampled(self) -> int:
-        return sum(part.documents for part in self._parts)
+        return sum(part.at.documents for part in self._parts)
 
     def sample(
         self, num_documents: int | None, num_tokens: int | None, *, at_least_one: bool
     ) -> SampledDocuments | None:
-        """The next documents: at most so many, of at most so many tokens. Collective.
-
-        As many as the open blocks give: the next call gives more. None of them where the next one alone has more
-        than `num_tokens`, unless there must be one.
+        """Sample at most `num_documents` of at most `num_tokens`, as far as the open blocks go; the next call goes on.
+        Collective.
 
         Returns:
-            None at the end of the epoch.
+            No documents where the next one alone has more than `num_tokens`, unless `at_least_one`; None at the end of
+            the epoch.
 
         Raises:
             DataError: what reading raised, on every rank; the next call raises the same again.
@@ -128,51 +124,43 @@ class StreamSampler:
 
     def restart(self, epoch: int) -> None:
         for part in self._parts:
-            part.tokens = 0
-            self._restart_part(part, epoch)
+            part.restart(PartState(epoch=epoch))
 
     def state(self) -> tuple[PartState, ...]:
-        """Where every stream stands; the same on all ranks."""
+        """Return where every stream stands; the same on all ranks."""
         return tuple(
-            PartState(
-                epoch=part.epoch,
-                turn=part.turn,
-                documents=part.documents,
-                tokens=part.tokens,
-                streams=tuple(stream.at for stream in part.streams),
-            )
+            msgspec.structs.replace(part.at, streams=tuple(stream.at for stream in part.streams))
             for part in self._parts
         )
 
     def load_state(self, states: Sequence[PartState]) -> None:
-        """Go on where a state was made, before anything was sampled. Open blocks are read again when needed."""
+        """Go on from a state, before anything was sampled. Open blocks are read again when needed."""
         for part, state in zip(self._parts, states, strict=True):
-            part.epoch, part.turn, part.documents, part.tokens = state.epoch, state.turn, state.documents, state.tokens
+            part.at = state
             for stream, at in zip(part.streams, state.streams, strict=True):
                 stream.move(at)
 
     def _next_part(self) -> tuple[_Part, bool] | None:
-        """The part that is furthest behind its share of the tokens, and whether it is the only one left."""
-        if self._repeats:
-            for part, name in zip(self._parts, self._names, strict=True):
-                if part.has_ended:
-                    if not part.documents:
-                        raise DataError(
-                            f"part '{name}' of data.mixture has no document to train; remove it, or check its "
-                            "sources, data.overlong and data.on_corrupt"
-                        )
-                    self._restart_part(part, part.epoch + 1)
+        """Return the part that is furthest behind its share of the tokens, and whether it is the only one left."""
+        for part in self._parts if self._repeats else ():
+            if part.has_ended:
+                if not part.at.documents:
+                    raise DataError(
+                        f"part '{part.name}' of data.mixture has no document to train; remove it, or check its "
+                        "sources, data.overlong and data.on_corrupt"
+                    )
+                part.restart(PartState(epoch=part.at.epoch + 1, tokens=part.at.tokens))
         left = [part for part in self._parts if not part.has_ended]
         if len(left) < 2:
             return (left[0], True) if left else None
-        total = sum(part.tokens for part in self._parts)
+        total = sum(part.at.tokens for part in self._parts)
         # The share of one more token breaks the tie at the beginning by weight.
-        return max(left, key=lambda part: part.weight * (total + 1) - part.tokens), False
+        return max(left, key=lambda part: part.weight * (total + 1) - part.at.tokens), False
 
     def _ready_streams(self, part: _Part) -> list[_Stream]:
-        """The streams that have not ended, from the one whose turn it is, each with documents left in its block."""
+        """Return the streams that have not ended, from the one whose turn it is, each with documents left to take."""
         ready: list[_Stream] = []
-        for stream in part.streams[part.turn :] + part.streams[: part.turn]:
+        for stream in part.streams[part.at.turn :] + part.streams[: part.at.turn]:
             while stream.at.cursor is not None:
                 if stream.opened is None:
                     self._open_blocks()
@@ -180,31 +168,31 @@ class StreamSampler:
                 if len(stream.opened.lengths):
                     ready.append(stream)
                     break
-                self._begin(stream.opened)
+                self._count(stream.opened)
                 stream.move(StreamState(cursor=stream.opened.header.next_cursor))
         return ready
 
     def _commit(self, part: _Part, streams: Sequence[_Stream], taken: Tally) -> None:
-        """So many documents of the streams, in turns, are taken."""
-        count = taken.documents
-        part.documents += count
-        part.tokens += taken.tokens
+        """Take documents of the streams, in turns."""
+        count, turn = taken.documents, part.at.turn
         if count:
-            part.turn = (streams[(count - 1) % len(streams)].key.stream + 1) % len(part.streams)
-        for at, stream in enumerate(streams):
-            own = count // len(streams) + (at < count % len(streams))
-            opened = stream.opened
+            turn = (streams[(count - 1) % len(streams)].key.stream + 1) % len(part.streams)
+        part.at = msgspec.structs.replace(
+            part.at, turn=turn, documents=part.at.documents + count, tokens=part.at.tokens + taken.tokens
+        )
+        for index, stream in enumerate(streams):
+            own = count // len(streams) + (index < count % len(streams))
+            opened, at = stream.opened, stream.at
             if not own or opened is None:
                 continue
-            at, stop = stream.at, stream.at.taken + own
-            left = at.left if at.taken else self._begin(opened)
+            left, stop = at.left if at.taken else self._count(opened), at.taken + own
             if stop == len(opened.lengths):
                 stream.move(StreamState(cursor=opened.header.next_cursor))
                 continue
             left -= Tally(documents=own, tokens=int(opened.lengths[at.taken : stop].sum()))
             stream.at = StreamState(cursor=at.cursor, taken=stop, left=left, checksum=opened.header.checksum)
 
-    def _begin(self, opened: OpenBlock) -> Tally:
+    def _count(self, opened: OpenBlock) -> Tally:
         """Count a block as read, and what it dropped as dropped; return its documents."""
         documents = Tally(documents=len(opened.lengths), tokens=int(opened.lengths.sum()))
         self._ledger.note_read(sum(opened.header.dropped.values(), documents))
@@ -212,61 +200,49 @@ class StreamSampler:
             self._ledger.note_dropped(reason, dropped)
         return documents
 
-    def _restart_part(self, part: _Part, epoch: int) -> None:
-        part.epoch, part.turn, part.documents = epoch, 0, 0
-        for stream in part.streams:
-            stream.move(StreamState())
-
     def _open_blocks(self) -> None:
-        """Open the next block of every stream that has none open, with its owner's help. Collective."""
+        """Open the next block of every stream that has none open, read by its owner. Collective."""
         waiting = [
-            stream
+            (part, stream, BlockRequest(stream.key, part.at.epoch, stream.at.cursor))
             for part in self._parts
             for stream in part.streams
             if stream.at.cursor is not None and stream.opened is None
         ]
-        own: dict[StreamKey, DocumentBlock] = {}
-        problem: str | None = None
-        requests = [
-            BlockRequest(stream.key, self._parts[stream.key.part].epoch, stream.at.cursor)
-            for stream in waiting
-            if stream.owner == self._peers.rank and stream.at.cursor is not None
-        ]
+        requests = [request for _, stream, request in waiting if stream.owner == self._peers.rank]
         for request in requests:
             self._service.request(request)
+        own: dict[StreamKey, DocumentBlock] = {}
+        answer: list[tuple[StreamKey, BlockHeader]] | str
         try:
             for request in requests:
                 own[request.key] = self._service.take(request)
+            answer = [(key, block.header) for key, block in own.items()]
         except EvenloadError as error:
             # Names of files may hold bytes that are no UTF-8.
-            problem = str(error).encode(errors="backslashreplace").decode()
-        answer = _Headers(headers=tuple((key, block.header) for key, block in own.items()), problem=problem)
-        gathered = self._peers.gather(msgspec.msgpack.encode(answer))
-        answers = [msgspec.msgpack.decode(data, type=_Headers) for data in gathered]
-        problems = [answer.problem for answer in answers if answer.problem is not None]
-        if problems:
-            raise DataError(problems[0])
-        by_stream = {key: header for answer in answers for key, header in answer.headers}
-        for stream in waiting:
-            self._open(stream, by_stream[stream.key], own.get(stream.key))
-
-    def _open(self, stream: _Stream, header: BlockHeader, block: DocumentBlock | None) -> None:
-        if stream.at.taken and stream.at.checksum != header.checksum:
-            raise DataError(
-                f"block {header.cursor.block} of stream {stream.key.stream} of data.{self._names[stream.key.part]} "
-                f"holds other documents than when the loader's state was saved ({stream.at.taken} of them were trained "
-                "already); the sources must not change between save and resume"
-            )
-        lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
-        epoch = self._parts[stream.key.part].epoch
-        stream.opened = OpenBlock(stream.key, epoch, stream.owner, header, lengths, num_labels, block)
-        if block is not None and header.next_cursor is not None:
-            # The next one is read while documents of this one are taken.
-            self._service.request(BlockRequest(stream.key, epoch, header.next_cursor))
+            answer = str(error).encode(errors="backslashreplace").decode()
+        headers: dict[StreamKey, BlockHeader] = {}
+        for data in self._peers.gather(msgspec.msgpack.encode(answer)):
+            answer = msgspec.msgpack.decode(data, type=list[tuple[StreamKey, BlockHeader]] | str)
+            if isinstance(answer, str):
+                raise DataError(answer)
+            headers |= answer
+        for part, stream, request in waiting:
+            header, block = headers[stream.key], own.get(stream.key)
+            if stream.at.taken and stream.at.checksum != header.checksum:
+                raise DataError(
+                    f"block {header.cursor.block} of stream {stream.key.stream} of data.{part.name} holds other "
+                    f"documents than when the loader's state was saved ({stream.at.taken} of them were trained "
+                    "already); the sources must not change between save and resume"
+                )
+            lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
+            stream.opened = OpenBlock(stream.key, request.epoch, stream.owner, header, lengths, num_labels, block)
+            if block is not None and header.next_cursor is not None:
+                # The next one is read while documents of this one are taken.
+                self._service.request(request._replace(cursor=header.next_cursor))
 
 
 def _rounds(streams: Sequence[_Stream], rounds: int, most: int) -> SampledDocuments:
-    """The first `most` documents when the streams take turns so many times."""
+    """Return the first `most` documents when the streams take turns so many times."""
     blocks = [stream.opened for stream in streams if stream.opened is not None]
     starts = np.array([stream.at.taken for stream in streams])
 
@@ -294,25 +270,19 @@ class DrawPosition:
     parts: tuple[PartState, ...]
 
     def held(self) -> Tally:
-        """Documents of open blocks: they count as read and are in no batch."""
+        """Sum up the documents of open blocks, which count as read and are in no batch."""
         return sum((stream.left for part in self.parts for stream in part.streams), Tally())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DrawnBatch:
-    """One batch; without documents where the data has ended.
-
-    Args:
-        epoch: of the documents.
-        documents: new ones, with the ids that they keep.
-        noted: what reading it added to the account.
-        after: where the next batch begins.
-    """
+    """One batch of new documents of an epoch; without documents where the data has ended. `read` is what reading it
+    added to the account, `after` where the next batch begins."""
 
     epoch: int
     documents: tuple[Document, ...]
     sampled: SampledDocuments
-    noted: LedgerState
+    read: LedgerState
     after: DrawPosition
 
 
@@ -320,42 +290,41 @@ EpochEnd = Callable[[int, int], None]
 """Called with the epoch that ends and how many documents it gave; raises a `DataError` where something is wrong."""
 
 
+@dataclass(eq=False)
 class DrawnBatches:
-    """Draws batches.
+    """Draw batches of the size that `config` sets; `service` reads the streams that this rank owns."""
 
-    Args:
-        config: makes the batches: how many documents or tokens, how many epochs.
-        service: reads the blocks of the streams that this rank owns.
-    """
+    config: DataConfig
+    service: BlockService
+    peers: Peers
+    _read: Ledger = field(default_factory=Ledger)
+    _members: list[SampledDocuments] = field(default_factory=list)
+    _waiting: deque[DrawnBatch] = field(default_factory=deque)
+    _has_failed: bool = False
+    """The batch after those that wait could not be read; not tried again before its turn comes."""
 
-    def __init__(self, config: DataConfig, service: BlockService, peers: Peers) -> None:
-        self._config = config
-        self._noted = Ledger()
-        self._streams = StreamSampler(config, service, peers, self._noted)
+    def __post_init__(self) -> None:
+        self._streams = StreamSampler(self.config, self.service, self.peers, self._read)
         self._epoch = self._next_doc_id = 0
-        self._members: list[SampledDocuments] = []
-        self._waiting: deque[DrawnBatch] = deque()
-        self._has_failed = False
-        """The batch behind those that wait could not be read; not tried again before its turn comes."""
 
-    def go_on(self, position: DrawPosition) -> None:
-        """Draw from there, before anything was drawn."""
+    def load(self, position: DrawPosition) -> None:
+        """Go on from a position, before anything was drawn."""
         self._streams.load_state(position.parts)
         self._epoch, self._next_doc_id = position.epoch, position.next_doc_id
 
     def position(self) -> DrawPosition:
-        """After all that was drawn."""
+        """Return the position after all that was drawn."""
         return DrawPosition(self._epoch, self._next_doc_id, self._streams.state())
 
     def account(self, handed_out: LedgerState) -> tuple[LedgerState, Tally]:
-        """The account with all that was drawn, and what of it is in no batch that was handed out."""
+        """Return the account with all that was drawn, and what of it is in no batch that was handed out."""
         state, held = handed_out, self.position().held() + _tally(self._members)
         for batch in self._waiting:
-            state, held = state.with_read(batch.noted), held + batch.sampled.tally()
-        return state.with_read(self._noted.state), held
+            state, held = state.with_read(batch.read), held + batch.sampled.tally()
+        return state.with_read(self._read.state), held
 
-    def ahead(self, count: int, at_epoch_end: EpochEnd) -> list[DrawnBatch]:
-        """The next batches, which stay here: `count` of them, fewer before the end of the data or before one that
+    def peek(self, count: int, at_epoch_end: EpochEnd) -> list[DrawnBatch]:
+        """Return the next `count` batches, which stay here; fewer before the end of the data or before a batch that
         cannot be read, whose error `take` raises when its turn comes. Collective."""
         try:
             while len(self._waiting) < count and not self._has_failed:
@@ -363,11 +332,11 @@ class DrawnBatches:
                     break
                 self._waiting.append(self._draw(at_epoch_end))
         except DataError:
-            self._has_failed = True  # on every rank; drawn again and raised when its turn comes
+            self._has_failed = True  # on every rank
         return [batch for batch in list(self._waiting)[:count] if batch.documents]
 
     def take(self, at_epoch_end: EpochEnd) -> DrawnBatch:
-        """The next batch. Collective.
+        """Return the next batch. Collective.
 
         Raises:
             DataError: a record that is an error by the settings, an epoch without any document, or an account of an
@@ -392,14 +361,14 @@ class DrawnBatches:
             for doc_id, (num_tokens, num_labels) in enumerate(columns, start=self._next_doc_id)
         )
         self._next_doc_id += len(documents)
-        noted, self._noted.state = self._noted.state, LedgerState()
-        return DrawnBatch(self._epoch, documents, sampled, noted, self.position())
+        read, self._read.state = self._read.state, LedgerState()
+        return DrawnBatch(self._epoch, documents, sampled, read, self.position())
 
     def _collect(self) -> None:
         """Draw the members of the next batch, after a failure its other ones; none at the end of an epoch."""
         if self._is_finished():
             return
-        documents, tokens, members = self._config.batch_documents, self._config.batch_tokens, self._members
+        documents, tokens, members = self.config.batch_documents, self.config.batch_tokens, self._members
         taken = _tally(members)
         while taken.documents != documents:
             run = self._streams.sample(
@@ -413,7 +382,7 @@ class DrawnBatches:
             taken += run.tally()
 
     def _is_finished(self) -> bool:
-        return self._config.epochs is not None and self._epoch >= self._config.epochs
+        return self.config.epochs is not None and self._epoch >= self.config.epochs
 
 
 def _tally(members: Sequence[SampledDocuments]) -> Tally:
