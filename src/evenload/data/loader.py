@@ -165,7 +165,7 @@ class GlobalBatchLoader:
             self._deferred[doc_id] = Deferral(saved, int(batch.owners([doc_id])[0]), content)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
-        """Say where a document of a batch was read: its number in the shuffled block, and the file that this begins in."""
+        """Say where a document was read: its number in the shuffled block, and the file in which that begins."""
         place = place_of(doc_id)
         reader = BlockReader(*self._job[place.part], part=place.part)
         file = reader.first_file(place.stream, place.epoch, place.cursor)
