@@ -12,6 +12,8 @@ to sort, then a few operations for each different length.
 import csv
 import gzip
 import io
+import re
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -187,9 +189,9 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
 def _opened(source: str) -> Iterator[IO[bytes]]:
     try:
         filesystem, path = fsspec.url_to_fs(source)
-        with filesystem.open(path, "rb") as file:
-            with gzip.GzipFile(fileobj=file) if source.endswith(".gz") else nullcontext(file) as stream:
-                yield stream
+        is_gzip = source.endswith(".gz")
+        with filesystem.open(path, "rb") as file, gzip.open(file) if is_gzip else nullcontext(file) as stream:
+            yield stream
     except FileNotFoundError as err:
         raise ConfigError(f"lengths file '{source}' does not exist") from err
     except ImportError as err:
@@ -218,6 +220,8 @@ def _npy_numbers(content: bytes, source: str) -> NDArray[Any]:
             loaded = loaded[_meant_column(dict(zip(loaded.files, loaded.files, strict=True)), loaded.files, source)]
     except DataError:
         raise
+    except zipfile.BadZipFile as err:
+        raise DataError(f"{source} cannot be read as an .npz: {err}; write it again with numpy.savez") from err
     except Exception as err:  # numpy parses the head as Python and raises whatever that raises
         if "Object arrays" in str(err):
             raise DataError(
@@ -230,9 +234,7 @@ def _npy_numbers(content: bytes, source: str) -> NDArray[Any]:
     if loaded.dtype.kind not in "iu":
         raise DataError(f"{source} has dtype {loaded.dtype}; lengths are integers, so save it as int32 or int64")
     if loaded.ndim != 1:
-        raise DataError(
-            f"{source} has shape {loaded.shape}; lengths are a one-dimensional array, one entry per document"
-        )
+        raise DataError(f"{source} has shape {loaded.shape}; lengths are a one-dimensional array, one a document")
     return loaded
 
 
@@ -256,15 +258,14 @@ def _table(content: bytes, source: str, delimiter: str) -> dict[str, list[Any]] 
         raise DataError(f"{source} cannot be read as a table: {err}; save it as UTF-8") from err
     if not rows:
         return []
-    cells = [
-        [int(cell) if cell.strip().removeprefix("-").isdecimal() else cell.strip() for cell in row] for row in rows
-    ]
-    has_head = not any(map(_is_whole, cells[0]))
-    head = [str(cell) if has_head else f"column {i}" for i, cell in enumerate(cells[0], start=1)]
-    for number, row in enumerate(cells, start=1):
+    whole = re.compile(r"\s*-?\d+\s*", re.ASCII)
+    rows = [[int(cell) if whole.fullmatch(cell) else cell.strip() for cell in row] for row in rows]
+    has_head = not any(map(_is_whole, rows[0]))
+    head = [str(cell) if has_head else f"column {i}" for i, cell in enumerate(rows[0], start=1)]
+    for number, row in enumerate(rows, start=1):
         if len(row) != len(head):
             raise DataError(f"{source}: row {number} has {len(row)} columns, the first has {len(head)}; repair it")
-    return {name: [row[i] for row in cells[has_head:]] for i, name in enumerate(head)}
+    return {name: [row[i] for row in rows[has_head:]] for i, name in enumerate(head)}
 
 
 def _whole_numbers(value: Any, source: str) -> Sequence[int]:
