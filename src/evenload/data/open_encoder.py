@@ -1,28 +1,27 @@
-"""`open_encoder`: makes the encoder of the settings; conversations as text, with loss on what the assistant says.
+"""Make the encoder of the settings (`open_encoder`); render conversations, with loss on what the assistant says.
 
-Where the template has `{% generation %}` blocks, these are what the assistant says. Where it has none, the text of the
-assistant's message i is found by rendering parts of the conversation:
+That is what `{% generation %}` blocks of the template mark. Where it has none, the text of the assistant's message i is
+found by rendering parts of the conversation:
 
     messages[:i], generation prompt   <|user|>Hi<|end|><|assistant|>
     messages[:i + 1]                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
     all messages                      <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|> ...
                                                                     ─────────── loss
 
-This holds only if each rendering begins the next one, which is checked for every message; else the record is refused. A
-template without a generation prompt has the assistant's header in the loss.
+This holds only if each rendering begins the next one; else the record is refused. A template without a generation
+prompt has the assistant's header in the loss. Price: 2 renderings for each of the assistant's messages, so it grows
+with the square of the turns; 1 rendering with `{% generation %}` blocks or loss on all tokens.
 
-Keys of messages without a value are left out, because Arrow gives every message all keys of all messages and templates
-test whether a key is there. Thoughts that data sets put under other names are also given under the names that templates
-read. Both is what transformers' `apply_chat_template` does. Price: 2 renderings for each of the assistant's messages,
-so it grows with the square of the turns; 1 rendering with `{% generation %}` blocks or loss on all tokens.
+As in transformers' `apply_chat_template`, keys of messages without a value are left out (Arrow gives every message all
+keys of all messages), and thoughts are also given under the names that templates read.
 
-A prompt and a completion are two strings or two lists of messages. Strings are joined and tokenised together, followed
-by the end-of-document token, as TRL has it. Lists of messages are one conversation through the chat template, and
-labels are those that record kind "messages" gives the completion's messages (TRL trains all of the completion, so also
-what tools answer and users ask in it).
+A prompt and a completion are two strings, joined and tokenised together, followed by the end-of-document token, as in
+TRL; or two lists of messages, which are one conversation with loss on what the assistant says in the completion (TRL
+trains all of the completion).
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from evenload.data.chat_template import ChatTemplate, Message, open_chat_template
@@ -53,11 +52,11 @@ from evenload.errors import ConfigError
 def open_encoder(
     config: DataConfig, tokenizer: DocumentTokenizer | None = None, vocab_size: int | None = None
 ) -> DocumentEncoder:
-    """The encoder of a configuration without mixture (see `mixture_configs`).
+    """Make the encoder of a configuration without mixture (see `mixture_configs`).
 
     Args:
-        tokenizer: used instead of the one that `config.tokenizer` names; the chat template and special tokens are
-            still looked up next to that.
+        tokenizer: instead of the one that `config.tokenizer` names, next to which the chat template and special tokens
+            are still looked up.
         vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
 
     Raises:
@@ -70,7 +69,7 @@ def open_encoder(
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
     columns = record_columns(config)
     if config.record == "tokens":
-        # Bytes are what the setting is by default, so they mean nothing for ids that others made.
+        # Bytes are the default of the setting, so they mean nothing for ids that others made.
         own = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
         limit = min((size for size in (own, vocab_size) if size is not None), default=None)
         masks = [column.name for column in columns if column.kind == "mask"]
@@ -80,8 +79,7 @@ def open_encoder(
             f"the tokeniser {describe_tokenizer(tokenizer)} makes ids that the model has no embedding for: its "
             f"vocab_size is {vocab_size:,}; set data.tokenizer to the model's own, or train a larger vocab_size"
         )
-    masked = config.loss_on != "all"
-    names, ignored = value_names(columns), config.ignore_columns
+    names, masked, ignored = value_names(columns), config.loss_on != "all", frozenset(config.ignore_columns)
     if config.record == "messages":
         return TextEncoder(Chats(names, open_chat_template(config, tokenizer), masked, ignored), tokenizer, None)
     opening = required_opening(tokenizer, config.prepend_bos)
@@ -98,16 +96,16 @@ def open_encoder(
 
 
 def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
-    """Warnings about chat templates that do not teach the assistant to stop.
+    """Warn of chat templates that do not teach the assistant to stop.
 
     Args:
-        model_ends: ids with which the model's generation ends, besides the tokeniser's own: one, several, or none.
+        model_ends: ids with which the model's generation ends, besides the tokeniser's own: one, several, or None.
     """
     several = [tokenizer.eos_id, *(model_ends if isinstance(model_ends, list | tuple) else [model_ends])]
     ends = sorted({index for index in several if index is not None})
     chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
     values = {"messages": ([*chat[0], *chat[1]],), "prompt_completion": chat}
-    found: list[str] = []
+    warnings: list[str] = []
     for part in mixture_configs(config):
         # Bytes have no token that a template could write.
         if not ends or part.record not in values or not isinstance(tokenizer, FileTokenizer):
@@ -119,14 +117,14 @@ def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: 
         taught = set((tokens if labels is None else labels).tolist())
         if not taught & set(ends):
             special = [text for text, index in tokenizer.special_tokens().items() if index in taught]
-            found.append(
+            warnings.append(
                 f"after what the assistant says, the chat template teaches none of the tokens with which generation "
                 f"ends ({', '.join(repr(tokenizer.token_text(end)) for end in ends)}), so the trained model will not "
                 "stop; set data.eos_token to the special token that the template writes there "
                 f"({', '.join(special) or 'it writes none'}), or write eos_token there, inside its "
                 "{% generation %} block where it has one"
             )
-    return found
+    return warnings
 
 
 def _contradictions(config: DataConfig) -> Iterator[str]:
@@ -155,41 +153,75 @@ _CALLS = ("tool_calls", "function_call")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
+@dataclass(frozen=True)
 class Chats:
     """`Renderer` of kind "messages".
 
     Args:
         columns: of the messages, then those of `ChatTemplate.for_record`.
+        template: a string is the reason why there is none.
         has_spans: loss on the assistant's messages only; else on every token after the first.
-        ignored: keys of messages that are passed over although they mark which messages have a loss.
+        ignored: keys of messages that are skipped although they mark which messages have a loss.
     """
 
-    def __init__(
-        self, columns: tuple[str, ...], template: ChatTemplate, has_spans: bool, ignored: Collection[str] = ()
-    ) -> None:
-        self.columns, self._ignored = columns, frozenset(ignored)
-        loss = "completion" if has_spans else "all"
-        passed_over = f", passed over {sorted(ignored)}" if ignored else ""
-        self.name = f"messages of {columns}, loss on {loss}, template {template.name}{passed_over}"
-        self._has_spans, self._template = has_spans, template
+    columns: tuple[str, ...]
+    template: ChatTemplate | str
+    has_spans: bool
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        template = self.template.name if isinstance(self.template, ChatTemplate) else None
+        loss = "what the assistant says" if self.has_spans else "all"
+        return f"{type(self).__name__} {self.columns}, loss on {loss}, template {template}, skip {sorted(self.ignored)}"
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        messages = read_messages(values[0], self.columns[0], self._template)
-        if not messages:
-            return RenderedText("", () if self._has_spans else None)
-        template = self._template.for_record(**dict(zip(self.columns[1:], values[1:], strict=False)))
-        return render_chat(template, messages, 0 if self._has_spans else None, self._ignored)
+        return self._render([(self.columns[0], values[0])], values[1:])
+
+    def _render(self, parts: Sequence[tuple[str, Any]], others: Sequence[Any]) -> RenderedText:
+        """Render the messages of the columns `parts`, the last of which has the loss."""
+        if isinstance(self.template, str):
+            raise RecordProblem(self.template)
+        *before, last = [read_messages(value, column, self.template) for column, value in parts]
+        if empty := [column for (column, _), messages in zip(parts, (*before, last), strict=True) if not messages]:
+            if not before:
+                return RenderedText("", () if self.has_spans else None)
+            raise RecordProblem(
+                f"column '{empty[0]}' holds no message; a prompt and a completion need at least one each"
+            )
+        prompt = [message for messages in before for message in messages]
+        if prompt and prompt[-1]["role"] == last[0]["role"] == "assistant":
+            raise RecordProblem(
+                f"the last message of '{parts[0][0]}' is the assistant's, and '{parts[1][0]}' goes on with one of its; "
+                f"move it to '{parts[1][0]}'"
+            )
+        template = self.template.for_record(**dict(zip(self.columns[len(parts) :], others, strict=False)))
+        return render_chat(template, [*prompt, *last], len(prompt) if self.has_spans else None, self.ignored)
+
+
+@dataclass(frozen=True)
+class PromptCompletion(Chats):
+    """`Renderer` of kind "prompt_completion": `columns` are those of prompt and completion, then as of `Chats`."""
+
+    def render(self, values: tuple[Any, ...]) -> RenderedText:
+        prompt, completion, *others = values
+        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
+            return self._render(list(zip(self.columns, (prompt, completion), strict=False)), others)
+        if dict(zip(self.columns[2:], others, strict=False)).get("tools"):
+            raise RecordProblem("the record has tools, and its prompt is a text, which no template puts them into")
+        prompt = check_text(prompt, self.columns[0])
+        whole = prompt + check_text(completion, self.columns[1])
+        return RenderedText(whole, ((len(prompt), len(whole)),) if self.has_spans else None, is_bare=True)
 
 
 def render_chat(
     template: ChatTemplate, messages: Sequence[Message], first: int | None, ignored: Collection[str]
 ) -> RenderedText:
-    """A conversation with loss on what the assistant says in `messages[first:]`; None = on every token after the first.
-
-    Messages of the assistant with a weight of 0 have none.
+    """Render a conversation with loss on what the assistant says in `messages[first:]`, except with a weight of 0.
 
     Args:
-        ignored: keys of messages that are passed over.
+        first: None = loss on every token after the first.
+        ignored: keys of messages that are skipped.
 
     Raises:
         RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
@@ -224,7 +256,7 @@ def render_chat(
 
 
 def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> bool:
-    """Whether a message of the assistant has no loss, by `weight` as in OpenAI's format or `train` as in Axolotl's."""
+    """Tell whether a message of the assistant has no loss, by `weight` (OpenAI's format) or `train` (Axolotl's)."""
     is_untrained = False
     for key in _WEIGHTS:
         if key in ignored or (weight := message.get(key)) is None:
@@ -241,7 +273,7 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
 
 
 def read_messages(value: Any, column: str, template: ChatTemplate) -> list[Message]:
-    """The messages, as new dictionaries, in the forms in which their template writes them as they are meant.
+    """Read messages as new dictionaries, in the forms that their template writes right.
 
     Raises:
         RecordProblem: not a list; a message without role, or without content and tool calls; a role that the template
@@ -283,7 +315,7 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
 
 
 def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
-    """What comes before message `index`, with which `whole`, all messages, must begin."""
+    """Return what comes before message `index`, after checking that `whole`, all messages, begins with it."""
     if not whole.startswith(prompt):
         raise RecordProblem(
             f"with chat template '{template.origin}' the prompt for message {index} is not how the whole "
@@ -312,50 +344,3 @@ def _assistant_spans(
             )
         spans.append((start, len(upto)))
     return spans
-
-
-class PromptCompletion:
-    """`Renderer` of kind "prompt_completion".
-
-    Args:
-        template: for lists of messages; a string is the reason why there is none.
-        has_spans: loss on the completion only; else on every token after the first.
-        columns, ignored: as of `Chats`, after the columns of prompt and completion.
-    """
-
-    def __init__(
-        self, columns: tuple[str, ...], template: ChatTemplate | str, has_spans: bool, ignored: Collection[str] = ()
-    ) -> None:
-        self.columns, self._ignored = columns, frozenset(ignored)
-        loss = "completion's assistant" if has_spans else "all"
-        known = template.name if isinstance(template, ChatTemplate) else None
-        passed_over = f", passed over {sorted(ignored)}" if ignored else ""
-        self.name = f"prompt and completion of {columns}, loss on {loss}, template {known}{passed_over}"
-        self._has_spans, self._template = has_spans, template
-
-    def render(self, values: tuple[Any, ...]) -> RenderedText:
-        (prompt, completion), inputs = values[:2], dict(zip(self.columns[2:], values[2:], strict=False))
-        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
-            return self._render_messages(prompt, completion, inputs)
-        if inputs.get("tools"):
-            raise RecordProblem("the record has tools, and its prompt is a text, which no template puts them into")
-        prompt = check_text(prompt, self.columns[0])
-        whole = prompt + check_text(completion, self.columns[1])
-        return RenderedText(whole, ((len(prompt), len(whole)),) if self._has_spans else None, is_bare=True)
-
-    def _render_messages(self, prompt: Any, completion: Any, inputs: dict[str, Any]) -> RenderedText:
-        if isinstance(self._template, str):
-            raise RecordProblem(self._template)
-        prompt_column, completion_column = self.columns[:2]
-        before = read_messages(prompt, prompt_column, self._template)
-        after = read_messages(completion, completion_column, self._template)
-        if not before or not after:
-            empty = completion_column if before else prompt_column
-            raise RecordProblem(f"column '{empty}' holds no message; a prompt and a completion need at least one each")
-        if before[-1]["role"] == after[0]["role"] == "assistant":
-            raise RecordProblem(
-                f"the last message of '{prompt_column}' is the assistant's, and '{completion_column}' goes on with "
-                f"one of its; move it to '{completion_column}'"
-            )
-        first = len(before) if self._has_spans else None
-        return render_chat(self._template.for_record(**inputs), [*before, *after], first, self._ignored)
