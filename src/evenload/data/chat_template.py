@@ -1,21 +1,20 @@
-"""`ChatTemplate`: a Hugging Face chat template, rendered with jinja2 in a sandbox, and where the assistant speaks.
+"""Render a Hugging Face chat template with jinja2 in a sandbox, and find where the assistant speaks (`ChatTemplate`).
 
 `{% generation %}` ... `{% endgeneration %}` marks what the assistant says: a rendering with spans puts a private
 character on both sides of such a block and takes them out again, counting characters. Inside of macros and captured
 text they could be trimmed or moved, so such templates are refused.
 
-`strftime_now` gives `TEMPLATE_DAY`, always: a text that changes with the day of the run could not be resumed exactly.
-It is the day that Llama 3's template falls back to. Price: jinja's, 20 to 100 µs a chat. Trust: the sandbox keeps a
-template from files and processes, not from running for ever.
+`strftime_now` always gives `TEMPLATE_DAY`: a text that changes with the day could not be resumed exactly. It is the
+day that Llama 3's template falls back to. Price: jinja's, 20 to 100 µs a chat. Trust: the sandbox keeps a template from
+files and processes, not from running for ever.
 
 The template is the file `data.chat_template`; else `chat_template.jinja` in the tokeniser's directory; else
 `chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken: the order of
-transformers. A template that uses a special token that no file defines is refused: it would be left out silently.
+transformers. One that uses a special token that no file defines is refused: it would be left out silently.
 
-Data sets write some things in several forms: content is text or a list of parts of text; arguments of
-a tool call are an object or JSON text (OpenAI's form). A template that expects the other form writes it wrong without
-an error. So a short conversation is rendered in both forms, once a template and role. Where one comes out right and the
-other does not, messages are given in that one; else they stay as they are.
+Content is text or a list of parts of text; arguments of a tool call are an object or JSON text (OpenAI's form). A
+template that expects the other form writes it wrong without an error. So a short conversation is rendered in both
+forms, once a template and role; where exactly one comes out right, messages are given in that one.
 """
 
 import copy
@@ -92,12 +91,12 @@ class _GenerationBlocks(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. Can be pickled; compares by what it renders.
+    """A compiled template; can be pickled.
 
     Args:
         source: text of the template.
         variables: what the template sees besides the messages, such as `bos_token`.
-        origin: how messages name it.
+        origin: names it in error messages.
 
     Raises:
         ConfigError: not a template, or a `{% generation %}` block whose place is not known.
@@ -127,11 +126,11 @@ class ChatTemplate:
         return ChatTemplate, (self.source, self.variables, self.origin)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The messages as text, or a `RecordProblem`; with a generation prompt, what opens an answer, too."""
+        """Render messages, with a generation prompt also what opens an answer; `RecordProblem` where it fails."""
         return self._render(messages, add_generation_prompt, None)
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, tuple[CharSpan, ...]]:
-        """The messages as text, and the characters inside `{% generation %}` blocks, ascending and disjoint.
+        """Render messages; also return the characters inside `{% generation %}` blocks, ascending and disjoint.
 
         Raises:
             RecordProblem: as `render`; or the messages hold the characters that mark blocks.
@@ -143,26 +142,21 @@ class ChatTemplate:
             raise RecordProblem(f"the messages hold U+{ord(_OPEN):X} or U+{ord(_CLOSE):X}, which no text may hold")
         spans, texts, position, depth = [], [], 0, 0
         for piece in pieces:
-            if piece == _OPEN:
-                depth += 1
-            elif piece == _CLOSE:
-                depth -= 1
-            else:
-                if depth and piece:
-                    spans.append((position, position + len(piece)))
-                texts.append(piece)
-                position += len(piece)
+            if piece in (_OPEN, _CLOSE):
+                depth += 1 if piece == _OPEN else -1
+                continue
+            if depth and piece:
+                spans.append((position, position + len(piece)))
+            texts.append(piece)
+            position += len(piece)
         return "".join(texts), tuple(spans)
 
     def for_record(self, tools: Any = None, chat_template_kwargs: Any = None) -> "ChatTemplate":
-        """The template with what a record gives it besides its messages, as to transformers' `apply_chat_template`.
-
-        Args:
-            tools: a list of JSON schemas, or JSON text of one; None = none.
-            chat_template_kwargs: further variables.
+        """Return the template with a record's tools (a list of JSON schemas, or JSON text of one) and further
+        variables, as transformers' `apply_chat_template` takes them.
 
         Raises:
-            RecordProblem: neither of these, or tools that the template does not write.
+            RecordProblem: they are neither of these, or the template does not write tools.
         """
         if tools is None and not chat_template_kwargs:
             return self
@@ -185,17 +179,17 @@ class ChatTemplate:
         return bound
 
     def usual_role(self, role: str) -> str | None:
-        """The usual name of a role that has another one here; None where it may stay, as the template names it."""
+        """Return the usual name of a role that has another one here; None where it may stay."""
         lower = role.strip().lower()
         usual = _OTHER_NAMES.get(lower, lower)
         if role in _ROLES or usual not in _ROLES:
             return None
         is_named = f"'{role}'" in self.source or f'"{role}"' in self.source
-        # Without blocks, what the assistant says is found by its name.
+        # Without blocks, the role's name shows what the assistant says.
         return None if is_named and (usual != "assistant" or self.marks_generation) else usual
 
     def adapted(self, message: Message) -> Message:
-        """The message in the forms that the template wants."""
+        """Return the message in the forms that the template wants."""
         content, calls = message.get("content"), message.get("tool_calls")
         form = None if content is None else self._form(message["role"])
         if form == "text" and not isinstance(content, str):
@@ -207,7 +201,7 @@ class ChatTemplate:
         return message
 
     def _form(self, of: str) -> str | None:
-        """ "text", "parts" or "object"; None = either, or not known."""
+        """Return "text", "parts" or "object"; None = either, or not known."""
         if of not in self._forms:
             written = (
                 {form: self._written("assistant", tool_calls=_calls(value)) for form, value in _ARGUMENTS.items()}
@@ -219,7 +213,7 @@ class ChatTemplate:
         return self._forms[of]
 
     def _written(self, role: str, **keys: Any) -> str:
-        """A conversation with such a message; "" where the template does not take it."""
+        """Render a conversation with such a message; "" where the template does not take it."""
         before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
         if role in ("tool", "function"):
             before.append({"role": "assistant", "content": "", "tool_calls": _calls({})})
@@ -240,11 +234,7 @@ class ChatTemplate:
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     # jinja's own filter escapes HTML, which has no place in a prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -255,7 +245,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _generation_blocks(syntax: nodes.Template, origin: str) -> Iterator[nodes.CallBlock]:
-    """All `{% generation %}` blocks; an error at one whose rendering may be changed before it is put out."""
+    """Yield all `{% generation %}` blocks; refuse one whose rendering may be changed before it is put out."""
     pending: list[tuple[nodes.Node, str]] = [(syntax, "")]
     while pending:
         node, inside = pending.pop()
@@ -274,15 +264,9 @@ def _generation_blocks(syntax: nodes.Template, origin: str) -> Iterator[nodes.Ca
 
 
 def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate:
-    """The chat template of the settings.
-
-    Raises:
-        ConfigError: there is none, it is none, or it uses a special token that is not known.
-    """
-    directory = None
-    if config.tokenizer not in (None, BYTES):
-        path = Path(config.tokenizer)
-        directory = path if path.is_dir() else path.parent
+    """Open the chat template of the settings; `ConfigError` where there is none or its special tokens are not known."""
+    path = None if config.tokenizer in (None, BYTES) else Path(config.tokenizer)
+    directory = path if path is None or path.is_dir() else path.parent
     known = special_settings(directory) if directory else {}
     origin, source = _find_source(config, directory, known)
     variables = {
@@ -303,43 +287,39 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
 
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
-    if config.chat_template is not None:
-        return _read_text(config.chat_template)
-    if directory is None:
+    """Return origin and text of the template."""
+    if directory is None and config.chat_template is None:
         raise ConfigError(
             "the tokeniser is plain bytes, which has no chat template, and the records hold messages; set "
             "data.chat_template to a file with one, or data.tokenizer to a tokeniser that has one"
         )
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return _read_text(file)
-    origin = str(directory / "tokenizer_config.json")
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-        if found is None:
+    home = directory or Path()
+    file = Path(config.chat_template or home / "chat_template.jinja")
+    if config.chat_template is not None or file.is_file():
+        try:
+            return str(file), file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as err:
+            raise ConfigError(
+                f"chat template '{file}' cannot be read: {err}; set data.chat_template to a text file"
+            ) from err
+    origin = str(home / "tokenizer_config.json")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+        if template is None:
             raise ConfigError(
                 f"'{origin}' has chat templates {sorted(map(str, named))} and no default; write the one to use into a "
                 "file and set data.chat_template to it"
             )
-    if found is None:
+    if template is None:
         raise ConfigError(
             f"the records hold messages, and there is no chat template in '{origin}' and no chat_template.jinja "
             "next to it; set data.chat_template to a file with one"
         )
-    if not isinstance(found, str):
-        raise ConfigError(f"chat_template in '{origin}' is of type {type(found).__name__}, must be text")
-    return origin, found
-
-
-def _read_text(path: str | Path) -> tuple[str, str]:
-    try:
-        return str(path), Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(
-            f"chat template '{path}' cannot be read: {err}; set data.chat_template to a text file"
-        ) from err
+    if not isinstance(template, str):
+        raise ConfigError(f"chat_template in '{origin}' is of type {type(template).__name__}, must be text")
+    return origin, template
 
 
 def _calls(arguments: Any) -> list[dict[str, Any]]:
@@ -348,7 +328,7 @@ def _calls(arguments: Any) -> list[dict[str, Any]]:
 
 
 def _with_arguments(call: Any, form: str | None) -> Any:
-    """The call with its arguments in that form, where they have the other one."""
+    """Return the call with its arguments in that form, where they have the other one."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"], form)}
     arguments = call.get("arguments") if isinstance(call, dict) else None
