@@ -98,7 +98,6 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> lis
 
 
 def _unknown_extensions(field: pa.Field) -> Iterator[str]:
-    """Yield the names of unknown extension types in a field, at any depth."""
     kind = field.type
     name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
     if isinstance(kind, pa.BaseExtensionType):
@@ -391,7 +390,6 @@ class _Batches:
 
 
 def _open_reader(source: pa.NativeFile, fields: Sequence[int] = ()) -> Any:
-    """Open pyarrow's reader of a file or a stream, at its beginning."""
     source.seek(0)
     begin = source.read(len(_FILE_MAGIC))
     source.seek(0)

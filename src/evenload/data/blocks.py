@@ -132,7 +132,6 @@ def _labels_of(
 def _flat(
     documents: Sequence[EncodedDocument],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
-    """Return edges, tokens and labels, as of `TokenTable`."""
     edges = np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64)
     has_labels = any(document.labels is not None for document in documents)
     labels = _join([_labels_of(document) for document in documents]) if has_labels else None
@@ -232,7 +231,6 @@ class HoldOut:
         return HoldOut(config.held_out_share, config.reads == "held_out") if config.held_out_share else None
 
     def is_held_out(self, key: str, offset: int) -> bool:
-        """Decide for a record of the file with this key."""
         hashed = blake2b(f"{key}\n{offset}".encode(errors="surrogateescape"), digest_size=_HASH_BYTES).digest()
         return int.from_bytes(hashed) < self.share * 256**_HASH_BYTES
 
@@ -249,27 +247,18 @@ _BLOCK_RECORDS = 1 << 16
 _CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
 
 
-class _Step(NamedTuple):
-    """What one record, or one document of it, adds to a block.
+_Dropped = tuple[str, int, int]
+"""Reason, documents, tokens."""
 
-    Args:
-        document: None where nothing of the record is trained.
-        segment, offset, part: where to go on after it, as in `BlockCursor`.
-        dropped: reason, documents and tokens of what is dropped besides the document.
-    """
+
+class _Step(NamedTuple):
+    """What one record, or one document of it, adds to a block; `segment`, `offset` and `part` as in `BlockCursor`."""
 
     document: EncodedDocument | None
     segment: int
     offset: int
     part: int = 0
-    dropped: tuple[str, int, int] | None = None
-
-
-@dataclass(frozen=True)
-class _LeftOut:
-    """A record of the other reader; `dropped` as of `_Step`, None where it is not encoded."""
-
-    dropped: tuple[str, int, int] | None = None
+    dropped: _Dropped | None = None
 
 
 class BlockReader:
@@ -281,10 +270,9 @@ class BlockReader:
         files: PartFiles,
         encoder: DocumentEncoder,
         part: int,
-        on_open: Callable[[str], None] = lambda name: None,
+        on_open: Callable[[str], object] = lambda name: None,
     ) -> None:
-        self._config, self._files, self._encoder, self._part = config, files, encoder, part
-        self._on_open = on_open
+        self._config, self._files, self._encoder, self._part, self._on_open = config, files, encoder, part, on_open
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
         self._open: dict[int, tuple[int, BlockCursor, Iterator[_Step]]] = {}
@@ -312,9 +300,8 @@ class BlockReader:
                 reason, count, size = step.dropped
                 dropped[reason] = dropped.get(reason, Tally()) + Tally(documents=count, tokens=size)
             if len(documents) >= limit or num_tokens >= BLOCK_TOKENS or num_steps >= _BLOCK_RECORDS:
-                next_cursor = BlockCursor(
-                    block=cursor.block + 1, segment=step.segment, offset=step.offset, part=step.part
-                )
+                block = cursor.block + 1
+                next_cursor = BlockCursor(block=block, segment=step.segment, offset=step.offset, part=step.part)
                 self._open[stream] = (epoch, next_cursor, steps)
                 break
         if self._shuffled:
@@ -324,11 +311,9 @@ class BlockReader:
         return _make_block(documents, cursor, next_cursor, dropped)
 
     def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
-        """Return the name of the file that a block begins in."""
         return self._files.files[self._stream_segments(stream, epoch)[cursor.segment].file].name
 
     def _stream_segments(self, stream: int, epoch: int) -> Sequence[Segment]:
-        """Return the segments of a stream, in the order in which it reads them."""
         if self._ordered[0] != epoch:
             segments = self._files.segments
             if self._shuffled:
@@ -338,7 +323,6 @@ class BlockReader:
         return self._ordered[1][stream :: self._config.num_streams]
 
     def _steps(self, stream: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
-        """Yield everything from the cursor to the end of the stream's epoch."""
         segments, chosen = self._stream_segments(stream, epoch), self._hold_out
         limit = self._config.max_document_tokens
         start, skip = cursor.offset, cursor.part
@@ -365,40 +349,36 @@ class BlockReader:
                     size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
             start, skip = None, 0
 
-    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[EncodedDocument | str | _LeftOut]:
-        """Encode records of the file with this key, or return what is wrong or that they are left out."""
+    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[EncodedDocument | str | _Dropped | None]:
+        """Encode records of the file with this key: document, problem, what is held out, or None = not read."""
         chosen = self._hold_out
         if chosen is None:
             return self._encoder.encode_records(chunk)
         held_out = [chosen.is_held_out(key, record.offset) for record in chunk]
         if chosen.takes:
-            wanted = [record for record, is_held_out in zip(chunk, held_out, strict=True) if is_held_out]
-            encoded = iter(self._encoder.encode_records(wanted))
-            return [next(encoded) if is_held_out else _LeftOut() for is_held_out in held_out]
+            taken = [record for record, is_taken in zip(chunk, held_out, strict=True) if is_taken]
+            encoded = iter(self._encoder.encode_records(taken))
+            return [next(encoded) if out else None for out in held_out]
         return [
-            _LeftOut((HELD_OUT, 1, len(one.tokens))) if is_held_out and isinstance(one, EncodedDocument) else one
-            for one, is_held_out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
+            (HELD_OUT, 1, len(one.tokens)) if out and isinstance(one, EncodedDocument) else one
+            for one, out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
         ]
 
     def _pieces(
-        self, file: int, rank: int, record: Record, outcome: EncodedDocument | str | _LeftOut, skip: int
+        self, file: int, rank: int, record: Record, outcome: EncodedDocument | str | _Dropped | None, skip: int
     ) -> Iterator[_Step]:
         """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
-        config, after, dropped = self._config, record.next_offset, None
-        size, limit = 0, config.max_document_tokens
-        if isinstance(outcome, _LeftOut):
-            dropped = outcome.dropped
-        elif isinstance(outcome, str):
+        config, after = self._config, record.next_offset
+        if isinstance(outcome, str):
             if config.on_corrupt == "error":
                 raise corrupt_record(self._files.origin(file, record.offset), outcome)
-            dropped = ("corrupt", 1, 0)
-        elif not (size := len(outcome.tokens)):
-            dropped = ("empty", 1, 0)
-        elif config.overlong == "drop":
-            dropped = ("overlong", 1, size)
-        if dropped or not isinstance(outcome, EncodedDocument):
-            yield _Step(None, rank, after, dropped=dropped)
+            outcome = ("corrupt", 1, 0)
+        elif isinstance(outcome, EncodedDocument) and not len(outcome.tokens):
+            outcome = ("empty", 1, 0)
+        if not isinstance(outcome, EncodedDocument):
+            yield _Step(None, rank, after, dropped=outcome)
             return
+        size, limit = len(outcome.tokens), config.max_document_tokens
         match config.overlong:
             case "error":
                 raise DataError(
@@ -406,6 +386,8 @@ class BlockReader:
                     f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
                     f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave it out) instead of "error"'
                 )
+            case "drop":
+                yield _Step(None, rank, after, dropped=("overlong", 1, size))
             case "truncate":
                 # The tail is no document of its own: only its tokens count.
                 yield _Step(_piece(outcome, 0, limit), rank, after, dropped=("truncated", 0, size - limit))
@@ -418,7 +400,6 @@ class BlockReader:
 
 
 def corrupt_record(origin: str, problem: str) -> DataError:
-    """Make the error of a record that cannot be read."""
     return DataError(f'{origin}: {problem}; repair it, or set data.on_corrupt = "skip"')
 
 

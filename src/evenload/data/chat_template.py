@@ -76,7 +76,6 @@ class _GenerationBlocks(Extension):
     tags = {"generation"}  # noqa: RUF012 (jinja declares it as an instance variable)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block as a call of `_mark` with its content."""
         line = next(parser.stream).lineno
         content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_mark", [nodes.ContextReference()], lineno=line)
@@ -189,7 +188,6 @@ class ChatTemplate:
         return None if is_named and (usual != "assistant" or self.marks_generation) else usual
 
     def adapted(self, message: Message) -> Message:
-        """Return the message in the forms that the template wants."""
         content, calls = message.get("content"), message.get("tool_calls")
         form = None if content is None else self._form(message["role"])
         if form == "text" and not isinstance(content, str):
@@ -201,7 +199,6 @@ class ChatTemplate:
         return message
 
     def _form(self, of: str) -> str | None:
-        """Return "text", "parts" or "object"; None = either, or not known."""
         if of not in self._forms:
             written = (
                 {form: self._written("assistant", tool_calls=_calls(value)) for form, value in _ARGUMENTS.items()}
@@ -287,7 +284,6 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
 
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
-    """Return origin and text of the template."""
     if directory is None and config.chat_template is None:
         raise ConfigError(
             "the tokeniser is plain bytes, which has no chat template, and the records hold messages; set "

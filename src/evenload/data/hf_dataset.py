@@ -62,7 +62,6 @@ class _DatasetReader(RecordReader):
             raise DataError(f"{file.name} cannot be read: {type(err).__name__}: {err}") from err
 
     def examples(self, name: str, part: FilePart, offset: int | None) -> Iterator[Record]:
-        """Yield what `read` does; the data set's own code may raise anything."""
         raise NotImplementedError
 
 
@@ -183,6 +182,5 @@ def _place(offset: int) -> tuple[int, int]:
 
 
 def dataset_bytes(dataset: "Dataset") -> int:
-    """Estimate the bytes of its rows in Arrow's layout."""
     table: pa.Table = dataset.data.table
     return table.nbytes * len(dataset) // max(1, table.num_rows)

@@ -103,7 +103,6 @@ def _lacks_settings(folder: Path, wanted: Wanted) -> bool:
 
 
 def _is_usable(folder: Path, wanted: Wanted) -> bool:
-    """Tell whether the needed files are there."""
     if wanted == "tokenizer":
         return (folder / "tokenizer.json").is_file()
     if not (folder / "config.json").is_file():

@@ -181,7 +181,6 @@ def _decoded(line: bytes | msgspec.Raw) -> dict[str, msgspec.Raw] | None:
 
 
 def _skip_line(stream: IO[bytes]) -> int:
-    """Go to the beginning of the next line; return the bytes skipped."""
     skipped = 0
     while line := stream.readline(_COUNT_BYTES):
         skipped += len(line)
@@ -191,7 +190,6 @@ def _skip_line(stream: IO[bytes]) -> int:
 
 
 def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Record]:
-    """Return the function that makes a record of a line and its place."""
     # Keys may be no Python names, so fields are numbered.
     keys = {f"value_{index}": column.name for index, column in enumerate(columns)}
     fields: list[Any] = [

@@ -203,7 +203,6 @@ def _opened(source: str) -> Iterator[IO[bytes]]:
 
 
 def _begins_with_numbers(source: str) -> bool:
-    """Check whether the first record of a .jsonl is a number, or an object of nothing but numbers."""
     try:
         with _opened(source) as stream:
             record = msgspec.json.decode(next((line for line in stream if line.strip()), b""))
@@ -282,7 +281,6 @@ def _whole_numbers(value: Any, source: str) -> Sequence[int]:
 
 
 def _meant_column(whole: Mapping[str, Any], columns: Iterable[str], source: str) -> Any:
-    """Return the one column of whole numbers, or the one with a usual name among several."""
     if len(whole) == 1:
         return next(iter(whole.values()))
     by_name = {name.lower(): cells for name, cells in whole.items()}
@@ -352,7 +350,6 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
 
 
 def require_windows(windows: Sequence[int]) -> None:
-    """Refuse windows below 1 with a `ConfigError`."""
     for window in windows:
         if window < 1:
             raise ConfigError(f"window is {window}, must be at least 1 token")

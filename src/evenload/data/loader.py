@@ -180,7 +180,6 @@ class GlobalBatchLoader:
         self.ledger.check(self.held())
 
     def summary(self) -> list[str]:
-        """Return the ledger's lines for the end of a run."""
         return self.ledger.state.lines(self.held())
 
     def state(self) -> LoaderState:
@@ -286,7 +285,6 @@ class GlobalBatchLoader:
 
 
 def _dataset_of(config: DataConfig, datasets: dict[str, Any]) -> Any:
-    """Return the data set object that a part's only source names, if there is one."""
     named = [source for source in config.sources if source in datasets]
     if named and len(config.sources) > 1:
         raise ConfigError(

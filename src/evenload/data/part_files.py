@@ -125,7 +125,6 @@ class PartFiles:
 
 
 def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
-    """List the files of a part; `dataset` is a Hugging Face data set that is read instead of `config.sources`."""
     if dataset is None:
         listings = list_sources(config)
     else:

@@ -314,12 +314,10 @@ def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
 
 
 def file_format(path: str, format: Format) -> FileFormat:
-    """Return the format of a file by its name, unless the settings name one."""
     return _SUFFIX_FORMATS.get(_suffix(path), "text") if format == "auto" else format
 
 
 def _suffix(path: str) -> str:
-    """Return the end of a file's name, without compression, in lower case."""
     base, suffix = os.path.splitext(path.lower())
     return os.path.splitext(base)[1] if suffix in _COMPRESSION_SUFFIXES else suffix
 
@@ -441,7 +439,6 @@ def _data_files(
 
 
 def _refuse_splits(entries: Sequence[_Entry], source: str, format: Format) -> None:
-    """Refuse files of several splits, all of which would be trained, unless a pattern names a split."""
     splits: dict[str, str] = {}
     for entry in entries:
         directory, name = os.path.split(entry.relative)
@@ -477,7 +474,6 @@ def _copies(filesystem: AbstractFileSystem, entries: Sequence[_Entry]) -> set[st
 
 
 def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list[_Entry]:
-    """Leave out the indexes of token files, which are read with those."""
     paths = {entry.path for entry in entries}
     kept = []
     for entry in entries:

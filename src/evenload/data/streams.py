@@ -60,7 +60,6 @@ class _Part:
 
 
 def owner_of(key: StreamKey, num_ranks: int) -> int:
-    """Return the rank that reads a stream."""
     return (key.part + key.stream) % num_ranks
 
 
@@ -173,7 +172,6 @@ class StreamSampler:
         return ready
 
     def _commit(self, part: _Part, streams: Sequence[_Stream], taken: Tally) -> None:
-        """Take documents of the streams, in turns."""
         count, turn = taken.documents, part.at.turn
         if count:
             turn = (streams[(count - 1) % len(streams)].key.stream + 1) % len(part.streams)
@@ -308,12 +306,10 @@ class DrawnBatches:
         self._epoch = self._next_doc_id = 0
 
     def load(self, position: DrawPosition) -> None:
-        """Go on from a position, before anything was drawn."""
         self._streams.load_state(position.parts)
         self._epoch, self._next_doc_id = position.epoch, position.next_doc_id
 
     def position(self) -> DrawPosition:
-        """Return the position after all that was drawn."""
         return DrawPosition(self._epoch, self._next_doc_id, self._streams.state())
 
     def account(self, handed_out: LedgerState) -> tuple[LedgerState, Tally]:

@@ -333,7 +333,6 @@ def _records_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: in
 
 
 def _next_begin(array: _NumberArray, end_id: int, at: int) -> int:
-    """Return where the first document after the next end begins."""
     for start in range(at, array.size, _SCAN_TOKENS):
         ids = array.read(start, min(array.size, start + _SCAN_TOKENS))
         ends = np.flatnonzero(ids == end_id)

@@ -122,8 +122,8 @@ class TokensWithOffsets(NamedTuple):
 
     Args:
         tokens: int32[num_tokens].
-        offsets: int32[num_tokens, 2]: characters `[start, stop)` of each token; neither starts nor stops descend. Tokens
-            that make up one character together all have its range.
+        offsets: int32[num_tokens, 2]: characters `[start, stop)` of each token, neither descending. Tokens that make up
+            one character together all have its range.
     """
 
     tokens: NDArray[np.int32]
@@ -160,7 +160,6 @@ class ByteTokenizer:
     eos_id: int | None = _BYTE_VALUES
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Return int32[number of UTF-8 bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -226,7 +225,6 @@ class FileTokenizer:
         self.name = f"{file.name} {hashlib.sha256(content).hexdigest()[:16]}"
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Return int32[num_tokens]."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -253,7 +251,6 @@ class FileTokenizer:
         return self._tokenizer.id_to_token(token)
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the special tokens and their ids, ascending by id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[index].content: index for index in sorted(added) if added[index].special}
 

@@ -86,11 +86,9 @@ class BlockService:
         return outcome
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers that are processes."""
         return [worker.process.pid for worker in self._workers if isinstance(worker, _ProcessWorker)]
 
     def close(self) -> None:
-        """End threads and processes. Blocks that were requested and not taken are dropped."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
@@ -139,7 +137,6 @@ class _ThreadWorker:
         return block
 
     def close(self) -> None:
-        """Stop after the block that is being read."""
         self._closed = True
         self._requests.put(None)
 
