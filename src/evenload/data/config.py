@@ -1,4 +1,4 @@
-"""`DataConfig`: which documents are read, how they become tokens, and what makes a global batch."""
+"""Define which documents are read, how they become tokens, and what makes a global batch (`DataConfig`)."""
 
 from typing import Literal, get_args
 
@@ -25,20 +25,19 @@ _CHOICES = {
     "reads": get_args(Reads),
 }
 _MOST_LANES, _LANE_DOCUMENTS = 16, 4  # of the default number of streams
-_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
-_AT_LEAST_1 = (
-    "batch_documents", "batch_tokens", "shuffle_window", "streams", "epochs", "max_document_tokens", "prefetch_steps",
-)  # fmt: skip
+_NAMED_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
+
+
+def require_least(section: str, config: Frozen, what: str, least: float, *fields: str) -> None:
+    """Raise `ConfigError` where one of these settings is set and smaller than `least`; `what` says what it must be."""
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None and value < least:
+            raise ConfigError(f"{section}.{field} is {value}, must be {what}")
 
 
 class RecordSettings(Frozen):
-    """How records are read, where some of the data is read otherwise than by `DataConfig`: unset = as there.
-
-    Args:
-        format, record, include: as in `DataConfig`.
-        text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
-        labels_column, mask_column, ignore_columns, document_end_id, loss_on: likewise.
-    """
+    """How some of the data is read: settings as in `DataConfig`, unset = as there."""
 
     format: Format | None = None
     record: RecordKind | None = None
@@ -56,14 +55,11 @@ class RecordSettings(Frozen):
 
 
 class MixturePart(RecordSettings):
-    """One of several data sets that are read side by side.
+    """One of several data sets that are read together; further settings as in `DataConfig`, unset = as there.
 
     Args:
-        name: how the ledger and messages call it.
+        name: for the ledger and messages.
         weight: its share of the *tokens* while all parts have some left, relative to the other weights.
-        sources, format, record, include: as in `DataConfig`; unset ones are taken from there.
-        text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
-        labels_column, mask_column, ignore_columns, document_end_id, loss_on: likewise.
     """
 
     name: str
@@ -195,13 +191,10 @@ class DataConfig(Frozen):
                 f"data.batch_documents is {self.batch_documents} and data.batch_tokens is {self.batch_tokens}; "
                 "set exactly one of them"
             )
-        for field in _AT_LEAST_1:
-            value = getattr(self, field)
-            lowest = 0 if field == "prefetch_steps" else 1
-            if value is not None and value < lowest:
-                raise ConfigError(f"data.{field} is {value}, must be at least {lowest}")
-        if self.workers < 0:
-            raise ConfigError(f"data.workers is {self.workers}, must be 0 (a thread) or more")
+        sizes = ("batch_documents", "batch_tokens", "shuffle_window", "streams", "epochs", "max_document_tokens")
+        require_least("data", self, "at least 1", 1, *sizes)
+        require_least("data", self, "at least 0", 0, "prefetch_steps")
+        require_least("data", self, "0 (a thread) or more", 0, "workers")
         if not self.stall_timeout_s > 0:
             raise ConfigError(f"data.stall_timeout_s is {self.stall_timeout_s}, must be above 0")
         if not 0 <= self.seed < 2**63:
@@ -224,18 +217,18 @@ class DataConfig(Frozen):
                 "order of the data, which streams would interleave)"
             )
         _check_choices(self, "data.")
-        for field in _COLUMNS:
+        for field in _NAMED_COLUMNS:
             if not getattr(self, field):
                 raise ConfigError(f"data.{field} is empty; name the key or column")
 
     @property
     def num_streams(self) -> int:
-        """Streams of every part of the mixture."""
+        """Return the number of streams of every part of the mixture."""
         return self.streams or max(1, min(_MOST_LANES, self.shuffle_window // _LANE_DOCUMENTS))
 
 
 def trains_given_ids(config: DataConfig) -> bool:
-    """All records hold token ids, so no tokeniser is used."""
+    """Tell whether all records hold token ids, so that no tokeniser is used."""
     return all(part.record == "tokens" for part in mixture_configs(config))
 
 
@@ -249,12 +242,10 @@ def _check_choices(config: DataConfig | MixturePart, where: str) -> None:
 
 
 def mixture_configs(config: DataConfig) -> tuple[DataConfig, ...]:
-    """One plain configuration (no mixture) per part; the configuration itself where there is no mixture."""
-    if not config.mixture:
-        return (config,)
+    """Return one plain configuration (no mixture) per part; the configuration itself where there is no mixture."""
     configs: list[DataConfig] = []
     for part in config.mixture:
         own = {field: value for field, value in msgspec.structs.asdict(part).items() if value is not None}
         del own["name"], own["weight"]
         configs.append(msgspec.structs.replace(config, **own, mixture=(), mixture_end="once"))
-    return tuple(configs)
+    return tuple(configs) or (config,)
