@@ -1,5 +1,5 @@
-"""Sections of the TOML file: `[train]` (`RunConfig`), `[log]`, `[model.lora]`, `[samples]` and `[validation]`, each
-with the checks that need no other section. Needs no torch."""
+"""Define the sections `[train]` (`RunConfig`), `[log]`, `[model.lora]`, `[samples]` and `[validation]` of the file,
+each with the checks that need no other section. Needs no torch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from evenload.data.config import DataConfig, MixturePart, RecordSettings
+from evenload.data.config import DataConfig, MixturePart, RecordSettings, require_least
 from evenload.errors import ConfigError, MissingPackageError
 from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.cluster import DeviceKind
@@ -16,14 +16,6 @@ from evenload.types.model import ModelSpec
 
 # What a killed run may lose by default; a save itself costs training a copy in memory.
 _CHECKPOINT_EVERY_S = 600.0
-
-
-def require_least(section: str, config: Frozen, what: str, least: float, *fields: str) -> None:
-    """Raise `ConfigError` where one of these settings is set and smaller than `least`; `what` it must be."""
-    for field in fields:
-        value = getattr(config, field)
-        if value is not None and value < least:
-            raise ConfigError(f"{section}.{field} is {value}, must be {what}")
 
 
 class RunConfig(Frozen):
@@ -122,7 +114,7 @@ class RunConfig(Frozen):
 
     @property
     def checkpoint_interval_s(self) -> float:
-        """Most seconds of training between two checkpoints, up to a step; 0 = not by time."""
+        """Return the most seconds of training between two checkpoints, up to a step; 0 = not by time."""
         if self.checkpoint_every_s is not None:
             return self.checkpoint_every_s
         return 0.0 if self.checkpoint_every_steps else _CHECKPOINT_EVERY_S
@@ -132,7 +124,7 @@ Tracker = Literal["wandb", "tensorboard"]
 
 
 class LogConfig(Frozen):
-    """What a run says and to whom, beside `metrics.jsonl`, which has every step.
+    """Where a run reports, besides `metrics.jsonl`, which has every step.
 
     Args:
         to: also "wandb" (Weights & Biases) and "tensorboard" (event files in `output_dir`/tensorboard); a run that is
@@ -162,7 +154,7 @@ class LogConfig(Frozen):
             )
 
     def require_steps(self, steps: int) -> None:
-        """`ConfigError` where a run of so many steps has none that is profiled."""
+        """Raise `ConfigError` where a run of so many steps has none that is profiled."""
         if self.profile_steps is not None and self.profile_steps[0] >= steps:
             raise ConfigError(
                 f"log.profile_steps is {list(self.profile_steps)}, but train.steps is {steps}, so the last step is "
@@ -171,7 +163,7 @@ class LogConfig(Frozen):
 
 
 def require_trackers(config: LogConfig) -> None:
-    """`MissingPackageError` where the package of a tracker is not installed here; imports none."""
+    """Raise `MissingPackageError` where the package of a tracker is not installed; imports none."""
     for name in config.to:
         if find_spec(name) is None:
             raise MissingPackageError(
@@ -210,7 +202,7 @@ class LoraConfig(Frozen):
 
 
 def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
-    """Return a model that trains adapters alone. `ConfigError`: a target module that the layer does not have."""
+    """Return a model that trains adapters alone; `ConfigError` for a target module that the layer does not have."""
     if lora is None:
         return model
     sizes = linear_sizes(model)
@@ -219,14 +211,10 @@ def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
 
 
 def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """(in, out) of a layer's linears. Experts are no linears: all of a layer are one tensor."""
+    """Return (in, out) of a layer's linears. Experts are no linears: all of a layer are one tensor."""
     hidden, query, key_value = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    sizes = {
-        "q_proj": (hidden, query),
-        "k_proj": (hidden, key_value),
-        "v_proj": (hidden, key_value),
-        "o_proj": (query, hidden),
-    }
+    sizes = {"q_proj": (hidden, query), "k_proj": (hidden, key_value), "v_proj": (hidden, key_value)}
+    sizes["o_proj"] = (query, hidden)
     if not model.num_experts:
         sizes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, model.ffn_hidden_size))
         sizes["down_proj"] = (model.ffn_hidden_size, hidden)
@@ -234,7 +222,7 @@ def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
-    """Name the linears of `known` that get adapters. `ConfigError`: `target_modules` names something else."""
+    """Return the linears of `known` that get adapters; `ConfigError` where `target_modules` names something else."""
     for name in lora.target_modules:
         if name not in known:
             raise ConfigError(
@@ -333,15 +321,14 @@ class ValidationConfig(RecordSettings):
                 )
 
     def is_due(self, steps_done: int) -> bool:
-        """After so many steps, whether or not they are the last."""
+        """Tell whether to validate after so many steps, whether or not they are the last."""
         return bool(self.every_steps) and steps_done % self.every_steps == 0
 
 
 def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfig:
     """Return how the validation data is read: once, by the training processes. `ConfigError`: settings clash."""
-    own = {name: value for name, value in msgspec.structs.asdict(validation).items() if value is not None}
-    for name in _OWN:
-        own.pop(name, None)
+    given = msgspec.structs.asdict(validation).items()
+    own = {name: value for name, value in given if value is not None and name not in _OWN}
     if validation.share is None:
         own |= {"held_out_share": 0.0, "reads": "training"}
     else:
@@ -370,6 +357,6 @@ def with_held_out(data: DataConfig, validation: ValidationConfig | None) -> Data
 
 
 def validation_digest(data: DataConfig, validation: ValidationConfig) -> str:
-    """Of all that decides which losses a model has; losses under different ones are not to be compared."""
+    """Hash all that decides which losses a model has; losses under different digests are not to be compared."""
     decides = (validation_data(data, validation), validation.batches, validation.of_average)
     return hashlib.sha256(msgspec.json.encode(decides)).hexdigest()

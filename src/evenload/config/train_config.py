@@ -1,4 +1,4 @@
-"""`TrainConfig`: the TOML file of `evenload train`, strict about every key.
+"""Define the TOML file of `evenload train` (`TrainConfig`), strict about every key.
 
 Needs no torch: `evenload plan` and `evenload lengths` read the same file.
 """
@@ -19,12 +19,11 @@ from evenload.config.sections import (
     RunConfig,
     SamplesConfig,
     ValidationConfig,
-    require_least,
     validation_data,
     with_held_out,
 )
 from evenload.config.tokenizer import with_default_tokenizer
-from evenload.data.config import DataConfig
+from evenload.data.config import DataConfig, require_least
 from evenload.errors import ConfigError, unreadable
 from evenload.plan.problem import PlanOptions
 from evenload.types.base import Frozen, PathText, write_out_home
@@ -32,7 +31,7 @@ from evenload.types.layout import ChannelChoice, ParallelLayout, even_layout, sp
 from evenload.types.model import ModelSpec
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
-"""Of `model.dtype`."""
+"""By `model.dtype`."""
 _NEEDED = (
     "a run needs model.path, data.sources (or data.mixture), data.max_document_tokens, data.batch_documents or "
     "data.batch_tokens, train.output_dir, and train.steps or data.epochs"
@@ -188,32 +187,30 @@ class TrainConfig(Frozen):
             for one in self.plan.options.strategies
             if getattr(one, "time_budget_s", None) is not None
         ]
-        for setting, is_set in (
-            ("plan.layouts", bool(self.plan.layouts)),
-            ('plan.strategy = "flexpipe"', self.plan.strategy == "flexpipe"),
-            ("train.recalibrate", self.train.recalibrate),
-            *((name, True) for name in by_clock),
-        ):
-            if is_set:
-                raise ConfigError(
-                    f"train.deterministic is set, and with {setting} plans depend on measured seconds, which no run "
-                    "has twice; leave one of both out"
-                )
+        measured = {
+            "plan.layouts": bool(self.plan.layouts),
+            'plan.strategy = "flexpipe"': self.plan.strategy == "flexpipe",
+            "train.recalibrate": self.train.recalibrate,
+        } | dict.fromkeys(by_clock, True)
+        if setting := next((setting for setting, is_set in measured.items() if is_set), None):
+            raise ConfigError(
+                f"train.deterministic is set, and with {setting} plans depend on measured seconds, which no run has "
+                "twice; leave one of both out"
+            )
 
     @property
     def max_pack_tokens(self) -> int:
-        """Token limit of a pack: as configured, else the longest document allowed."""
+        """Return the token limit of a pack: as configured, else the longest document allowed."""
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
     def with_run_memory(self, model: ModelSpec) -> ModelSpec:
         """Return a model whose memory counts the weights' average, and what attention's GPU kernels hold."""
-        in_kernels = self.train.device == "cuda" and self.train.attention != "reference"
-        in_kernels = in_kernels and self.model.dtype == "bfloat16"
-        ordered = in_kernels and self.train.deterministic
+        on_cuda = self.train.device == "cuda" and self.model.dtype == "bfloat16"
+        in_kernels = on_cuda and self.train.attention != "reference"
         return msgspec.structs.replace(
             model,
             attention_workspace=in_kernels,
-            ordered_attention=ordered,
+            ordered_attention=in_kernels and self.train.deterministic,
             averaged_weights=self.train.ema_decay is not None,
         )
 
@@ -236,7 +233,7 @@ def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read nested tables, as a TOML file has them, which stay as they are; otherwise as `load_train_config`."""
+    """Read nested tables of a TOML file, which are not changed; otherwise as `load_train_config`."""
     tree = copy.deepcopy(dict(tree))
     every = tuple(setting_paths(TrainConfig))
     for override in overrides:
@@ -255,12 +252,12 @@ def layout_of(parallel: ParallelConfig, num_layers: int) -> ParallelLayout:
     Raises:
         ConfigError: more stages than layers, stages that do not hold all layers, or untested devices of stages.
     """
-    p = parallel
-    if p.stage_layers is None:
+    p, layers = parallel, parallel.stage_layers
+    if layers is None:
         return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual, devices=p.stage_devices)
-    if sum(p.stage_layers) != num_layers:
+    if sum(layers) != num_layers:
         raise ConfigError(
-            f"parallel.stage_layers {list(p.stage_layers)} hold {sum(p.stage_layers)} layers, the model has "
-            f"{num_layers}; give every layer to a stage, or leave stage_layers out for an even split"
+            f"parallel.stage_layers {list(layers)} hold {sum(layers)} layers, the model has {num_layers}; give every "
+            "layer to a stage, or leave stage_layers out for an even split"
         )
-    return split_layout(p.stage_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, devices=p.stage_devices)
+    return split_layout(layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, devices=p.stage_devices)
