@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from evenload.data.config import require_value
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen, did_you_mean
 
@@ -71,28 +72,25 @@ class OptimizerConfig(Frozen):
             raise ConfigError(
                 f"optimizer.name is '{self.name}'; {why or did_you_mean(self.name, _NAMES)}choices: {', '.join(_NAMES)}"
             )
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"optimizer.momentum is {self.momentum}, must be from 0 to below 1")
-        if self.learning_rate <= 0:
-            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be above 0")
-        if self.clip_norm < 0 or self.warmup_steps < 0:
-            raise ConfigError("optimizer.clip_norm and optimizer.warmup_steps must be 0 or more")
-        if not 0 <= self.final_ratio <= 1:
-            raise ConfigError(f"optimizer.final_ratio is {self.final_ratio}, must be from 0 to 1")
+        share = self.decay_share
+        for field, is_right, what in (
+            ("momentum", 0 <= self.momentum < 1, "from 0 to below 1"),
+            ("learning_rate", self.learning_rate > 0, "above 0"),
+            ("clip_norm", self.clip_norm >= 0, "0 or more"),
+            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+            ("final_ratio", 0 <= self.final_ratio <= 1, "from 0 to 1"),
+            ("decay_steps", self.decay_steps is None or self.decay_steps >= 1, "at least 1"),
+            ("decay_share", share is None or 0 < share <= 1, "above 0 and at most 1"),
+        ):
+            require_value("optimizer", self, field, is_right, what)
         for field in ("decay_steps", "decay_share", "decay_shape"):
             if getattr(self, field) is not None and self.decay != "wsd":
                 raise ConfigError(
                     f"optimizer.{field} is {getattr(self, field)}, which optimizer.decay = '{self.decay}' does not "
                     f'read; set optimizer.decay = "wsd", or leave {field} out'
                 )
-        if self.decay_steps is not None and self.decay_share is not None:
-            raise ConfigError(
-                f"optimizer.decay_steps is {self.decay_steps} and optimizer.decay_share {self.decay_share}; set one"
-            )
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ConfigError(f"optimizer.decay_steps is {self.decay_steps}, must be at least 1")
-        if self.decay_share is not None and not 0 < self.decay_share <= 1:
-            raise ConfigError(f"optimizer.decay_share is {self.decay_share}, must be above 0 and at most 1")
+        if self.decay_steps is not None and share is not None:
+            raise ConfigError(f"optimizer.decay_steps is {self.decay_steps} and optimizer.decay_share {share}; set one")
         if self.decay_shape == "exponential" and not self.final_ratio:
             raise ConfigError(
                 "optimizer.decay_shape is 'exponential' and optimizer.final_ratio 0, which it never reaches; set a "

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from evenload.data.config import DataConfig, MixturePart, RecordSettings, require_least
+from evenload.data.config import DataConfig, MixturePart, RecordSettings, require_least, require_value
 from evenload.errors import ConfigError, MissingPackageError
 from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.cluster import DeviceKind
@@ -102,15 +102,14 @@ class RunConfig(Frozen):
         require_least("train", self, "0 (keep all) or more", 0, "keep_checkpoints")
         require_least("train", self, "0 (none) or more", 0, "keep_best")
         require_least("train", self, "0 (never) or more", 0, "checkpoint_every_s", "report_every_s")
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ConfigError(f"train.ema_decay is {self.ema_decay}, must be above 0 and below 1, such as 0.999")
+        is_decay = self.ema_decay is None or 0 < self.ema_decay < 1
+        require_value("train", self, "ema_decay", is_decay, "above 0 and below 1, such as 0.999")
         if self.recalibrate and self.cost_file is not None:
             raise ConfigError(
                 f"train.recalibrate is true, but train.cost_file = '{self.cost_file}' says which costs to use; set one"
             )
         for field in ("timeout_s", "checkpoint_timeout_s", "stop_grace_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be above 0")
+            require_value("train", self, field, getattr(self, field) > 0, "above 0")
 
     @property
     def checkpoint_interval_s(self) -> float:
@@ -192,13 +191,9 @@ class LoraConfig(Frozen):
     def __post_init__(self) -> None:
         write_out_home(self)
         require_least("model.lora", self, "at least 1", 1, "rank")
-        if self.alpha <= 0:
-            raise ConfigError(f"model.lora.alpha is {self.alpha}, must be above 0")
-        if self.dropout != 0:
-            raise ConfigError(
-                f"model.lora.dropout is {self.dropout}, must be 0: a dropout mask would differ between forward and "
-                "backward packs"
-            )
+        require_value("model.lora", self, "alpha", self.alpha > 0, "above 0")
+        why = "0: a dropout mask would differ between forward and backward packs"
+        require_value("model.lora", self, "dropout", self.dropout == 0, why)
 
 
 def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
@@ -311,8 +306,7 @@ class ValidationConfig(RecordSettings):
             )
 
     def _require_plain_share(self, share: float) -> None:
-        if not 0 < share < 1:
-            raise ConfigError(f"validation.share is {share}, must be above 0 and below 1, such as 0.01")
+        require_value("validation", self, "share", 0 < share < 1, "above 0 and below 1, such as 0.01")
         for field in msgspec.structs.fields(type(self)):
             if field.name not in _OF_SHARE and getattr(self, field.name) != field.default:
                 raise ConfigError(

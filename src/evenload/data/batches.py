@@ -318,10 +318,6 @@ class GlobalBatch:
             (carried[d].owner if d in carried else own[d - first] for d in doc_ids), np.int64, len(doc_ids)
         )
 
-    @property
-    def num_label_tokens(self) -> int:
-        return sum(document.num_label_tokens for document in self.documents)
-
 
 def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Deferral]) -> TokenTable:
     """Return the tokens of the documents that this rank has read. A batch takes consecutive rows of a block."""

@@ -32,8 +32,13 @@ def require_least(section: str, config: Frozen, what: str, least: float, *fields
     """Raise `ConfigError` where one of these settings is set and smaller than `least`; `what` says what it must be."""
     for field in fields:
         value = getattr(config, field)
-        if value is not None and value < least:
-            raise ConfigError(f"{section}.{field} is {value}, must be {what}")
+        require_value(section, config, field, value is None or value >= least, what)
+
+
+def require_value(section: str, config: Frozen, field: str, is_right: bool, what: str) -> None:
+    """Raise `ConfigError` where a setting is not right; `what` says what it must be."""
+    if not is_right:
+        raise ConfigError(f"{section}.{field} is {getattr(config, field)}, must be {what}")
 
 
 class RecordSettings(Frozen):
@@ -195,14 +200,10 @@ class DataConfig(Frozen):
         require_least("data", self, "at least 1", 1, *sizes)
         require_least("data", self, "at least 0", 0, "prefetch_steps")
         require_least("data", self, "0 (a thread) or more", 0, "workers")
-        if not self.stall_timeout_s > 0:
-            raise ConfigError(f"data.stall_timeout_s is {self.stall_timeout_s}, must be above 0")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"data.seed is {self.seed}, must be in 0 .. 2**63 - 1")
-        if not 0 <= self.held_out_share < 1:
-            raise ConfigError(
-                f"data.held_out_share is {self.held_out_share}, must be at least 0 (nothing is held out) and below 1"
-            )
+        share = self.held_out_share
+        require_value("data", self, "stall_timeout_s", self.stall_timeout_s > 0, "above 0")
+        require_value("data", self, "seed", 0 <= self.seed < 2**63, "in 0 .. 2**63 - 1")
+        require_value("data", self, "held_out_share", 0 <= share < 1, "at least 0 (nothing is held out) and below 1")
         if self.reads == "held_out" and not self.held_out_share:
             raise ConfigError('data.reads is "held_out", but data.held_out_share is 0, so nothing is; set a share')
         if self.mixture_end == "repeat" and (not self.mixture or self.epochs is not None):
