@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from evenload.data.blocks import (
     BlockCursor,
     BlockHeader,
+    BlockRequest,
     DocumentBlock,
-    StreamKey,
     TokenTable,
     join_tables,
     make_table,
@@ -39,15 +39,12 @@ class Peers(Protocol):
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, by rank, on every rank."""
-        ...
 
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes on every rank; what the others pass is ignored."""
-        ...
 
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
         """Send `outgoing[r]` to rank r and receive int32[incoming[r]] from it; by rank."""
-        ...
 
 
 class Alone:
@@ -76,14 +73,16 @@ _FREE_FIELDS = (
 
 
 class DocumentPlace(Frozen, array_like=True):
-    """Where a document can be read again: row `index` of its block, whose `checksum` this is."""
+    """Where a document can be read again: row `index` of a block with this `checksum`."""
 
-    part: int
-    stream: int
-    epoch: int
-    cursor: BlockCursor
+    block: BlockRequest
     index: int
     checksum: int
+
+    @property
+    def part(self) -> int:
+        """Return the number of its part of the mixture."""
+        return self.block.key.part
 
 
 class StreamState(Frozen, array_like=True):
@@ -209,8 +208,7 @@ class OpenBlock:
         lengths, num_labels: int32[num_documents].
     """
 
-    key: StreamKey
-    epoch: int
+    request: BlockRequest
     owner: int
     header: BlockHeader
     lengths: NDArray[np.int32]
@@ -218,14 +216,7 @@ class OpenBlock:
     block: DocumentBlock | None
 
     def place(self, row: int) -> DocumentPlace:
-        return DocumentPlace(
-            part=self.key.part,
-            stream=self.key.stream,
-            epoch=self.epoch,
-            cursor=self.header.cursor,
-            index=row,
-            checksum=self.header.checksum,
-        )
+        return DocumentPlace(block=self.request, index=row, checksum=self.header.checksum)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

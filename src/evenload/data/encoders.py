@@ -114,7 +114,6 @@ class Renderer(Protocol):
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         """Render a record; `RecordProblem` where the values are not what its kind holds."""
-        ...
 
 
 class PlainText:

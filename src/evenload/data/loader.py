@@ -33,7 +33,7 @@ from evenload.data.batches import (
     config_fingerprint,
     own_tokens,
 )
-from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock, StreamKey
+from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, Tally, tally_of
@@ -168,7 +168,7 @@ class GlobalBatchLoader:
         """Say where a document was read: its number in the shuffled block, and the file in which that begins."""
         place = place_of(doc_id)
         reader = BlockReader(*self._job[place.part], part=place.part)
-        file = reader.first_file(place.stream, place.epoch, place.cursor)
+        file = reader.first_file(place.block.key.stream, place.block.epoch, place.block.cursor)
         return f"number {place.index + 1} of the block that begins in {file}"
 
     def held(self) -> Tally:
@@ -262,8 +262,7 @@ class GlobalBatchLoader:
         blocks: dict[BlockRequest, DocumentBlock] = {}
         try:
             for lost in self._lost:
-                place, content = lost.place, None
-                request = BlockRequest(StreamKey(place.part, place.stream), place.epoch, place.cursor)
+                place, request, content = lost.place, lost.place.block, None
                 owner = owner_of(request.key, self.peers.size)
                 if owner == self.peers.rank:
                     if request not in blocks:
@@ -271,8 +270,8 @@ class GlobalBatchLoader:
                     if blocks[request].header.checksum != place.checksum:
                         raise DataError(
                             f"deferred document {lost.document.doc_id} of {lost.document.num_tokens} tokens stands in "
-                            f"block {place.cursor.block} of stream {place.stream}, which holds other documents than "
-                            "when the loader's state was saved; the sources must not change between save and resume"
+                            f"block {request.cursor.block} of stream {request.key.stream}, which holds other documents "
+                            "than when the loader's state was saved; sources must not change between save and resume"
                         )
                     content = blocks[request].document(place.index)
                 entries[lost.document.doc_id] = Deferral(lost, owner, content)

@@ -233,7 +233,7 @@ class StreamSampler:
                     "already); the sources must not change between save and resume"
                 )
             lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
-            stream.opened = OpenBlock(stream.key, request.epoch, stream.owner, header, lengths, num_labels, block)
+            stream.opened = OpenBlock(request, stream.owner, header, lengths, num_labels, block)
             if block is not None and header.next_cursor is not None:
                 # The next one is read while documents of this one are taken.
                 self._service.request(request._replace(cursor=header.next_cursor))

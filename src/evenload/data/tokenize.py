@@ -145,11 +145,9 @@ class DocumentTokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Tokenise texts to int32[num_tokens] each, without the end-of-document token; on all cores."""
-        ...
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
         """Tokenise as `encode_batch`, with the place of every token in its text."""
-        ...
 
 
 class ByteTokenizer:
