@@ -124,7 +124,8 @@ class _TokenReader(RecordReader):
             except DamagedError as err:
                 # Damage outside of all documents is reported with the first part alone.
                 if opened or part.index == 0:
-                    yield Record(at, FILE_END, None, f"{self.damage}: {err}")
+                    problem = f"{self.damage.format(stem=file.name.removesuffix('.bin'))}: {err}"
+                    yield Record(at, FILE_END, None, problem)
 
     def origin(self, file: SourceFile, offset: int) -> str:
         return f"{file.name}:document {offset + 1}"
@@ -151,7 +152,7 @@ def _records_by_edges(
 class MegatronReader(_TokenReader):
     """Read a `.bin` of format "memmap"."""
 
-    damage = "its index (.idx) does not fit the file"
+    damage = "the index {stem}.idx does not fit the file"
 
     def documents(self, stack: ExitStack, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
         index_file = _index_file(file)
