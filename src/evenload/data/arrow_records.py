@@ -90,8 +90,7 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> lis
             )
         if unknown := next(_unknown_extensions(field), None):
             raise DataError(
-                f"{name}: column '{column.name}' holds values of the extension type '{unknown}', which are not known; "
-                "write them as plain values or JSON"
+                f"{name}: column '{column.name}' holds values of the extension type '{unknown}'; write plain ones"
             )
         present.append(column.name)
     return present

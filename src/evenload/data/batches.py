@@ -172,8 +172,8 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
     ]
     if differences:
         raise ConfigError(
-            "the loader state was made with other data settings, so the run cannot go on exactly: "
-            f"{'; '.join(differences)}. Restore these settings, or start the data anew without the state"
+            f"the loader state was made with other data settings: {'; '.join(differences)}. Restore them, or start the "
+            "data anew without the state"
         )
 
 

@@ -165,9 +165,7 @@ class ChatTemplate:
         except ValueError as err:
             raise RecordProblem(f"'tools' holds text that is not JSON: {err}") from err
         if tools and "tools" not in self.wanted_variables:
-            raise OtherColumnError(
-                f"the record has tools, which chat template '{self.origin}' does not write; {_IGNORE}"
-            )
+            raise OtherColumnError(f"it has tools, which chat template '{self.origin}' does not write; {_IGNORE}")
         are_tools = tools is None or all(isinstance(tool, dict) for tool in tools)
         if not are_tools or not isinstance(chat_template_kwargs, dict | None):
             raise RecordProblem(f"'tools' must be a list of objects and 'chat_template_kwargs' an object; {_IGNORE}")
@@ -286,8 +284,7 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
     if directory is None and config.chat_template is None:
         raise ConfigError(
-            "the tokeniser is plain bytes, which has no chat template, and the records hold messages; set "
-            "data.chat_template to a file with one, or data.tokenizer to a tokeniser that has one"
+            "records hold messages, and plain bytes have no chat template; set data.chat_template to a file with one"
         )
     home = directory or Path()
     file = Path(config.chat_template or home / "chat_template.jinja")
@@ -295,19 +292,15 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
         try:
             return str(file), file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as err:
-            raise ConfigError(
-                f"chat template '{file}' cannot be read: {err}; set data.chat_template to a text file"
-            ) from err
+            raise ConfigError(f"chat template '{file}' cannot be read: {err}; set data.chat_template") from err
     origin = str(home / "tokenizer_config.json")
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
         if template is None:
-            raise ConfigError(
-                f"'{origin}' has chat templates {sorted(map(str, named))} and no default; write the one to use into a "
-                "file and set data.chat_template to it"
-            )
+            names = sorted(map(str, named))
+            raise ConfigError(f"'{origin}' has chat templates {names} and no default; set data.chat_template to a file")
     if template is None:
         raise ConfigError(
             f"the records hold messages, and there is no chat template in '{origin}' and no chat_template.jinja "

@@ -243,9 +243,7 @@ class TokenIds(DocumentEncoder):
                 continue
             if len(given) != len(tokens):
                 what = "numbers of a mask" if is_mask else "labels"
-                raise RecordProblem(
-                    f"column '{column}' holds {len(given)} {what} for {len(tokens)} tokens; they must be as many"
-                )
+                raise RecordProblem(f"column '{column}' holds {len(given)} {what} for {len(tokens)} tokens")
             if is_mask:
                 labels = np.where(given, tokens if labels is None else labels, np.int32(IGNORE_INDEX))
             else:
@@ -274,13 +272,12 @@ class TokenIds(DocumentEncoder):
         if others.any():
             if has_label.all() and trained.max() <= 1:
                 raise OtherColumnError(
-                    f"column '{column}' holds nothing but 0 and 1, as a mask does, which would be trained as ids; set "
-                    "data.mask_column instead of data.labels_column"
+                    f"column '{column}' holds nothing but 0 and 1, as a mask does; set data.mask_column instead"
                 )
             if len(tokens) > 2 and _are_shifted(given, tokens):
                 raise OtherColumnError(
-                    f"column '{column}' holds the next token at every place, and labels are not shifted here: each is "
-                    "predicted at its own place; store the token itself, or -100"
+                    f"column '{column}' holds the next token at every place, and labels are not shifted here; store "
+                    "the token itself, or -100"
                 )
         return given.copy()
 

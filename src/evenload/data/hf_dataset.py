@@ -42,9 +42,7 @@ def is_iterable_dataset(dataset: Any) -> bool:
     try:
         from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
     except ImportError as err:
-        raise ConfigError(
-            f"the data set handed over is a {kind}, which needs the package datasets; install evenload[hf]"
-        ) from err
+        raise ConfigError(f"the data set is a {kind}, which needs the package datasets; install evenload[hf]") from err
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         raise ConfigError(f"the data set handed over has splits {', '.join(map(str, dataset))}; hand over one of them")
     if not isinstance(dataset, Dataset | IterableDataset):

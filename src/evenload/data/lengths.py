@@ -118,9 +118,7 @@ def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64
         raise DataError(f"{source} holds no lengths; give at least one document")
     if lengths.min() < 1:
         at = int(np.argmin(lengths))
-        raise DataError(
-            f"{source}: length {lengths[at]} of document {at} is below 1; every document has at least 1 token"
-        )
+        raise DataError(f"{source}: length {lengths[at]} of document {at} is below 1; leave empty documents out")
     return lengths
 
 

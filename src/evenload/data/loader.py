@@ -139,8 +139,7 @@ class GlobalBatchLoader:
             lost, strange = sorted(set(known) - set(planned)), sorted(set(planned) - set(known))
             raise InvalidPlanError(
                 f"plan of step {plan.step} does not cover batch {batch.step}: {counted(len(planned), 'document')} for "
-                f"{len(known)}, missing {lost[:5]}, unknown {strange[:5]}; "
-                "every document must be trained or left out once"
+                f"{len(known)}, missing {lost[:5]}, unknown {strange[:5]}; train or leave out every document once"
             )
         for part in (*plan.documents, *plan.left_out):
             if part.num_tokens != known[part.doc_id].num_tokens:
@@ -150,10 +149,7 @@ class GlobalBatchLoader:
                 )
         deferred = [left.doc_id for left in plan.left_out if left.reason == DEFERRED]
         if deferred and batch.is_last:
-            raise InvalidPlanError(
-                f"plan of step {plan.step} defers documents {deferred[:5]} of the last batch; train them or drop them "
-                "with a reason"
-            )
+            raise InvalidPlanError(f"plan of step {plan.step} defers {deferred[:5]} of the last batch; train them")
         self.ledger.note_step(plan)
         for doc_id in deferred:
             content = None

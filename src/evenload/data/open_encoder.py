@@ -186,14 +186,11 @@ class Chats:
         if empty := [column for (column, _), messages in zip(parts, (*before, last), strict=True) if not messages]:
             if not before:
                 return RenderedText("", () if self.has_spans else None)
-            raise RecordProblem(
-                f"column '{empty[0]}' holds no message; a prompt and a completion need at least one each"
-            )
+            raise RecordProblem(f"column '{empty[0]}' holds no message; prompt and completion need at least one each")
         prompt = [message for messages in before for message in messages]
         if prompt and prompt[-1]["role"] == last[0]["role"] == "assistant":
             raise RecordProblem(
-                f"the last message of '{parts[0][0]}' is the assistant's, and '{parts[1][0]}' goes on with one of its; "
-                f"move it to '{parts[1][0]}'"
+                f"the last message of '{parts[0][0]}' is the assistant's, as the next is; move it to '{parts[1][0]}'"
             )
         template = self.template.for_record(**dict(zip(self.columns[len(parts) :], others, strict=False)))
         return render_chat(template, [*prompt, *last], len(prompt) if self.has_spans else None, self.ignored)
@@ -234,9 +231,7 @@ def render_chat(
                 raise OtherColumnError(f"message {index} has {key}, which {what}; {_IGNORE}")
     if first is None:
         if untrained:
-            raise OtherColumnError(
-                f'message {untrained[0]} has no loss by its weight, and data.loss_on is "all"; {_IGNORE}'
-            )
+            raise OtherColumnError(f'message {untrained[0]} has no loss by its weight, but loss_on is "all"; {_IGNORE}')
         return RenderedText(template.render(messages))
     if not template.marks_generation:
         whole = template.render(messages)
@@ -290,9 +285,7 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
         raise RecordProblem(f"{where} is of type {type(value).__name__}, must be an object with role and content")
     message = {key: item for key, item in value.items() if item is not None}
     if not isinstance(message.get("role"), str):
-        raise RecordProblem(
-            f"{where} has no 'role' (it has {sorted(map(str, message))}); rename its keys to role, content"
-        )
+        raise RecordProblem(f"{where} has no 'role' but {sorted(map(str, message))}; rename its keys to role, content")
     if usual := template.usual_role(message["role"]):
         raise RecordProblem(f"{where} has role '{message['role']}', another name of a usual one; call it '{usual}'")
     content = message.get("content")
@@ -305,9 +298,7 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise RecordProblem(f"{where} has a content part of type '{kind}'; only text can be trained")
     elif not isinstance(content, str):
-        raise RecordProblem(
-            f"{where} has content of type {type(content).__name__}, must be text or a list of text parts"
-        )
+        raise RecordProblem(f"{where} has content of type {type(content).__name__}, must be text or parts of text")
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}

@@ -45,10 +45,7 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
         ConfigError: a format that cannot hold records of kind `config.record`, or not inside that compression.
     """
     if file.format in _OWN_COMPRESSION and file.compression is not None:
-        raise ConfigError(
-            f"{file.name} is a {file.format} file inside {file.compression}, of which no part can be read alone; "
-            "decompress it"
-        )
+        raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
     columns = record_columns(config)
     if file.format == "dataset":
         return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(dataset, columns)

@@ -134,10 +134,8 @@ def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: i
         if column.kind not in _CHECKED:
             found.append(None if value is None else convert_value(column, value))
         elif value is not None and not _holds(column.kind, value, num_tokens):
-            raise OtherColumnError(
-                f"'{column.name}' {column.problem}, or set data.ignore_columns = [\"{column.name}\"] to train as if it "
-                "were not there"
-            )
+            ignore = f'set data.ignore_columns = ["{column.name}"] to train as if it were not there'
+            raise OtherColumnError(f"'{column.name}' {column.problem}, or {ignore}")
     while found and found[-1] is None:
         found.pop()
     return tuple(found)

@@ -189,10 +189,8 @@ def _with_retries(
         except Exception as err:  # every file system raises classes of its own client library
             clean_up()
             if (wait_s := next(waits_s, None)) is None:
-                raise DataError(
-                    f"{describe()}: {err or type(err).__name__}; tried {1 + len(RETRY_WAITS_S)} times. Check the "
-                    "storage it lies on; the run can be resumed"
-                ) from err
+                tried = f"tried {1 + len(RETRY_WAITS_S)} times. Check its storage; the run can be resumed"
+                raise DataError(f"{describe()}: {err or type(err).__name__}; {tried}") from err
             time.sleep(wait_s)
 
 
@@ -513,7 +511,6 @@ def _compression(path: str, name: str) -> str | None:
         inferred = "zstd"
     if inferred is None and suffix in _COMPRESSION_SUFFIXES:
         raise ConfigError(
-            f"{name} is compressed as {suffix}, which fsspec cannot read here; install the package for it "
-            "(lz4 for .lz4) or decompress the file"
+            f"{name} is compressed as {suffix}, which fsspec cannot read here; install its package or decompress it"
         )
     return None if inferred == "zip" else inferred

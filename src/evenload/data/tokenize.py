@@ -101,7 +101,7 @@ def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settin
 def _token(value: Any, directory: Path) -> AddedToken:
     if not special_token_text(value):
         raise ConfigError(
-            f"next to tokenizer '{directory}' is {value!r}, must be a token: text or an object with content; repair it"
+            f"next to tokenizer '{directory}' is {value!r}, must be a token: text or an object with content"
         )
     fields: dict[str, Any] = {"content": value, "special": True} if isinstance(value, str) else value
     return AddedToken(**{key: field for key, field in fields.items() if key != "__type"})

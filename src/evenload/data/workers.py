@@ -102,14 +102,12 @@ class BlockService:
             return
         if worker.has_started:
             raise DataError(
-                f"the data source gave nothing for {limit_s:g} s; it was reading {worker.reading or 'no file yet'} "
-                f"(stream {request.key.stream}, block {request.cursor.block}); check the storage, or raise "
-                "data.stall_timeout_s"
+                f"the data source gave nothing for {limit_s:g} s, reading {worker.reading or 'no file yet'} (stream "
+                f"{request.key.stream}, block {request.cursor.block}); check the storage, or raise data.stall_timeout_s"
             )
         raise DataError(
-            f"data worker {worker.index} has not started within {limit_s:g} s: its process is still importing Python "
-            "modules or receiving its settings, and no file was opened; check whether the machine is overloaded or "
-            "its disk slow, set data.workers = 0 to read in the training process, or raise data.stall_timeout_s"
+            f"data worker {worker.index} has not started within {limit_s:g} s and opened no file; check whether the "
+            "machine is overloaded or its disk slow, set data.workers = 0, or raise data.stall_timeout_s"
         )
 
 
