@@ -280,15 +280,3 @@ def test_encoders_name_all_that_decides_their_tokens(directory):
     names = {our_encoder(directory, case, tagged, loss_on=loss).name for case, tagged, loss in cases}
     assert len(names) == len(cases)
     assert our_encoder(directory, LLAMA, tagged=True).columns == ("messages", "tools", "chat_template_kwargs")
-
-
-def test_many_chats_encode_as_one_by_one(directory):
-    encoder = our_encoder(directory, MISTRAL, tagged=False)
-    records = [(chat("a" * n, "b" * n),) for n in range(1, 9)]
-    together = encoder.encode_many(records)
-    for values, document in zip(records, together, strict=True):
-        alone = encoder.encode(values)
-        assert alone.tokens.tolist() == document.tokens.tolist()
-        assert alone.labels.tolist() == document.labels.tolist()
-    with pytest.raises(RecordProblem):
-        encoder.encode_many([*records, ("no chat",)])

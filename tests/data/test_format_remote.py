@@ -49,17 +49,21 @@ def served(server):
     return server
 
 
+def check_some_offsets(file, reader):
+    """All parts, and what is left from one offset on: every one would be many requests."""
+    whole = read_all(file, reader)
+    assert values_of(whole) == DOCUMENTS
+    assert [plain(record) for record in read_all(file, reader, 3)] == [plain(r) for r in whole]
+    left = reader.records(file, FilePart(), whole[150].next_offset)
+    assert [plain(record) for record in left] == [plain(record) for record in whole[151:]]
+
+
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
 def test_http_files_of_every_format_are_read_in_parts_and_from_offsets(served, format):
     name = os.path.basename(write_tokens(served.root, format, DOCUMENTS))
     file, reader = tokens_source(f"{served.url}/{name}")
     assert file.size_bytes == (served.root / name).stat().st_size
-    whole = read_all(file, reader)
-    assert values_of(whole) == DOCUMENTS
-    assert [plain(record) for record in read_all(file, reader, 3)] == [plain(r) for r in whole]
-    offset = whole[150].next_offset
-    left = list(reader.records(file, FilePart(), offset))
-    assert [plain(record) for record in left] == [plain(record) for record in whole[151:]]
+    check_some_offsets(file, reader)
 
 
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
@@ -168,12 +172,7 @@ def test_s3_files_of_every_format_are_read_in_parts_and_from_offsets(bucket, tmp
     config = format_config(f"s3://corpus/{format}", record="tokens", document_end_id=END_ID)
     (file,) = list_files(config)
     file, reader = pickle.loads(pickle.dumps((file, open_reader(file, config))))
-    whole = read_all(file, reader)
-    assert values_of(whole) == DOCUMENTS
-    assert [plain(record) for record in read_all(file, reader, 3)] == [plain(r) for r in whole]
-    offset = whole[150].next_offset
-    left = list(reader.records(file, FilePart(), offset))
-    assert [plain(record) for record in left] == [plain(record) for record in whole[151:]]
+    check_some_offsets(file, reader)
 
 
 def test_s3_text_files_and_globs_are_listed_in_order(bucket, tmp_path):

@@ -62,7 +62,7 @@ class Alone:
         return list(outgoing)
 
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 _HELD_OUT_FIELDS = ("held_out_share", "reads")
 _FREE_FIELDS = (
