@@ -7,8 +7,7 @@ import pytest
 
 from corpus_files import data_config, fingerprint_of, plan_for, write_corpus
 from evenload.data.batches import decode_state, encode_state
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.streams import StreamSampler
+from evenload.data.loader import GlobalBatchLoader, StreamSampler
 from evenload.errors import DataError
 from rank_threads import run_ranks
 
