@@ -278,39 +278,39 @@ class ArrowReader(RecordReader):
 
     columns: tuple[Column, ...]
 
-    def can_share(self, file: SourceFile) -> bool:
-        return file.is_local
+    def can_share(self) -> bool:
+        return self.file.is_local
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         names: tuple[str, ...] = ()
-        with _open_source(file) as (source, _):
+        with _open_source(self.file) as (source, _):
             try:
                 names = tuple(_open_reader(source).schema.names)
-                if not file.is_local:  # whose bodies would be read
+                if not self.file.is_local:  # whose bodies would be read
                     return FileSummary(names)
                 return FileSummary(names, sum(len(batch) for _, batch in _Batches(source, [0]).of_part(FilePart(), 0)))
             except _DAMAGE:
                 return FileSummary(names)  # `read` reports the damage
 
-    def origin(self, file: SourceFile, offset: int) -> str:
+    def origin(self, offset: int) -> str:
         number, row = offset >> _ROW_BITS, offset & ((1 << _ROW_BITS) - 1)
         try:
-            with _open_source(file) as (source, _):
+            with _open_source(self.file) as (source, _):
                 for at, batch in _Batches(source, [0]).of_part(FilePart(), 0):
                     if at == number:
                         break
                     row += len(batch)
         except _DAMAGE:
-            return f"{file.name}:batch {number + 1}, row {row + 1}"
-        return f"{file.name}:row {row + 1}"
+            return f"{self.file.name}:batch {number + 1}, row {row + 1}"
+        return f"{self.file.name}:row {row + 1}"
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         at, used_bytes = offset or 0, 0
-        with _open_source(file) as (source, mapped):
+        with _open_source(self.file) as (source, mapped):
             batches: _Batches | None = None
             try:
                 schema = _open_reader(source).schema
-                fields = [schema.get_field_index(name) for name in check_schema(schema, self.columns, file.name)]
+                fields = [schema.get_field_index(name) for name in check_schema(schema, self.columns, self.file.name)]
                 batches = _Batches(source, fields)
                 for number, batch in batches.of_part(part, at >> _ROW_BITS):
                     at = max(at, number << _ROW_BITS)
@@ -323,7 +323,7 @@ class ArrowReader(RecordReader):
                             used_bytes = 0
                     at = (number + 1) << _ROW_BITS
             except _DAMAGE as err:
-                refuse_storage_failure(file, err)
+                refuse_storage_failure(self.file, err)
                 if part.index == 0 if batches is None else batches.is_in_part:
                     damaged = f"the Arrow file is damaged from batch {1 + (at >> _ROW_BITS)} on: {err}"
                     yield Record(at, FILE_END, None, damaged)
@@ -421,18 +421,18 @@ class ParquetReader(RecordReader):
 
     columns: tuple[Column, ...]
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         try:
-            with _open_parquet(file) as parquet:
+            with _open_parquet(self.file) as parquet:
                 return FileSummary(tuple(parquet.schema_arrow.names), parquet.metadata.num_rows)
         except pa.ArrowException:
             return FileSummary()  # `read` reports the damage
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         row, opened = offset or 0, False
         try:
-            with _open_parquet(file) as parquet:
-                names = check_schema(parquet.schema_arrow, self.columns, file.name)
+            with _open_parquet(self.file) as parquet:
+                names = check_schema(parquet.schema_arrow, self.columns, self.file.name)
                 groups = [parquet.metadata.row_group(at) for at in range(parquet.metadata.num_row_groups)]
                 edges = list(accumulate((group.num_rows for group in groups), initial=0))
                 opened = True
@@ -448,7 +448,7 @@ class ParquetReader(RecordReader):
                     if row != edges[at + 1]:
                         raise pa.ArrowInvalid(f"row group {at} ends at row {row} instead of {edges[at + 1]}")
         except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-            refuse_storage_failure(file, err)
+            refuse_storage_failure(self.file, err)
             if opened or part.index == 0:
                 yield Record(row, FILE_END, None, f"the parquet file is damaged from here on: {err}")
 

@@ -29,7 +29,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.ledger import Tally
 from evenload.data.part_files import BLOCKS, SEGMENTS, PartFiles, Segment, permutation
-from evenload.data.records import Record, naming
+from evenload.data.records import Record, RecordReader, naming
 from evenload.errors import DataError
 from evenload.types.base import Frozen
 
@@ -311,7 +311,7 @@ class BlockReader:
         return _make_block(documents, cursor, next_cursor, dropped)
 
     def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
-        return self._files.files[self._stream_segments(stream, epoch)[cursor.segment].file].name
+        return self._stream_segments(stream, epoch)[cursor.segment].reader.file.name
 
     def _stream_segments(self, stream: int, epoch: int) -> Sequence[Segment]:
         if self._ordered[0] != epoch:
@@ -327,11 +327,11 @@ class BlockReader:
         limit = self._config.max_document_tokens
         start, skip = cursor.offset, cursor.part
         for rank in range(cursor.segment, len(segments)):
-            segment = segments[rank]
-            file, reader = self._files.files[segment.file], self._files.readers[segment.file]
+            reader, part = segments[rank]
+            file = reader.file
             if chosen is None or not (chosen.takes and reader.holds_one) or chosen.is_held_out(file.key, 0):
                 self._on_open(file.name)
-                records = reader.records(file, segment.part, start)
+                records = reader.records(part, start)
                 # The first chunk is small: a request for four documents need not wait for sixty-four.
                 size = _FIRST_BLOCK_DOCUMENTS
                 while chunk := list(islice(records, size)):
@@ -344,7 +344,7 @@ class BlockReader:
                         if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
                             yield _Step(outcome, rank, record.next_offset)
                         else:
-                            yield from self._pieces(segment.file, rank, record, outcome, skip)
+                            yield from self._pieces(reader, rank, record, outcome, skip)
                         skip = 0
                     size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
             start, skip = None, 0
@@ -365,13 +365,18 @@ class BlockReader:
         ]
 
     def _pieces(
-        self, file: int, rank: int, record: Record, outcome: EncodedDocument | str | _Dropped | None, skip: int
+        self,
+        reader: RecordReader,
+        rank: int,
+        record: Record,
+        outcome: EncodedDocument | str | _Dropped | None,
+        skip: int,
     ) -> Iterator[_Step]:
         """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
         config, after = self._config, record.next_offset
         if isinstance(outcome, str):
             if config.on_corrupt == "error":
-                raise corrupt_record(self._files.origin(file, record.offset), outcome)
+                raise corrupt_record(reader.origin(record.offset), outcome)
             outcome = ("corrupt", 1, 0)
         elif isinstance(outcome, EncodedDocument) and not len(outcome.tokens):
             outcome = ("empty", 1, 0)
@@ -382,7 +387,7 @@ class BlockReader:
         match config.overlong:
             case "error":
                 raise DataError(
-                    f"{self._files.origin(file, record.offset)} has {size} tokens, more than max_document_tokens "
+                    f"{reader.origin(record.offset)} has {size} tokens, more than max_document_tokens "
                     f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
                     f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave it out) instead of "error"'
                 )

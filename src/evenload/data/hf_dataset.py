@@ -26,7 +26,6 @@ from evenload.data.records import (
     convert_value,
     other_values,
 )
-from evenload.data.sources import SourceFile
 from evenload.errors import ConfigError, DataError, EvenloadError
 
 if TYPE_CHECKING:
@@ -51,15 +50,15 @@ def is_iterable_dataset(dataset: Any) -> bool:
 
 
 class _DatasetReader(RecordReader):
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         try:
-            yield from self.examples(file.name, part, offset)
+            yield from self.examples(part, offset)
         except EvenloadError:
             raise
         except Exception as err:  # generators and transforms of users raise anything
-            raise DataError(f"{file.name} cannot be read: {type(err).__name__}: {err}") from err
+            raise DataError(f"{self.file.name} cannot be read: {type(err).__name__}: {err}") from err
 
-    def examples(self, name: str, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def examples(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         raise NotImplementedError
 
 
@@ -70,21 +69,21 @@ class DatasetReader(_DatasetReader):
     dataset: "Dataset"
     columns: tuple[Column, ...]
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        return min(len(self.dataset) or 1, super().num_parts(file, part_bytes))
+    def num_parts(self, part_bytes: int) -> int:
+        return min(len(self.dataset) or 1, super().num_parts(part_bytes))
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         # A transform may give other columns.
         names = () if self.dataset.format["type"] == "custom" else tuple(self.dataset.column_names)
         return FileSummary(names, len(self.dataset))
 
-    def examples(self, name: str, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def examples(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         span = part.range_of(len(self.dataset))
         rows = range(max(offset or 0, span.start), span.stop)
         if self.dataset.format["type"] == "custom":
-            yield from self._transformed(name, rows)
+            yield from self._transformed(rows)
             return
-        names = check_schema(self.dataset.features.arrow_schema, self.columns, name)
+        names = check_schema(self.dataset.features.arrow_schema, self.columns, self.file.name)
         table = self.dataset.data
         size = batch_rows(table.num_rows, sum(table.column(column).nbytes for column in names))
         dataset = self.dataset.with_format("arrow", columns=names)
@@ -94,12 +93,12 @@ class DatasetReader(_DatasetReader):
                 yield from arrow_records({each: batch.column(each) for each in names}, self.columns, start)
                 start += len(batch)
 
-    def _transformed(self, name: str, rows: range) -> Iterator[Record]:
+    def _transformed(self, rows: range) -> Iterator[Record]:
         for start in range(rows.start, rows.stop, _TRANSFORMED_ROWS):
             columns: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
             for index in range(start, min(rows.stop, start + _TRANSFORMED_ROWS)):
                 example = {key: values[index - start] for key, values in columns.items()}
-                yield _make_record(self.columns, name, example, index)
+                yield _make_record(self.columns, self.file.name, example, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,17 +109,17 @@ class IterableDatasetReader(_DatasetReader):
     dataset: "IterableDataset"
     columns: tuple[Column, ...]
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
+    def num_parts(self, part_bytes: int) -> int:
         return self.dataset.num_shards
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         return FileSummary(tuple(self.dataset.column_names or ()))
 
-    def origin(self, file: SourceFile, offset: int) -> str:
+    def origin(self, offset: int) -> str:
         shard, example = _place(offset)
-        return f"{file.name}:shard {shard}, example {example + 1}"
+        return f"{self.file.name}:shard {shard}, example {example + 1}"
 
-    def examples(self, name: str, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def examples(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         dataset, num_shards = self.dataset.with_format(None), self.dataset.num_shards
         shards, features = part.range_of(num_shards), self.dataset.features
         types = {} if features is None else {field.name: field.type for field in features.arrow_schema}
@@ -130,7 +129,7 @@ class IterableDatasetReader(_DatasetReader):
             if skipped:
                 examples = examples.skip(skipped)
             for at, example in enumerate(examples, (shard << _EXAMPLE_BITS) + skipped):
-                yield _make_record(self.columns, name, example, at, types)
+                yield _make_record(self.columns, self.file.name, example, at, types)
             skipped = 0
 
 

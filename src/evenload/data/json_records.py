@@ -53,11 +53,11 @@ class JsonlReader(RecordReader):
 
     columns: tuple[Column, ...]
 
-    def can_share(self, file: SourceFile) -> bool:
-        return file.compression is None and file.size_bytes is not None
+    def can_share(self) -> bool:
+        return self.file.compression is None and self.file.size_bytes is not None
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        span = part.range_of(file.size_bytes or 0)
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        span = part.range_of(self.file.size_bytes or 0)
         start, stop = span.start, None if part.count == 1 else span.stop
         if stop == start:
             return
@@ -65,7 +65,7 @@ class JsonlReader(RecordReader):
         # Of a part that begins inside the file, the byte before shows whether a line begins there.
         position = max(0, start - 1) if offset is None else offset
         try:
-            with file.open() as stream:
+            with self.file.open() as stream:
                 stream.seek(position)
                 position += _skip_line(stream) if offset is None and start else 0
                 while (stop is None or position < stop) and (line := stream.readline(MAX_LINE_BYTES)):
@@ -77,12 +77,12 @@ class JsonlReader(RecordReader):
                         yield decode(position, after, line)
                     position = after
         except Exception as err:  # decompressors raise classes of their own
-            yield Record(position, FILE_END, None, damaged_compression(file, err))
+            yield Record(position, FILE_END, None, damaged_compression(self.file, err))
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         """Summarise its first `_COUNT_BYTES`."""
         try:
-            with file.open() as stream:
+            with self.file.open() as stream:
                 begin = stream.read(_COUNT_BYTES)
                 is_whole = not stream.read(1)
         except DataError:
@@ -94,35 +94,35 @@ class JsonlReader(RecordReader):
         keys = tuple(dict.fromkeys(key for row in rows[:_ROWS_WITH_KEYS] for key in _decoded(row) or ()))
         if is_whole:
             return FileSummary(keys, len(rows))
-        is_estimated = file.compression is None and file.size_bytes is not None and len(rows) > 1
-        return FileSummary(keys, len(rows) * (file.size_bytes or 0) // len(begin) if is_estimated else None, False)
+        is_estimated = self.file.compression is None and self.file.size_bytes is not None and len(rows) > 1
+        return FileSummary(keys, len(rows) * (self.file.size_bytes or 0) // len(begin) if is_estimated else None, False)
 
     def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
         """Return the records in the beginning of a file, or in all of it; None where they are damaged."""
         return [line for line in begin.split(b"\n") if line.strip()]
 
-    def origin(self, file: SourceFile, offset: int) -> str:
+    def origin(self, offset: int) -> str:
         lines, left = 1, offset
         try:
-            with file.open() as stream:
+            with self.file.open() as stream:
                 while left > 0 and (content := stream.read(min(left, _COUNT_BYTES))):
                     lines += content.count(b"\n")
                     left -= len(content)
         except Exception:  # another error is being reported
-            return f"{file.name}, byte {offset}"
-        return f"{file.name}:{lines}"
+            return f"{self.file.name}, byte {offset}"
+        return f"{self.file.name}:{lines}"
 
 
 @dataclass(frozen=True)
 class JsonReader(JsonlReader):
     """Read files of format "json": a list of objects, or one object a line."""
 
-    def can_share(self, file: SourceFile) -> bool:
+    def can_share(self) -> bool:
         return False
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        if (items := _list_items(file)) is None:
-            yield from super().read(file, part, offset)
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        if (items := _list_items(self.file)) is None:
+            yield from super().read(part, offset)
         elif isinstance(items, str):
             yield Record(0, FILE_END, None, items)
         else:
@@ -143,9 +143,9 @@ class JsonReader(JsonlReader):
                 stop = begin.rfind(b"}", 0, stop - 1) + 1
         return None
 
-    def origin(self, file: SourceFile, offset: int) -> str:
-        is_list = isinstance(_list_items(file), list)
-        return f"{file.name}:item {offset + 1}" if is_list else super().origin(file, offset)
+    def origin(self, offset: int) -> str:
+        is_list = isinstance(_list_items(self.file), list)
+        return f"{self.file.name}:item {offset + 1}" if is_list else super().origin(offset)
 
 
 def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:

@@ -124,10 +124,9 @@ def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64
 
 def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
     encoder = open_encoder(config, tokenizer)
-    files, hold_out = open_part(config), HoldOut.of(config)
-    for segment in files.segments:
-        file, reader = files.files[segment.file], files.readers[segment.file]
-        records = reader.records(file, segment.part)
+    hold_out = HoldOut.of(config)
+    for reader, part in open_part(config).segments:
+        file, records = reader.file, reader.records(part)
         if hold_out is not None:
             records = (one for one in records if hold_out.is_held_out(file.key, one.offset) == hold_out.takes)
         while chunk := list(islice(records, _CHUNK_RECORDS)):
@@ -138,7 +137,7 @@ def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
                     if len(outcome.tokens):
                         yield len(outcome.tokens)
                 elif config.on_corrupt == "error":
-                    raise corrupt_record(files.origin(segment.file, record.offset), outcome)
+                    raise corrupt_record(reader.origin(record.offset), outcome)
 
 
 USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_count", "num_bytes", "bytes", "len")

@@ -591,8 +591,8 @@ class GlobalBatchLoader:
         """Check that an epoch gave documents, and that all that was read of it is accounted for."""
         account, held = self._drawn.account(self.ledger.state)
         if not num_sampled and self.config.reads == "held_out" and not account.read.documents:
-            shares = ((part.readers[at], part.files[at], share) for part in self.parts for at, share in part.segments)
-            number = sum(1 for reader, file, share in shares for _ in reader.records(file, share))
+            shares = (share for part in self.parts for share in part.segments)
+            number = sum(1 for reader, share in shares for _ in reader.records(share))
             raise DataError(
                 f"validation.share {self.config.held_out_share:g} holds out none of {counted(number, 'document')} of "
                 "data.sources; raise it, or give validation.sources"

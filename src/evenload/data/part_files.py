@@ -48,9 +48,9 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
     columns = record_columns(config)
     if file.format == "dataset":
-        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(dataset, columns)
+        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(file, dataset, columns)
     if file.format in _COLUMN_READERS:
-        return _COLUMN_READERS[file.format](columns)
+        return _COLUMN_READERS[file.format](file, columns)
     holds, fix = _HELD[file.format]
     if config.record != holds:
         raise ConfigError(
@@ -58,11 +58,11 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
             f'"{config.record}"; set {fix}'
         )
     if file.format == "text":
-        return TextReader()
+        return TextReader(file)
     for setting in ("labels_column", "mask_column"):
         if column := getattr(config, setting):
             raise ConfigError(f"{file.name} holds nothing but ids, and data.{setting} is '{column}'; leave it out")
-    return NpyReader(config.document_end_id) if file.path.endswith(".npy") else MegatronReader()
+    return NpyReader(file, config.document_end_id) if file.path.endswith(".npy") else MegatronReader(file)
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
@@ -101,24 +101,31 @@ _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 18, 1 << 26
 
 
 class Segment(NamedTuple):
-    """A share of a file, by the file's index."""
+    """A share of a file."""
 
-    file: int
+    reader: RecordReader
     part: FilePart
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartFiles:
-    """Files of one part of the mixture in their fixed order, a reader of each, and their segments in file order;
+    """Readers of the files of one part of the mixture in their fixed order, and their segments in file order;
     `listings` has the same files by source."""
 
     listings: tuple[SourceListing, ...]
-    files: tuple[SourceFile, ...]
     readers: tuple[RecordReader, ...]
     segments: tuple[Segment, ...]
 
-    def origin(self, file: int, offset: int) -> str:
-        return self.readers[file].origin(self.files[file], offset)
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """Return the files in their fixed order."""
+        return tuple(reader.file for reader in self.readers)
+
+    def by_source(self) -> Iterator[tuple[SourceListing, list[RecordReader]]]:
+        """Yield every source with the readers of its files."""
+        readers = iter(self.readers)
+        for listing in self.listings:
+            yield listing, list(islice(readers, len(listing.files)))
 
 
 def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
@@ -126,15 +133,16 @@ def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
         listings = list_sources(config)
     else:
         listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
-    files = tuple(file for listing in listings for file in listing.files)
-    readers = tuple(open_reader(file, config, dataset) for file in files)
-    total_bytes = sum(file.size_bytes or 0 for file in files)
+    readers = tuple(open_reader(file, config, dataset) for listing in listings for file in listing.files)
+    total_bytes = sum(reader.file.size_bytes or 0 for reader in readers)
     part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
-    counts = [reader.num_parts(file, part_bytes) for file, reader in zip(files, readers, strict=True)]
+    counts = [reader.num_parts(part_bytes) for reader in readers]
     segments = tuple(
-        Segment(index, FilePart(part, count)) for index, count in enumerate(counts) for part in range(count)
+        Segment(reader, FilePart(part, count))
+        for reader, count in zip(readers, counts, strict=True)
+        for part in range(count)
     )
-    return PartFiles(listings=listings, files=files, readers=readers, segments=segments)
+    return PartFiles(listings=listings, readers=readers, segments=segments)
 
 
 _INSPECTED_FILES = 16
@@ -148,18 +156,16 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
     Inspects at most `_INSPECTED_FILES` files a source; the number of records then is an estimate. Raises a `DataError`
     for a file that cannot be opened.
     """
-    readers = dict(zip(part.files, part.readers, strict=True))
     columns = record_columns(config)
     known, values = {column.name for column in columns}, value_names(columns)
-    for listing in part.listings:
-        files, formats = listing.files, Counter(file.format for file in listing.files)
-        step = -(-len(files) // _INSPECTED_FILES)
-        summaries = [readers[file].summary(file) for file in files[::step]]
+    for listing, readers in part.by_source():
+        formats, step = Counter(reader.file.format for reader in readers), -(-len(readers) // _INSPECTED_FILES)
+        summaries = [reader.summary() for reader in readers[::step]]
         counts = [summary.num_records for summary in summaries if summary.num_records is not None]
         records = ""
         if len(counts) == len(summaries) and set(formats) != {"text"}:  # of which every file is one
             is_exact = step == 1 and all(summary.is_exact for summary in summaries)
-            number = round(sum(counts) * len(files) / len(summaries))
+            number = round(sum(counts) * len(readers) / len(summaries))
             records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
         pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
         if present := list(dict.fromkeys(column for summary in summaries for column in summary.columns)):
@@ -178,10 +184,8 @@ def label_warnings(config: DataConfig, part: PartFiles, encoder: DocumentEncoder
 
     Raises a `DataError` for a file that cannot be read, or a column that would change what is trained.
     """
-    readers = dict(zip(part.files, part.readers, strict=True))
-    for listing in part.listings if config.record == "tokens" else ():
-        records = readers[listing.files[0]].records(listing.files[0], FilePart())
-        documents = encoder.encode_records(list(islice(records, _SAMPLED)))
+    for listing, (reader, *_) in part.by_source() if config.record == "tokens" else ():
+        documents = encoder.encode_records(list(islice(reader.records(FilePart()), _SAMPLED)))
         others = 0
         for document in documents:
             if isinstance(document, EncodedDocument) and (labels := document.labels) is not None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -302,43 +302,45 @@ class FileSummary(NamedTuple):
     is_exact: bool = True
 
 
+@dataclass(frozen=True, eq=False)
 class RecordReader(ABC):
-    """Stream files of one format. Holds no open files between calls and can be pickled."""
+    """Stream a file of one format. Holds nothing open between calls and can be pickled."""
 
-    holds_one = False
+    file: SourceFile
+    holds_one: ClassVar[bool] = False
     """Every file is one record, at offset 0."""
 
-    def can_share(self, file: SourceFile) -> bool:
+    def can_share(self) -> bool:
         """Return whether parts of the file can be read without what lies before them."""
         return True
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
+    def num_parts(self, part_bytes: int) -> int:
         """Return how many parts of about that size the file has, without opening it; 1 where it cannot be shared."""
-        return max(1, -(-(file.size_bytes or 0) // part_bytes)) if self.can_share(file) else 1
+        return max(1, -(-(self.file.size_bytes or 0) // part_bytes)) if self.can_share() else 1
 
-    def records(self, file: SourceFile, part: FilePart, offset: int | None = None) -> Iterator[Record]:
+    def records(self, part: FilePart, offset: int | None = None) -> Iterator[Record]:
         """Yield the part's records from an offset on (None = its beginning), in bounded memory.
 
         Raises:
             DataError: the file or its index cannot be read, a column is missing or has another type, an other column
                 would change what is trained, or nothing marks where documents end.
         """
-        if offset == FILE_END or (part.index > 0 and not self.can_share(file)):
+        if offset == FILE_END or (part.index > 0 and not self.can_share()):
             return
-        with naming(file):
-            yield from self.read(file, part if self.can_share(file) else FilePart(), offset)
+        with naming(self.file):
+            yield from self.read(part if self.can_share() else FilePart(), offset)
 
     @abstractmethod
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         """Summarise the file by a short inspection; raises as `records`."""
 
     @abstractmethod
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         """Yield what `records` does; is not called at `FILE_END`, nor for parts of a file that cannot be shared."""
 
-    def origin(self, file: SourceFile, offset: int) -> str:
+    def origin(self, offset: int) -> str:
         """Name a record in messages: here by its row, from 1 on. May read the file up to there."""
-        return f"{file.name}:row {offset + 1}"
+        return f"{self.file.name}:row {offset + 1}"
 
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -349,13 +351,13 @@ class TextReader(RecordReader):
 
     holds_one = True
 
-    def can_share(self, file: SourceFile) -> bool:
+    def can_share(self) -> bool:
         return False
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         values, problem = None, ""
         try:
-            with file.open() as stream:
+            with self.file.open() as stream:
                 content = stream.read()
             if content.startswith(_LFS_POINTER):
                 problem = "it is a pointer of Git LFS, not the file; run git lfs pull"
@@ -364,11 +366,11 @@ class TextReader(RecordReader):
         except UnicodeDecodeError as err:
             problem = f"it is not UTF-8: byte 0x{err.object[err.start]:02x} at offset {err.start}"
         except Exception as err:  # decompressors raise classes of their own
-            problem = damaged_compression(file, err)
+            problem = damaged_compression(self.file, err)
         yield Record(0, FILE_END, values, problem)
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         return FileSummary(num_records=1)
 
-    def origin(self, file: SourceFile, offset: int) -> str:
-        return file.name
+    def origin(self, offset: int) -> str:
+        return self.file.name

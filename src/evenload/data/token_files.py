@@ -109,14 +109,14 @@ class _TokenReader(RecordReader):
     damage: str
 
     @abstractmethod
-    def documents(self, stack: ExitStack, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def documents(self, stack: ExitStack, part: FilePart, offset: int | None) -> Iterator[Record]:
         """Open the files and check them; return the records of a part."""
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         at, opened = offset or 0, False
         with ExitStack() as stack:
             try:
-                records = self.documents(stack, file, part, offset)
+                records = self.documents(stack, part, offset)
                 opened = True
                 for record in records:
                     at = record.next_offset
@@ -124,11 +124,11 @@ class _TokenReader(RecordReader):
             except DamagedError as err:
                 # Damage outside of all documents is reported with the first part alone.
                 if opened or part.index == 0:
-                    problem = f"{self.damage.format(stem=file.name.removesuffix('.bin'))}: {err}"
+                    problem = f"{self.damage.format(stem=self.file.name.removesuffix('.bin'))}: {err}"
                     yield Record(at, FILE_END, None, problem)
 
-    def origin(self, file: SourceFile, offset: int) -> str:
-        return f"{file.name}:document {offset + 1}"
+    def origin(self, offset: int) -> str:
+        return f"{self.file.name}:document {offset + 1}"
 
 
 def _records_by_edges(
@@ -154,16 +154,16 @@ class MegatronReader(_TokenReader):
 
     damage = "the index {stem}.idx does not fit the file"
 
-    def documents(self, stack: ExitStack, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        index_file = _index_file(file)
-        index_source, source = stack.enter_context(_opened(index_file)), stack.enter_context(_opened(file))
+    def documents(self, stack: ExitStack, part: FilePart, offset: int | None) -> Iterator[Record]:
+        index_file = _index_file(self.file)
+        index_source, source = stack.enter_context(_opened(index_file)), stack.enter_context(_opened(self.file))
         index = _open_index(index_source, source.size_bytes)
         ids = _NumberArray(source, index.dtype, 0, index.num_ids)
         return _records_by_edges(ids, part.range_of(index.num_documents), offset or 0, index.edges)
 
-    def summary(self, file: SourceFile) -> FileSummary:
-        with _opened(_index_file(file)) as source, suppress(DamagedError):  # which `read` reports
-            return FileSummary(num_records=_open_index(source, file.size_bytes).num_documents)
+    def summary(self) -> FileSummary:
+        with _opened(_index_file(self.file)) as source, suppress(DamagedError):  # which `read` reports
+            return FileSummary(num_records=_open_index(source, self.file.size_bytes).num_documents)
         return FileSummary()
 
 
@@ -244,20 +244,20 @@ class NpyReader(_TokenReader):
     document_end_id: int | None
     damage = "the token file is damaged"
 
-    def documents(self, stack: ExitStack, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        edges_file = file.sibling(".npy", ".idx.npy")
+    def documents(self, stack: ExitStack, part: FilePart, offset: int | None) -> Iterator[Record]:
+        name, edges_file = self.file.name, self.file.sibling(".npy", ".idx.npy")
         if edges_file is None and self.document_end_id is None:
             raise DataError(
-                f"{file.name}: nothing marks where its documents end; set data.document_end_id to the id that ends "
-                f"them, or put their edges next to it as {file.name.removesuffix('.npy').rsplit('/', 1)[-1]}.idx.npy"
+                f"{name}: nothing marks where its documents end; set data.document_end_id to the id that ends them, or "
+                f"put their edges next to it as {name.removesuffix('.npy').rsplit('/', 1)[-1]}.idx.npy"
             )
-        ids = _open_array(stack.enter_context(_opened(file)), file.name)
+        ids = _open_array(stack.enter_context(_opened(self.file)), name)
         if edges_file is None:
             return _records_by_end(ids, self.document_end_id or 0, part, offset)
-        name, edges = edges_file.name, _open_array(stack.enter_context(_opened(edges_file)), edges_file.name)
+        edges = _open_array(stack.enter_context(_opened(edges_file)), edges_file.name)
         first, last = (int(edges.read(at, at + 1)[0]) if edges.size else 0 for at in (0, edges.size - 1))
         if (first, last) != (0, ids.size):
-            raise DamagedError(f"{name} goes from {first} to {last}, the file has {ids.size} tokens")
+            raise DamagedError(f"{edges_file.name} goes from {first} to {last}, the file has {ids.size} tokens")
 
         def edges_of(start: int, stop: int) -> NDArray[np.int64]:
             values = edges.read(start, stop + 1).astype(np.int64)
@@ -267,25 +267,25 @@ class NpyReader(_TokenReader):
 
         return _records_by_edges(ids, part.range_of(max(0, edges.size - 1)), offset or 0, edges_of)
 
-    def summary(self, file: SourceFile) -> FileSummary:
-        if (edges_file := file.sibling(".npy", ".idx.npy")) is not None:
+    def summary(self) -> FileSummary:
+        if (edges_file := self.file.sibling(".npy", ".idx.npy")) is not None:
             with _opened(edges_file) as source, suppress(DamagedError):  # which `read` reports
                 return FileSummary(num_records=max(0, _open_array(source, edges_file.name).size - 1))
         return FileSummary()
 
-    def origin(self, file: SourceFile, offset: int) -> str:
-        if self.document_end_id is None or file.sibling(".npy", ".idx.npy") is not None:
-            return super().origin(file, offset)
+    def origin(self, offset: int) -> str:
+        if self.document_end_id is None or self.file.sibling(".npy", ".idx.npy") is not None:
+            return super().origin(offset)
         number = 0
         try:
-            with _opened(file) as source:
-                array = _open_array(source, file.name)
+            with _opened(self.file) as source:
+                array = _open_array(source, self.file.name)
                 for start in range(0, offset, _SCAN_TOKENS):
                     ids = array.read(start, min(offset, start + _SCAN_TOKENS))
                     number += int(np.count_nonzero(ids == self.document_end_id))
         except DamagedError:
-            return f"{file.name}, token {offset}"
-        return super().origin(file, number)
+            return f"{self.file.name}, token {offset}"
+        return super().origin(number)
 
 
 def _open_array(source: _OpenFile, name: str) -> _NumberArray:
