@@ -1,20 +1,16 @@
 """Read Arrow tables as records: Arrow IPC files and streams (`datasets` caches, Feather), and parquet files.
 
-A batch of a column is converted at once and cut: a record's ids are a slice of them, a view where they are int32.
+A batch of a column is converted at once and cut: a record's ids are a slice of them, a view where they are int32. Arrow
+gives every struct all keys of all structs, so a key that is null, at any depth, is left out; values of the extension
+type `arrow.json` keep their nulls, other extension types are refused.
 
-Arrow gives every struct all keys of all structs, so a key that is null, at any depth, is left out: a template must not
-read what only other rows have. Values of the extension type `arrow.json` keep their nulls. Other extension types are
-refused: what they mean is not known.
+Arrow IPC: an offset is a record batch and a row in it. A part of a file is a share of its batches. Of a stream, batches
+are skipped from the beginning (some 10 µs each), and one belongs to the part in whose bytes it begins. A remote file is
+one part. Buffers are checked before they are used, so damaged offsets cannot lead outside them. Price: one batch in
+memory where it is compressed or remote, its mapped pages otherwise.
 
-Arrow IPC: an offset is a record batch and a row in it. A file has an index of its batches, so a part is a share of
-them. A stream has none: its batches are skipped from the beginning, bodies untouched (some 10 µs each), and one belongs
-to the part in whose bytes it begins. A remote file is one part. Buffers are checked before they are used, so damaged
-offsets cannot lead outside them. Price: one batch in memory where it is compressed or remote, its mapped pages
-otherwise.
-
-Parquet: offsets are rows of the file, part i of n holds consecutive row groups. Damage ends the part it lies in (that
-of a footer the first one). Price: one batch, and a page of every column that is read; starting inside a row group
-decodes it up to there.
+Parquet: offsets are rows of the file, part i of n holds consecutive row groups. Damage ends the part it lies in. Price:
+one batch, and a page of every column that is read; starting inside a row group decodes it up to there.
 """
 
 import mmap

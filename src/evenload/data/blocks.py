@@ -1,16 +1,13 @@
 """Read blocks of streams (`BlockReader`): records → documents within the length limit → shuffled block.
 
-A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: any process, before
-or after a resume, reads the same documents in the same order. So the state of a stream is its open block's cursor and
-the number of its documents that were taken.
+A block is a pure function of settings, epoch, stream and cursor: any process, before or after a resume, reads the same
+documents in the same order. So the state of a stream is its open block's cursor and the number of its documents that
+were taken. A block ends after its number of documents or tokens; the first ones of a stream are small and double in
+size, so that the first batch needs few documents however large the window is. Price: every record is read and encoded
+once; a resume reads the open block of each stream again. Memory: one block and one chunk of records a stream.
 
-A block ends after its number of documents or tokens. The first blocks of a stream are small and double in size, so that
-the first batch needs few documents however large the window is. A reader that is asked for the block after the last one
-goes on where it stands; for any other it opens the source at the cursor. Price: every record is read and encoded once;
-a resume reads the open block of each stream again. Memory: one block and one chunk of records a stream.
-
-A record is held out for validation where a hash of its file's key and its offset falls below the share. So the choice
-is of the data alone: a data set that moves keeps it, and a larger share holds out all that a smaller one does. A reader
+A record is held out for validation where a hash of its file's key and its offset falls below the share: by the data
+alone, so a data set that moves keeps the choice, and a larger share holds out all that a smaller one does. A reader
 that trains encodes what is held out, too, and counts it in the ledger; one that validates skips the rest unencoded.
 Price: a hash a record, about 1 µs.
 """

@@ -1,13 +1,11 @@
 """Encode the values of a record as tokens and labels (`DocumentEncoder`): texts (`TextEncoder`) and ids (`TokenIds`).
 
-An encoder is made once a run by `open_encoder`, is pickled for worker processes, and has no state.
-
 A `Renderer` turns the values of one kind of record into text, and says which of its characters are to be predicted.
-Each text is tokenised in one go, because pieces give other tokens at their borders; the characters are mapped to tokens
-through the tokeniser's offsets. A token may hold characters from both sides of a border:
+Each text is tokenised in one go; the characters are mapped to tokens through the tokeniser's offsets. A token may hold
+characters from both sides of a border:
 
 - between a prompt and what follows it, a token that begins in the prompt counts as prompt: at inference the prompt ends
-  with other tokens there, so predicting this one would teach a sequence that never comes.
+  with other tokens there.
 - at `{% generation %}` blocks of a chat template, a token that touches one counts, as in transformers. (It leaves out
   all but the first of several tokens that make up the last character.)
 

@@ -1,11 +1,9 @@
 """Read JSON lines (`JsonlReader`): one object per line; and `.json` files of lines or of one list (`JsonReader`).
 
-The wanted keys are decoded and checked, the others skipped. Strict JSON: `NaN`, lone surrogates, bytes that are not
-UTF-8 and missing keys make a line corrupt. Lines of white space are no records. Offsets are bytes, and a line belongs
-to the part in which its first byte lies; a compressed file, or one of unknown size, is one part. Price: one line in
-memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compressed file, everything before it is read).
-
-In a list, offsets are items. A list is one part and is held in memory while it is read.
+Strict JSON: `NaN`, lone surrogates, bytes that are not UTF-8 and missing keys make a line corrupt. Offsets are bytes,
+and a line belongs to the part in which its first byte lies; a compressed file, or one of unknown size, is one part.
+Price: one line in memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compressed file, everything before it is
+read). In a list, offsets are items; it is one part and is held in memory while it is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -2,8 +2,8 @@
 resumable.
 
 A global batch is fixed before anything is planned: by number of documents or by tokens, in the seeded order of the
-streams. Every rank reads its share of the streams and knows every document's length; `feed.step_maker` brings the
-tokens to the ranks that train them.
+streams. Every rank reads its share of the streams and knows every document's length from block headers;
+`feed.step_maker` brings the tokens to the ranks that train them.
 
     loader = GlobalBatchLoader(config)
     while (batch := loader.next_batch()) is not None:
@@ -12,15 +12,10 @@ tokens to the ranks that train them.
         loader.note_step(batch, plan)    # ledger, and documents that the plan deferred
         saved = loader.state()           # after this step
 
-`next_batch` and `coming` are collective; everything else is not. Which document comes next follows from block headers,
-which every rank knows (`StreamSampler`). Parts of the mixture take turns so that their *tokens* keep to the weights:
-next is the part that is furthest behind its share. Inside a part the streams take turns. A rank that owns a stream also
-has its blocks' tokens, and requests the next block when it starts to take from one. One gather brings the next header
-of every stream that has none.
-
-A planner may want the lengths of coming batches (`feed.step_maker.Planner.known_steps`), which are drawn before their
-turn (`DrawnBatches`). Every batch carries the position after it and its part of the account, and both count only when
-the batch is handed out, so a state is the same however many batches were drawn.
+`next_batch` and `coming` are collective. Parts of the mixture take turns so that their *tokens* keep to the weights:
+next is the part that is furthest behind its share; inside a part the streams take turns (`StreamSampler`). Batches may
+be drawn before their turn (`DrawnBatches`); each carries the position after it and its part of the account, which count
+only when it is handed out, so a state is the same however many were drawn.
 
 Price: a few microseconds a document besides reading it (some 20 µs where parts take turns document by document); in
 memory are the open block of every stream that this rank reads, the next one, and those of drawn batches.

@@ -1,34 +1,28 @@
 """Make the encoder of the settings (`open_encoder`); render conversations, with loss on what the assistant says.
 
-`ChatTemplate` renders a Hugging Face chat template with jinja2 in a sandbox. `{% generation %}` blocks mark what the
-assistant says: a rendering with spans puts a private character on both sides of such a block and takes them out again,
-counting characters. Inside of macros and captured text they could be trimmed or moved, so such templates are refused.
-Where a template has no blocks, the text of the assistant's message i is found by rendering parts of the conversation:
+`ChatTemplate` renders a Hugging Face chat template with jinja2 in a sandbox (which keeps it from files and processes,
+not from running for ever). `{% generation %}` blocks mark what the assistant says: a rendering with spans puts a
+private character on both sides of such a block and takes them out again, counting characters. Where a template has no
+blocks, the text of the assistant's message i is found by rendering parts of the conversation:
 
     messages[:i], generation prompt   <|user|>Hi<|end|><|assistant|>
     messages[:i + 1]                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
     all messages                      <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|> ...
                                                                     ─────────── loss
 
-This holds only if each rendering begins the next one; else the record is refused. A template without a generation
-prompt has the assistant's header in the loss. Price: 20 to 100 µs a rendering; 2 renderings for each of the assistant's
-messages, so it grows with the square of the turns; 1 rendering with blocks or loss on all tokens.
+This holds only if each rendering begins the next one; else the record is refused. Price: 20 to 100 µs a rendering; 2
+renderings for each of the assistant's messages, which grows with the square of the turns; 1 with blocks or loss on all.
 
-As in transformers' `apply_chat_template`, keys of messages without a value are left out (Arrow gives every message all
-keys of all messages), and thoughts are also given under the names that templates read. Content is text or a list of
-parts of text; arguments of a tool call are an object or JSON text (OpenAI's form). A template that expects the other
-form writes it wrong without an error. So a short conversation is rendered in both forms, once a template and role;
-where exactly one comes out right, messages are given in that one.
+As in transformers' `apply_chat_template`, keys of messages without a value are left out, and thoughts are also given
+under the names that templates read. Content is text or parts of text, arguments of a tool call an object or JSON text,
+and a template that expects the other form writes it wrong without an error. So a short conversation is rendered in both
+forms, once a template and role; where exactly one comes out right, messages are given in that one.
 
 The template is the file `data.chat_template`; else `chat_template.jinja` in the tokeniser's directory; else
-`chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken: the order of
-transformers. One that uses a special token that no file defines is refused: it would be left out silently.
-`strftime_now` always gives `TEMPLATE_DAY` (Llama 3's default): a text that changes with the day could not be resumed
-exactly. Trust: the sandbox keeps a template from files and processes, not from running for ever.
+`chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken.
 
-A prompt and a completion are two strings, joined and tokenised together, followed by the end-of-document token, as in
-TRL; or two lists of messages, which are one conversation with loss on what the assistant says in the completion (TRL
-trains all of the completion).
+A prompt and a completion are two strings, tokenised together and followed by the end-of-document token, as in TRL; or
+two lists of messages: one conversation with loss on what the assistant says in the completion.
 """
 
 import copy

@@ -1,12 +1,11 @@
 """Open what one part of the mixture is read from: files, their readers, and segments that streams share (`PartFiles`).
 
 Segments are shares of files, assigned to streams anew in every epoch. Files are cut by size before anything is opened,
-so that a data set of any size is ready after one listing, and one large file feeds all streams. What a stream reads,
-and in which order, depends on files, seed and epoch only, not on ranks or workers. Price: O(segments) per epoch; at
-most 64 MiB a segment, so 10 TB are 160,000 of them.
+so a data set of any size is ready after one listing, and one large file feeds all streams. What a stream reads depends
+on files, seed and epoch only. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
 
-Permutations are counter-based (Philox), keyed by seed and epoch, so any rank can make any of them again after a resume.
-numpy keeps the raw Philox stream stable over versions, its distributions not.
+Permutations are counter-based (Philox), so any rank can make any of them again. numpy keeps the raw Philox stream
+stable over versions, its distributions not.
 """
 
 from collections import Counter

@@ -1,12 +1,11 @@
 """Define the columns that a run reads, the conversion of their values, and the interface of readers (`RecordReader`).
 
 An *other column* is named by no setting, but in the field's libraries its name decides what is trained: it is used
-(labels, masks, tools), or checked record by record to change nothing (an attention mask of ones); a record in which it
-would change something is refused. `data.ignore_columns` skips it.
+(labels, masks, tools), or checked record by record to change nothing; a record in which it would change something is
+refused. `data.ignore_columns` skips it.
 
-A file is read in *parts*: part i of n holds a fixed share of its records, reachable without reading the others, so that
-several readers share one large file. An *offset* in the format's own terms (bytes, rows, documents) is all it takes to
-resume inside a part.
+A file is read in *parts*: part i of n holds a fixed share of its records, reachable without reading the others. An
+*offset* in the format's own terms (bytes, rows, documents) is all it takes to resume inside a part.
 """
 
 from abc import ABC, abstractmethod

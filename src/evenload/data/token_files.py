@@ -3,16 +3,15 @@
 Offsets are documents, and parts hold equally many, except in a `.npy` without edges. Ids become int32 in runs of about
 4 MB, and documents are slices of a run. Price: one run in memory.
 
-Megatron's indexed data sets have ids in `<name>.bin`, and where they begin and end in `<name>.idx`: 9 bytes of magic,
-version (u64, 1), code of the ids' type (u8), number of sequences S and of document edges D + 1 (both u64); then the
-sequences' lengths (i32[S]), their first bytes in the `.bin` (i64[S]), and the documents' edges in sequences (i64[D +
-1]). What may follow is not read. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
+Megatron's `<name>.bin` holds ids, its `<name>.idx`: 9 bytes of magic, version (u64, 1), code of the ids' type (u8),
+number of sequences S and of document edges D + 1 (both u64); then the sequences' lengths (i32[S]), their first bytes in
+the `.bin` (i64[S]), and the documents' edges in sequences (i64[D + 1]). What may follow is not read. Source:
+Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
 
 A `.npy` is a one-dimensional array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole
-numbers [D + 1], from 0 to the number of tokens, ascending; they count where both are given). Or
-`DataConfig.document_end_id` is the id that ends a document and belongs to it; then offsets are tokens, and a document
-belongs to the part in whose tokens it begins. Ids after the last end are a document too. Price: with an end id, one
-comparison an id (1 ns); a run of `_SCAN_TOKENS` in memory, or a document where it is longer.
+numbers [D + 1], ascending from 0 to the number of tokens; they count where both are given). Or
+`DataConfig.document_end_id` ends a document and belongs to it; then offsets are tokens, and a document belongs to the
+part in whose tokens it begins. Price: one comparison an id (1 ns); a run of `_SCAN_TOKENS` in memory, or a document.
 """
 
 import io

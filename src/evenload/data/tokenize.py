@@ -1,14 +1,14 @@
 """Tokenise with plain bytes, or with a Hugging Face `tokenizer.json` through the `tokenizers` library.
 
-Truncation and padding of a `tokenizer.json` are switched off: `DataConfig.overlong` decides how long a document may be.
-No special tokens are added; encoders put what a post-processor writes before a text there (`opening_ids`), and the
-end-of-document token after it. Text that spells a special token becomes that token.
+Truncation and padding of a file are switched off, and no special tokens are added: encoders put what a post-processor
+writes before a text there (`opening_ids`), and the end-of-document token after it. Text that spells a special token
+becomes that token.
 
 Files next to `tokenizer.json` may add tokens. They are read as `TokenizersBackend` of transformers 5 reads them, so
 that ids agree: `added_tokens_decoder` of `tokenizer_config.json`; where that has none, `added_tokens.json`, and
 `special_tokens_map.json` goes before it; then every special token that is not there yet. New tokens get the next free
-ids, whatever ids the files give them. What other classes of transformers do with `add_prefix_space`, `do_lower_case`,
-`legacy` and the like is not known here: a run compares ids before it starts (`runtime.model.export_files`).
+ids. What other classes of transformers do is not known here: a run compares ids before it starts
+(`runtime.model.export_files`).
 """
 
 import hashlib
