@@ -320,9 +320,7 @@ def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Defe
         if block is None or not len(members):
             continue
         start, stop = int(sampled.rows[members[0]]), int(sampled.rows[members[-1]]) + 1
-        low, high = block.edges[start], block.edges[stop]
-        labels = None if block.labels is None else block.labels[low:high]
-        tables.append(TokenTable(first + members, block.edges[start : stop + 1] - low, block.tokens[low:high], labels))
+        tables.append(block.table.span(start, stop, first + members))
     waiting = {doc_id: entry.content for doc_id, entry in carried.items() if entry.content is not None}
     if waiting:
         tables.append(make_table(list(waiting), list(waiting.values())))

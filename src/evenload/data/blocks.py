@@ -14,7 +14,8 @@ Price: a hash a record, about 1 µs.
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -47,10 +48,10 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
     edges: NDArray[np.int64]
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None = None
-    _rows: dict[int, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_rows", {doc_id: row for row, doc_id in enumerate(self.doc_ids.tolist())})
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        return {doc_id: row for row, doc_id in enumerate(self.doc_ids.tolist())}
 
     def __len__(self) -> int:
         return len(self.doc_ids)
@@ -67,7 +68,18 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
 
     def document(self, doc_id: int) -> EncodedDocument:
         """Return a document's tokens and labels, as views."""
-        return _cut(self.tokens, self.labels, self.edges, self._rows[doc_id])
+        return self.at(self._rows[doc_id])
+
+    def at(self, row: int) -> EncodedDocument:
+        """Return the tokens and labels of a row, as views."""
+        start, stop = self.edges[row], self.edges[row + 1]
+        return EncodedDocument(self.tokens[start:stop], None if self.labels is None else self.labels[start:stop])
+
+    def span(self, start: int, stop: int, doc_ids: NDArray[np.int64]) -> "TokenTable":
+        """Return rows `[start, stop)` under other ids, as views."""
+        low, high = self.edges[start], self.edges[stop]
+        labels = None if self.labels is None else self.labels[low:high]
+        return TokenTable(doc_ids, self.edges[start : stop + 1] - low, self.tokens[low:high], labels)
 
     def labels_of(self, doc_id: int) -> NDArray[np.int32]:
         """Return a document's labels, int32[num_tokens], -100 at its first token."""
@@ -83,9 +95,13 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         return make_table(doc_ids, [self.document(doc_id) for doc_id in doc_ids])
 
 
-def make_table(doc_ids: Sequence[int] | NDArray[np.int64], documents: Sequence[EncodedDocument]) -> TokenTable:
+def make_table(doc_ids: Sequence[int], documents: Sequence[EncodedDocument]) -> TokenTable:
     """Make a table of documents that are given one by one; copies once."""
-    return TokenTable(np.asarray(doc_ids, dtype=np.int64), *_flat(documents))
+    edges = np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64)
+    has_labels = any(document.labels is not None for document in documents)
+    labels = _join([_labels_of(document) for document in documents]) if has_labels else None
+    tokens = _join([document.tokens for document in documents])
+    return TokenTable(np.asarray(doc_ids, dtype=np.int64), edges, tokens, labels)
 
 
 def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
@@ -124,22 +140,6 @@ def _labels_of(
     labels = document.tokens.copy()
     labels[starts] = IGNORE_INDEX
     return labels
-
-
-def _flat(
-    documents: Sequence[EncodedDocument],
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
-    edges = np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64)
-    has_labels = any(document.labels is not None for document in documents)
-    labels = _join([_labels_of(document) for document in documents]) if has_labels else None
-    return edges, _join([document.tokens for document in documents]), labels
-
-
-def _cut(
-    tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, edges: NDArray[np.int64], row: int
-) -> EncodedDocument:
-    start, stop = edges[row], edges[row + 1]
-    return EncodedDocument(tokens[start:stop], None if labels is None else labels[start:stop])
 
 
 def _join(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -197,17 +197,11 @@ class BlockHeader(Frozen, array_like=True):
     dropped: dict[str, Tally]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class DocumentBlock:
-    """A block with its tokens: edges, tokens and labels as of `TokenTable`."""
+class DocumentBlock(NamedTuple):
+    """A block with its tokens, by row."""
 
     header: BlockHeader
-    edges: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    labels: NDArray[np.int32] | None
-
-    def document(self, index: int) -> EncodedDocument:
-        return _cut(self.tokens, self.labels, self.edges, index)
+    table: TokenTable
 
 
 HELD_OUT = "held out for validation"
@@ -420,7 +414,8 @@ def _make_block(
     next_cursor: BlockCursor | None,
     dropped: dict[str, Tally],
 ) -> DocumentBlock:
-    edges, tokens, labels = _flat(documents)
+    table = make_table(range(len(documents)), documents)
+    edges, tokens, labels = table.edges, table.tokens, table.labels
     lengths = np.diff(edges)
     num_labels = np.maximum(lengths - 1, 0)
     if labels is not None:
@@ -435,4 +430,4 @@ def _make_block(
         checksum=zlib.crc32(tokens.data) if labels is None else zlib.crc32(labels.data, zlib.crc32(tokens.data)),
         dropped=dropped,
     )
-    return DocumentBlock(header, edges, tokens, labels)
+    return DocumentBlock(header, table)

@@ -639,7 +639,7 @@ class GlobalBatchLoader:
                             f"block {request.cursor.block} of stream {request.key.stream}, which holds other documents "
                             "than when the loader's state was saved; sources must not change between save and resume"
                         )
-                    content = blocks[request].document(place.index)
+                    content = blocks[request].table.at(place.index)
                 entries[lost.document.doc_id] = Deferral(lost, owner, content)
         except EvenloadError as error:
             problem = str(error).encode()

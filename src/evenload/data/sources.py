@@ -128,9 +128,6 @@ class _RemoteStream(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self._file.size_bytes is None:
             raise DataError(f"{self._file.name}: its storage does not know how large it is; copy the file first")
