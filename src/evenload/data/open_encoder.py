@@ -25,7 +25,6 @@ A prompt and a completion are two strings, tokenised together and followed by th
 two lists of messages: one conversation with loss on what the assistant says in the completion.
 """
 
-import copy
 import datetime
 import hashlib
 import itertools
@@ -143,7 +142,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as err:
             raise ConfigError(f"chat template '{origin}', line {err.lineno}: {err.message}; repair it") from err
         self.wanted_variables: frozenset[str] = frozenset(meta.find_undeclared_variables(syntax))
-        self.marks_generation = any(_generation_blocks(syntax, origin))
+        self.marks_generation = bool(list(_generation_blocks(syntax, origin)))
 
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, str], str]]:
         return ChatTemplate, (self.source, self.variables, self.origin)
@@ -195,8 +194,8 @@ class ChatTemplate:
             raise RecordProblem(f"'tools' must be a list of objects and 'chat_template_kwargs' an object; {_IGNORE}")
         if taken := _GIVEN & set(chat_template_kwargs or ()):
             raise RecordProblem(f"'chat_template_kwargs' sets {', '.join(sorted(taken))}, which the record itself sets")
-        bound = copy.copy(self)
-        bound._inputs = {"tools": tools, **(chat_template_kwargs or {})}
+        bound = object.__new__(ChatTemplate)  # a copy would compile the template again
+        bound.__dict__ |= self.__dict__ | {"_inputs": {"tools": tools, **(chat_template_kwargs or {})}}
         return bound
 
     def usual_role(self, role: str) -> str | None:
