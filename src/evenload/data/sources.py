@@ -84,7 +84,7 @@ class SourceFile:
                 return None
             return replace(self, name=name, path=path, size_bytes=size_bytes)
 
-        return _with_retries(find, name, lambda: f"{name} cannot be looked up")
+        return _with_retries(find, name, "looked up")
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -135,10 +135,9 @@ class _RemoteStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        view, name = memoryview(buffer).cast("B"), self._file.name
-        data = _with_retries(
-            lambda: self._read(len(view)), name, lambda: f"{name} cannot be read at byte {self._position}", self._close
-        )
+        view = memoryview(buffer).cast("B")
+        what = f"read at byte {self._position}"
+        data = _with_retries(lambda: self._read(len(view)), self._file.name, what, self._close)
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -168,14 +167,13 @@ class _RemoteStream(io.RawIOBase):
             stream.close()
 
 
-def _with_retries(
-    call: Callable[[], T], name: str, describe: Callable[[], str], clean_up: Callable[[], object] = lambda: None
-) -> T:
+def _with_retries(call: Callable[[], T], name: str, what: str, clean_up: Callable[[], object] = lambda: None) -> T:
     """Call repeatedly, with the pauses of `RETRY_WAITS_S`; `DataError` after the last attempt.
 
     Args:
         name: of the file.
-        describe: says what failed, after the last attempt; `clean_up` is called after every one.
+        what: it cannot be, in the error.
+        clean_up: called after every failed attempt.
     """
     waits_s = iter(RETRY_WAITS_S)
     while True:
@@ -187,7 +185,7 @@ def _with_retries(
             clean_up()
             if (wait_s := next(waits_s, None)) is None:
                 tried = f"tried {1 + len(RETRY_WAITS_S)} times. Check its storage; the run can be resumed"
-                raise DataError(f"{describe()}: {err or type(err).__name__}; {tried}") from err
+                raise DataError(f"{name} cannot be {what}: {err or type(err).__name__}; {tried}") from err
             time.sleep(wait_s)
 
 
