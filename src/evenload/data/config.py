@@ -24,7 +24,7 @@ _CHOICES = {
     "mixture_end": get_args(MixtureEnd),
     "reads": get_args(Reads),
 }
-_MOST_LANES, _LANE_DOCUMENTS = 16, 4  # of the default number of streams
+_MOST_STREAMS, _STREAM_DOCUMENTS = 16, 4  # of the default number of streams
 _NAMED_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
 
 
@@ -225,7 +225,7 @@ class DataConfig(Frozen):
     @property
     def num_streams(self) -> int:
         """Return the number of streams of every part of the mixture."""
-        return self.streams or max(1, min(_MOST_LANES, self.shuffle_window // _LANE_DOCUMENTS))
+        return self.streams or max(1, min(_MOST_STREAMS, self.shuffle_window // _STREAM_DOCUMENTS))
 
 
 def trains_given_ids(config: DataConfig) -> bool:

@@ -75,7 +75,7 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
                 )
             _log.info("%s '%s' is revision %s", setting, path, Path(folder).name)
             return folder
-        why = f"what was found has no {_NEEDED[wanted]}: there is no network, or the Hub has none under that name"
+        why = f"its files have no {_NEEDED[wanted]}: there is no network, or the Hub has none under that name"
     except Exception as error:  # the Hub's client has no common class for what it raises
         cause, why = error, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     cache = import_module("huggingface_hub.constants").HF_HUB_CACHE

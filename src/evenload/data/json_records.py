@@ -158,15 +158,15 @@ def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
                 kind = dict[str, msgspec.Raw]
             stream.seek(0)
             content = stream.read().removeprefix(_BYTE_ORDER_MARK)
-        found = msgspec.json.decode(content, type=kind)
+        decoded = msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as err:
         # Lines of which the first is broken are reported line by line.
         return f"the JSON list is damaged: {err}" if kind == list[msgspec.Raw] else None
     except Exception as err:  # decompressors raise classes of their own
         return damaged_compression(file, err)
-    if isinstance(found, list):
-        return found
-    keys = ", ".join(map(repr, found))
+    if isinstance(decoded, list):
+        return decoded
+    keys = ", ".join(map(repr, decoded))
     return f"the file is one JSON object over several lines, with the keys {keys}; write its records as a list"
 
 

@@ -133,8 +133,8 @@ class StreamSampler:
         Raises:
             DataError: what reading raised, on every rank; the next call raises the same again.
         """
-        while (found := self._next_part()) is not None:
-            part, is_only = found
+        while (next_part := self._next_part()) is not None:
+            part, is_only = next_part
             streams = self._ready_streams(part)
             if not streams:
                 continue

@@ -95,7 +95,7 @@ def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index
 
 # Small enough that a stream gets several segments of a small data set; large enough that opening a file at an offset (a
 # request to a remote store) stays rare.
-_SEGMENTS_PER_LANE = 4
+_SEGMENTS_PER_STREAM = 4
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 18, 1 << 26
 
 
@@ -134,7 +134,7 @@ def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
         listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
     readers = tuple(open_reader(file, config, dataset) for listing in listings for file in listing.files)
     total_bytes = sum(reader.file.size_bytes or 0 for reader in readers)
-    part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
+    part_bytes = min(max(total_bytes // (_SEGMENTS_PER_STREAM * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
     counts = [reader.num_parts(part_bytes) for reader in readers]
     segments = tuple(
         Segment(reader, FilePart(part, count))

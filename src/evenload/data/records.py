@@ -128,16 +128,16 @@ def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: i
     """
     if all(value is None for value in values):
         return ()
-    found = []
+    converted = []
     for column, value in zip(columns, values, strict=True):
         if column.kind not in _CHECKED:
-            found.append(None if value is None else convert_value(column, value))
+            converted.append(None if value is None else convert_value(column, value))
         elif value is not None and not _holds(column.kind, value, num_tokens):
             ignore = f'set data.ignore_columns = ["{column.name}"] to train as if it were not there'
             raise OtherColumnError(f"'{column.name}' {column.problem}, or {ignore}")
-    while found and found[-1] is None:
-        found.pop()
-    return tuple(found)
+    while converted and converted[-1] is None:
+        converted.pop()
+    return tuple(converted)
 
 
 def _holds(kind: ColumnKind, value: Any, num_tokens: int | None) -> bool:
