@@ -32,32 +32,30 @@ class RunConfig(Frozen):
         cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
             this device at start, which takes seconds and is cached, so that predictions are in its seconds.
         checkpoint_every_steps: a checkpoint after every so many steps; 0 = by time, see `checkpoint_every_s`.
-        checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one
-            (or since the start); 0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of
-            a run and a signal that stops it always save.
+        checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one;
+            0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of a run and a signal
+            that stops it always save.
         stop_grace_s: after SIGTERM, SIGHUP or Ctrl-C the running step is finished and a checkpoint is saved; processes
-            that have not ended after so many seconds are killed. Under torchrun its `--shutdown-timeout` says so.
-        keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
-            0 = all.
-        keep_best: so many checkpoints with the smallest validation losses stay, too; one is written after every pass
-            over the data of `[validation]` whose loss is among them. `best.json` names the best; 0 = none.
+            that then still run after so many seconds are killed. Under torchrun `--shutdown-timeout` decides.
+        keep_checkpoints: newest complete checkpoints that stay in `output_dir`; 0 = all.
+        keep_best: checkpoints with the smallest validation losses that stay, too; one is written after every validation
+            whose loss is among them. `best.json` names the best; 0 = none.
         background_checkpoints: train on while a checkpoint is written; takes host memory for one more copy of weights
             (divided by dp) and optimizer state. False = wait until it is written.
         checkpoint_timeout_s: how long ranks wait for each other's part of a checkpoint.
         on_failed_checkpoint: "stop" the run when a checkpoint on the way cannot be written, or report it and
             "continue" until the next one. The last one of a run has to succeed.
-        deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as on a CPU: kernels that
-            add in one order, for which attention's backward holds more memory, and plans that follow nothing measured:
-            refused with `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock.
+        deterministic: a resumed run trains the same weights to the bit on a GPU too, as on a CPU: kernels that add in
+            one order, for which attention's backward holds more memory, and plans that follow nothing measured; refused
+            with `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
-        on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
-            applied. "stop" the run with an error that names step, pack and documents, or "skip" the step: weights and
-            optimizer stay as they were, and its documents count as dropped ("not finite") in the ledger. Ten such
-            steps in a row stop the run in either case.
-        report_every_s: at least so many seconds lie between two versions of `report.html` and its files, and more
-            where writing them takes above 2 % of the time; 0 = only at the end.
-        recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
+        on_nonfinite: where the loss or the gradient norm of a step is NaN or infinite, its update is never applied:
+            "stop" the run with an error that names step, pack and documents, or "skip" the step, whose documents count
+            as dropped ("not finite") in the ledger. Ten such steps in a row stop the run in either case.
+        report_every_s: least seconds between two versions of `report.html` and its files, and more where writing them
+            takes above 2 % of the time; 0 = only at the end.
+        recalibrate: measure costs again, whatever is cached or in the checkpoint that is resumed.
         export_hf: write the trained model as a Hugging Face directory at the end.
         ema_decay: keep a moving average of the weights, `average <- decay * average + (1 - decay) * weights` after
             every update; it is in checkpoints, and exported as `model-average/`. Such as 0.999; unset = none.
@@ -126,14 +124,14 @@ class LogConfig(Frozen):
     """Where a run reports, besides `metrics.jsonl`, which has every step.
 
     Args:
-        to: also "wandb" (Weights & Biases) and "tensorboard" (event files in `output_dir`/tensorboard); a run that is
-            resumed goes on in the same one. Needs `pip install 'evenload[wandb]'` or `'evenload[tensorboard]'`.
+        to: also "wandb" (Weights & Biases) and "tensorboard" (event files in `output_dir`/tensorboard); a resumed run
+            goes on in the same one. Needs `pip install 'evenload[wandb]'` or `'evenload[tensorboard]'`.
         project: of Weights & Biases.
         name: of the run there; default: the last part of `train.output_dir`.
-        lines_every_s: a line about a step is shown at most once in so many seconds; the first two steps and the
-            last always have one; 0 = every step has.
-        profile_steps: [first, end): steps that torch's profiler records, one Chrome trace a process, in
-            `output_dir`/profile. Steps that are profiled take longer.
+        lines_every_s: a line about a step is shown at most once in so many seconds, besides the first two steps and
+            the last; 0 = for every step.
+        profile_steps: [first, end): steps that torch's profiler records, which takes longer, one Chrome trace a
+            process, in `output_dir`/profile.
     """
 
     to: tuple[Tracker, ...] = ()
@@ -253,9 +251,8 @@ _OF_SHARE = (*_OWN, "batch_documents", "batch_tokens")
 
 class ValidationConfig(RecordSettings):
     """Losses of other data while the model trains, by forwards alone. The data are documents of their own (`sources`,
-    `mixture`), or a share of those of `[data]`, which then are not trained (`data.blocks`). What is not set
-    is as in `[data]`; all documents of the sources are read once, in the same order every time, and no token is left
-    out but by `data.overlong`.
+    `mixture`), or a share of those of `[data]`, which then are not trained. What is not set is as in `[data]`; all
+    documents are read once, in the same order every time, and no token is left out but by `data.overlong`.
 
     Args:
         every_steps: after every so many steps; 0 = at the end alone.

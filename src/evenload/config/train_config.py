@@ -76,8 +76,8 @@ class ParallelConfig(Frozen):
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
         channels: how pipeline ranks exchange hidden states and gradients. "directed": a process group for each
             direction between neighbouring stages, so that no transfer waits for another. "fifo": one queue for each
-            pair of ranks, in the order of the plan, for devices on which transfers of different groups block each
-            other. "auto": "fifo" on GPUs without `stage_devices`, which may do so; else "directed".
+            pair of ranks, in the order of the plan, for devices on which transfers of different groups may block each
+            other. "auto": "fifo" on GPUs without `stage_devices`; else "directed".
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.
         stage_devices: processes of every stage where they differ, such as [1, 2, 1] for pp = 3: the two of the second
@@ -113,11 +113,10 @@ class PlanConfig(Frozen):
     Args:
         strategy: a name of `evenload plan`; the same data is trained whatever it is.
         layouts: other layouts that the run may take between two steps, as `evenload plan --layout` reads them, such as
-            ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, whose processes are all that
-            there are. cp and tp cannot change; without `dp` as many replicas as fit, and processes left over are idle.
-            Process groups of all of them are made at start. Without any, `flexpipe` takes some depths of the same
-            processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload bench` and `check` stay in that
-            of `[parallel]`.
+            ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, the largest. cp and tp cannot
+            change; without `dp` as many replicas as fit, and processes left over are idle. Without any, `flexpipe`
+            takes some depths of the same processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload
+            bench` and `check` stay in that of `[parallel]`.
         memory_bytes: what one process may hold; default: its share of the machine's memory.
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 85 %; default: what the
             machine, or its container, has.

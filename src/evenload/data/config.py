@@ -87,62 +87,58 @@ class DataConfig(Frozen):
     All but `epochs`, `workers`, `prefetch_steps` and `stall_timeout_s` decide which tokens a step holds.
 
     Args:
-        sources: files, directories (read recursively and through links; names that begin with "." are left out),
-            glob patterns, or fsspec URLs of any of these. Either `sources` or `mixture` is set.
+        sources: files, directories (read recursively and through links, without names that begin with "."), glob
+            patterns, or fsspec URLs of any of these. Either `sources` or `mixture` is set.
         mixture: several data sets with weights instead of one.
-        mixture_end: "once" reads every part exactly once an epoch (weights hold until a part ends); "repeat" begins
-            an ended part anew, so that the weights always hold (then `epochs` has no meaning and is not set).
+        mixture_end: "once" reads every part exactly once an epoch (weights hold until a part ends); "repeat" starts an
+            ended part again, so that the weights always hold (then `epochs` has no meaning and is not set).
         format: "auto" goes by file name: `.jsonl`/`.ndjson`, `.json` (a list of records, held in memory, or one a
             line), `.parquet`, `.arrow`/`.feather`, `.bin`/`.idx`/`.npy` (token files); tables and archives (`.csv`,
             `.zip`, ...) are refused; anything else is text (one document per file), but not next to data files unless
             `include` names it. A compression suffix that fsspec knows (`.gz`, `.xz`, `.bz2`, ...) may follow; resuming
             inside a compressed file reads it from its beginning.
         record: what a record holds: "text"; "messages" (a chat: role and content); "prompt_completion"; "tokens"
-            (ids, made by someone else's tokeniser).
+            (ids, made by another tokeniser).
         text_column, messages_column, prompt_column, completion_column, tokens_column: names of keys or columns.
         labels_column: of "tokens" records: ids to be predicted, -100 = no loss; "" = "labels" of records that have it,
             else every token after the first.
         mask_column: of "tokens" records: a number a token, 0 = no loss; "" = "completion_mask", "assistant_masks" and
             "loss_mask" of records that have them.
-        ignore_columns: keys or columns that are passed over although by their name they decide what is trained,
-            such as "attention_mask" (docs/loader.md lists them).
-        document_end_id: of `.npy` token files: the id that ends a document and belongs to it, where no
-            `<name>.idx.npy` next to the file holds the documents' edges.
+        ignore_columns: keys or columns to skip although by their name they decide what is trained, such as
+            "attention_mask" (docs/loader.md lists them).
+        document_end_id: of `.npy` token files without `<name>.idx.npy` (the documents' edges): the id that ends a
+            document and belongs to it.
         loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
             "auto" = completion where the record marks it, else all.
         chat_template: file with a Jinja template; default: the tokeniser's own.
-        include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched
-            against the path below the directory. Empty = every file.
-        tokenizer: "bytes", a `tokenizer.json`, a directory that holds one, or a name on the Hugging Face Hub. Default:
-            that of the model's directory; where it has none, bytes if the model's weights are random or its vocabulary
-            is one of bytes.
-        eos_token: text of the end-of-document token; by default looked up in the tokenizer file and its directory.
-        append_eos: end every text, and every completion that is a string, with the end-of-document token, unless it
-            ends with it already.
-        prepend_bos: begin every text, and every prompt that is a string, with the token that begins a document, unless
-            it begins with it already; unset = with what the tokeniser itself writes there (its post-processor in
-            `tokenizer.json`). A chat begins as its template writes it.
-        batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes
-            documents in stream order until the next one would exceed it; a document that is larger than
-            the budget is a batch of its own. The last batch of an epoch may be smaller.
-        shuffle_window: documents held to sample from; 1 keeps the order of the files and inside them. With
-            more than 1, the order of the parts of files is permuted every epoch too.
-        streams: independent streams that the data is read in, side by side; ranks and workers share them. Default: 16
-            (fewer for a window below 64, 1 where the order is kept). More pay where more than 16 ranks read.
+        include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched against the path
+            below the directory. Empty = every file.
+        tokenizer: "bytes", a `tokenizer.json`, its directory, or a name on the Hugging Face Hub. Default: that of the
+            model's directory, else bytes if the weights are random or the model's vocabulary is one of bytes.
+        eos_token: text of the end-of-document token; default: from the tokeniser file and its directory.
+        append_eos: end every text, and every completion that is a string, with the end-of-document token, once.
+        prepend_bos: begin every text, and every prompt that is a string, with the token that begins a document, once;
+            unset = with what the tokeniser's own post-processor writes there. A chat begins as its template writes it.
+        batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes documents in
+            stream order until the next one would exceed it; a larger document is a batch of its own. The last batch of
+            an epoch may be smaller.
+        shuffle_window: documents held to sample from; 1 keeps the order of the files and inside them. With more, the
+            order of the parts of files is permuted every epoch too.
+        streams: independent streams that the data is read in; ranks and workers share them. Default: 16 (fewer for a
+            window below 64, 1 where the order is kept). More pay where more than 16 ranks read.
         seed: of the order of files and documents.
         held_out_share: of the documents, chosen by a hash of source and place, which are not trained and stay for
             validation; in the ledger. `validation.share` sets it.
         reads: "training" reads what is not held out, "held_out" only what is; for loaders of your own.
         epochs: passes over the sources; None = repeat for ever.
         max_document_tokens: longest document that can be trained (the context).
-        overlong: what happens to a longer one: an error naming it, consecutive documents of at most that
-            length, only its first tokens, or nothing of it. All of it is in the ledger.
+        overlong: what happens to a longer one: an error naming it, consecutive documents of at most that length, only
+            its first tokens, or nothing of it. All of it is in the ledger.
         on_corrupt: stop at a record that cannot be read, or count it in the ledger and go on.
         workers: processes per rank that read and tokenise; 0 = a thread of the training process.
-        prefetch_steps: steps that are read, planned and exchanged ahead; 0 = when the step needs them (slow, for
-            comparison).
-        stall_timeout_s: how long a source may give nothing before the run stops with its name; counts from when the
-            reading process has started, for which it has 300 s or, where this is longer, as long as this.
+        prefetch_steps: steps that are read, planned and exchanged before they are needed; 0 = none (slow, to compare).
+        stall_timeout_s: how long a source may give nothing before the run stops with its name, once the reading
+            process has started, for which it has 300 s or, if longer, this long.
     """
 
     sources: tuple[str, ...] = ()
