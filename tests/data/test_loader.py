@@ -7,15 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corpus_files import (
-    FORMATS,
-    all_batches,
-    data_config,
-    documents_of,
-    naive_documents,
-    plan_for,
-    write_corpus,
-)
+from corpus_files import FORMATS, all_batches, data_config, documents_of, naive_documents, plan_for, write_corpus
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError, InvalidPlanError
 

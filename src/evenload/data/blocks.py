@@ -409,10 +409,7 @@ def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
 
 
 def _make_block(
-    documents: list[EncodedDocument],
-    cursor: BlockCursor,
-    next_cursor: BlockCursor | None,
-    dropped: dict[str, Tally],
+    documents: list[EncodedDocument], cursor: BlockCursor, next_cursor: BlockCursor | None, dropped: dict[str, Tally]
 ) -> DocumentBlock:
     table = make_table(range(len(documents)), documents)
     edges, tokens, labels = table.edges, table.tokens, table.labels
