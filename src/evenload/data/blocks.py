@@ -266,18 +266,20 @@ class BlockReader:
         self._config, self._files, self._encoder, self._part, self._on_open = config, files, encoder, part, on_open
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
-        self._open: dict[int, tuple[int, BlockCursor, Iterator[_Step]]] = {}
+        self._open: dict[StreamKey, tuple[BlockRequest, Iterator[_Step]]] = {}
         self._hold_out = HoldOut.of(config)
         self._ordered: tuple[int, Sequence[Segment]] = (-1, ())
 
-    def read(self, stream: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
-        """Read the block that begins at the cursor.
+    def read(self, request: BlockRequest) -> DocumentBlock:
+        """Read a block.
 
         Raises:
             DataError: a file that cannot be read, or a corrupt or over-long record where that is an error.
         """
-        at = self._open.pop(stream, None)
-        steps = at[2] if at is not None and at[:2] == (epoch, cursor) else self._steps(stream, epoch, cursor)
+        key, epoch, cursor = request
+        following, steps = self._open.pop(key, (None, iter(())))
+        if following != request:
+            steps = self._steps(request)
         documents: list[EncodedDocument] = []
         dropped: dict[str, Tally] = {}
         num_tokens = 0
@@ -293,31 +295,32 @@ class BlockReader:
             if len(documents) >= limit or num_tokens >= BLOCK_TOKENS or num_steps >= _BLOCK_RECORDS:
                 block = cursor.block + 1
                 next_cursor = BlockCursor(block=block, segment=step.segment, offset=step.offset, part=step.part)
-                self._open[stream] = (epoch, next_cursor, steps)
+                self._open[key] = (request._replace(cursor=next_cursor), steps)
                 break
         if self._shuffled:
-            user = (self._part << 32) | stream
+            user = (self._part << 32) | key.stream
             order = permutation(len(documents), self._config.seed, epoch, BLOCKS, user, cursor.block)
             documents = [documents[index] for index in order]
         return _make_block(documents, cursor, next_cursor, dropped)
 
-    def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
-        return self._stream_segments(stream, epoch)[cursor.segment].reader.file.name
+    def first_file(self, request: BlockRequest) -> str:
+        return self._segments(request)[request.cursor.segment].reader.file.name
 
-    def _stream_segments(self, stream: int, epoch: int) -> Sequence[Segment]:
+    def _segments(self, request: BlockRequest) -> Sequence[Segment]:
+        epoch = request.epoch
         if self._ordered[0] != epoch:
             segments = self._files.segments
             if self._shuffled:
                 order = permutation(len(segments), self._config.seed, epoch, SEGMENTS, self._part, 0)
                 segments = [segments[index] for index in order]
             self._ordered = (epoch, segments)
-        return self._ordered[1][stream :: self._config.num_streams]
+        return self._ordered[1][request.key.stream :: self._config.num_streams]
 
-    def _steps(self, stream: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
-        segments, chosen = self._stream_segments(stream, epoch), self._hold_out
+    def _steps(self, request: BlockRequest) -> Iterator[_Step]:
+        segments, chosen = self._segments(request), self._hold_out
         limit = self._config.max_document_tokens
-        start, skip = cursor.offset, cursor.part
-        for rank in range(cursor.segment, len(segments)):
+        start, skip = request.cursor.offset, request.cursor.part
+        for rank in range(request.cursor.segment, len(segments)):
             reader, part = segments[rank]
             file = reader.file
             if chosen is None or not (chosen.takes and reader.holds_one) or chosen.is_held_out(file.key, 0):

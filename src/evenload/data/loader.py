@@ -534,7 +534,7 @@ class GlobalBatchLoader:
         """Say where a document was read: its number in the shuffled block, and the file in which that begins."""
         place = place_of(doc_id)
         reader = BlockReader(*self._job[place.part], part=place.part)
-        file = reader.first_file(place.block.key.stream, place.block.epoch, place.block.cursor)
+        file = reader.first_file(place.block)
         return f"number {place.index + 1} of the block that begins in {file}"
 
     def held(self) -> Tally:

@@ -243,7 +243,7 @@ def _make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[Block
 
 def _read_block(readers: Sequence[BlockReader], request: BlockRequest) -> Outcome:
     try:
-        return readers[request.key.part].read(request.key.stream, request.epoch, request.cursor)
+        return readers[request.key.part].read(request)
     except EvenloadError as error:
         return error
     except Exception:
