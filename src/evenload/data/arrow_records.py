@@ -173,8 +173,8 @@ def _values(array: pa.Array, column: Column) -> tuple[Sequence[Any], dict[int, s
             null_ids = dict.fromkeys(rows, f"a token id in '{column.name}' is null")
             flat = flat.fill_null(0)
         tokens, problems = cut_ids(flat.to_numpy(), edges)
-        missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) if array.null_count else np.zeros(0)
-        return tokens, problems | null_ids | dict.fromkeys(missing.tolist(), null)
+        missing: list[int] = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist()
+        return tokens, problems | null_ids | dict.fromkeys(missing, null)
     values, problems = _plain_values(array, column)
     for index, value in enumerate(values if held != "text" else ()):
         if isinstance(value, list) and None in value:

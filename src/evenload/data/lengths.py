@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 import msgspec
@@ -183,7 +183,7 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
 
 
 @contextmanager
-def _opened(source: str) -> Iterator[IO[bytes]]:
+def _opened(source: str) -> Iterator[Any]:
     try:
         filesystem, path = fsspec.url_to_fs(source)
         is_gzip = source.endswith(".gz")
