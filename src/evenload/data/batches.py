@@ -126,13 +126,8 @@ class DeferredDocument(Frozen):
 
 
 class LoaderState(Frozen):
-    """Everything that decides the coming batches.
-
-    Args:
-        step, next_doc_id: of the next global batch, and of the next new document.
-        parts: where the streams of every part of the mixture stand.
-        fingerprint: data settings and sources by name, see `config_fingerprint`.
-    """
+    """Everything that decides the coming batches: number of the next one, id of the next new document, the place in the
+    streams of every part of the mixture, data settings and sources by name (`config_fingerprint`)."""
 
     version: int = STATE_VERSION
     step: int
@@ -201,12 +196,8 @@ def decode_state(data: bytes) -> LoaderState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenBlock:
-    """A block that documents are sampled from.
-
-    Args:
-        owner: rank that reads the stream; it has the `block` with tokens, the others None.
-        lengths, num_labels: int32[num_documents].
-    """
+    """A block that documents are sampled from. Its `owner`, the rank that reads the stream, has the tokens (`block`),
+    the others None; lengths and num_labels are int32[num_documents]."""
 
     request: BlockRequest
     owner: int
@@ -221,12 +212,8 @@ class OpenBlock:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampledDocuments:
-    """Documents in the order in which they were sampled.
-
-    Args:
-        blocks: that they come from; of each, consecutive rows.
-        block_of, rows: int64[n], the block and the document in it; lengths, num_labels: int32[n].
-    """
+    """Documents in the order in which they were sampled, consecutive rows of every block: block and row int64[n],
+    lengths and numbers of labels int32[n]."""
 
     blocks: tuple[OpenBlock, ...]
     block_of: NDArray[np.int64]

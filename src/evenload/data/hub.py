@@ -43,14 +43,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
-    """Return a path as it is; for a name on the Hub the folder of its files.
-
-    Args:
-        setting: where the name was given, for messages: "model.path".
-
-    Raises:
-        ConfigError: it is in no cache here and cannot be downloaded.
-    """
+    """Return a path as it is; for a name on the Hub the folder of its files. `ConfigError` where it is in no cache here
+    and cannot be downloaded; `setting` says where the name was given ("model.path")."""
     named = _NAME.fullmatch(path)
     if named is None or not is_hub_name(path):
         return path
@@ -116,11 +110,8 @@ def _is_usable(folder: Path, wanted: Wanted) -> bool:
 
 
 def model_from(name_or_path: str) -> ModelSpec:
-    """Return a built-in model, or that of a Hugging Face `config.json` (the file, its folder, or a name on the Hub).
-
-    Raises:
-        ConfigError: neither; the message offers the nearest built-in name.
-    """
+    """Return a built-in model, or that of a Hugging Face `config.json` (the file, its folder, or a name on the Hub);
+    `ConfigError` for anything else, which offers the nearest built-in name."""
     if name_or_path in MODELS:
         return MODELS[name_or_path]
     path = Path(local_path(os.path.expanduser(name_or_path), "model"))

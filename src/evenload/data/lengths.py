@@ -42,13 +42,8 @@ TOKEN_IDS = "none: the records hold token ids"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LengthTable:
-    """Lengths of documents, and what they count.
-
-    Args:
-        lengths: int64[num_documents], each at least 1.
-        unit: "bytes" where documents were counted without a tokeniser, end of document included.
-        tokenizer: its description; None for a file of numbers.
-    """
+    """Lengths of documents, int64[num_documents], each at least 1, and what they count: "bytes" where documents were
+    counted without a tokeniser, end of document included. `tokenizer` is described, None for a file of numbers."""
 
     lengths: NDArray[np.int64]
     unit: LengthUnit
@@ -86,10 +81,7 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
 
 
 def count_documents(config: DataConfig, origin: str) -> LengthTable:
-    """Count the lengths of the documents that a run with these data settings reads in an epoch.
-
-    Args:
-        origin: names the data in messages.
+    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages.
 
     Raises:
         ConfigError: parts of a mixture that are repeated by weight; sources without files, a tokeniser that cannot be

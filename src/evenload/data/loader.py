@@ -98,13 +98,8 @@ def owner_of(key: StreamKey, num_ranks: int) -> int:
 
 
 class StreamSampler:
-    """Sample documents.
-
-    Args:
-        config: names the parts of the mixture, their weights and streams, and whether an ended part starts again.
-        service: reads the blocks of the streams that this rank owns.
-        ledger: counts every block that is opened.
-    """
+    """Sample documents. `config` names the parts of the mixture, their weights and streams; `service` reads the blocks
+    of the streams that this rank owns; `ledger` counts every block that is opened."""
 
     def __init__(self, config: DataConfig, service: BlockService, peers: Peers, ledger: Ledger) -> None:
         self._repeats = config.mixture_end == "repeat"
@@ -467,11 +462,8 @@ class GlobalBatchLoader:
         return [line for config, part, _ in self._job for line in source_lines(config, part)]
 
     def label_warnings(self) -> list[str]:
-        """Warn of labels that are other ids than their tokens, by the first records of every source.
-
-        Raises:
-            DataError: a file that cannot be read, or a column that would change what is trained.
-        """
+        """Warn of labels that are other ids than their tokens, by the first records of every source; `DataError` for a
+        file that cannot be read, or a column that would change what is trained."""
         return [line for config, part, encoder in self._job for line in label_warnings(config, part, encoder)]
 
     def next_batch(self) -> GlobalBatch | None:

@@ -113,16 +113,8 @@ class _GenerationBlocks(Extension):
 
 
 class ChatTemplate:
-    """A compiled template; can be pickled.
-
-    Args:
-        source: text of the template.
-        variables: what the template sees besides the messages, such as `bos_token`.
-        origin: names it in error messages.
-
-    Raises:
-        ConfigError: not a template, or a `{% generation %}` block whose place is not known.
-    """
+    """A compiled template; can be pickled. Of its text, the `variables` that it sees besides the messages, such as
+    `bos_token`, and its name in messages; `ConfigError` for no template, or a `{% generation %}` block in a macro."""
 
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
         self.source, self.variables, self.origin = source, dict(variables), origin
@@ -153,10 +145,7 @@ class ChatTemplate:
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, tuple[CharSpan, ...]]:
         """Render messages; also return the characters inside `{% generation %}` blocks, ascending and disjoint.
-
-        Raises:
-            RecordProblem: as `render`; or the messages hold the characters that mark blocks.
-        """
+        `RecordProblem` as of `render`, or where the messages hold the characters that mark blocks."""
         blocks = itertools.count()
         pieces = _MARKS.split(self._render(messages, False, blocks))
         # Two marks a block, and each mark stands between two pieces of text.
@@ -175,11 +164,7 @@ class ChatTemplate:
 
     def for_record(self, tools: Any = None, chat_template_kwargs: Any = None) -> "ChatTemplate":
         """Return the template with a record's tools (a list of JSON schemas, or JSON text of one) and further
-        variables, as transformers' `apply_chat_template` takes them.
-
-        Raises:
-            RecordProblem: they are neither of these, or the template does not write tools.
-        """
+        variables, as transformers' `apply_chat_template` takes them; `RecordProblem` where they are something else."""
         if tools is None and not chat_template_kwargs:
             return self
         try:

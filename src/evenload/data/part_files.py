@@ -35,14 +35,8 @@ _HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", '
 
 
 def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
-    """Make the reader of a file, without opening it.
-
-    Args:
-        dataset: what `file` stands for, where its format is "dataset".
-
-    Raises:
-        ConfigError: a format that cannot hold records of kind `config.record`, or not inside that compression.
-    """
+    """Make the reader of a file, or of the data set that it stands for, without opening it; `ConfigError` for a format
+    that cannot hold records of kind `config.record`, or not inside that compression."""
     if file.format in _OWN_COMPRESSION and file.compression is not None:
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
     columns = record_columns(config)

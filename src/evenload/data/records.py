@@ -273,12 +273,8 @@ class Record(NamedTuple):
 def make_records(
     offsets: Sequence[int], values: Sequence[tuple[Any, ...]], problems: Mapping[int, str]
 ) -> Iterator[Record]:
-    """Make many records quickly.
-
-    Args:
-        offsets: of every record, and after the last.
-        problems: by index, of the records that cannot be read.
-    """
+    """Make many records quickly. `offsets` are of every record and after the last, `problems` of those that cannot be
+    read, by index."""
     readable: Sequence[tuple[Any, ...] | None] = values
     reasons: Iterable[str] = repeat("")
     if problems:
@@ -288,13 +284,8 @@ def make_records(
 
 
 class FileSummary(NamedTuple):
-    """What a short inspection shows of a file.
-
-    Args:
-        columns: names of its columns, or keys of its first records; empty where records have no names.
-        num_records: None = known only by reading it.
-        is_exact: whether records were counted, not estimated.
-    """
+    """What a short inspection shows of a file: names of its columns, or keys of its first records; the number of its
+    records (None = not known without reading it), and whether that was counted, not estimated."""
 
     columns: tuple[str, ...] = ()
     num_records: int | None = None

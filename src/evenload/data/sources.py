@@ -69,11 +69,8 @@ class SourceFile:
         return isinstance(self.filesystem, LocalFileSystem)
 
     def sibling(self, suffix: str, other_suffix: str) -> "SourceFile | None":
-        """Return the file of the same name with another suffix, such as an index; None where there is none.
-
-        Raises:
-            DataError: the storage does not answer.
-        """
+        """Return the file of the same name with another suffix, such as an index, or None; `DataError` where the
+        storage does not answer."""
         path = self.path.removesuffix(suffix) + other_suffix
         name = self.name.removesuffix(suffix) + other_suffix
 
@@ -168,13 +165,8 @@ class _RemoteStream(io.RawIOBase):
 
 
 def _with_retries(call: Callable[[], T], name: str, what: str, clean_up: Callable[[], object] = lambda: None) -> T:
-    """Call repeatedly, with the pauses of `RETRY_WAITS_S`; `DataError` after the last attempt.
-
-    Args:
-        name: of the file.
-        what: it cannot be, in the error.
-        clean_up: called after every failed attempt.
-    """
+    """Call repeatedly, with the pauses of `RETRY_WAITS_S`; then raise a `DataError` that file `name` cannot be `what`.
+    `clean_up` is called after every failed attempt."""
     waits_s = iter(RETRY_WAITS_S)
     while True:
         try:
@@ -241,13 +233,7 @@ _NAMED = 5  # in a message, of many files
 
 
 class SourceListing(NamedTuple):
-    """The files of one source.
-
-    Args:
-        source: as the settings name it.
-        files: sorted by path.
-        left_out: paths below the source of files that only describe the data.
-    """
+    """The files of one source, sorted by path; `left_out` are paths below it of files that only describe the data."""
 
     source: str
     files: tuple[SourceFile, ...]

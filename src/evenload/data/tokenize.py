@@ -65,17 +65,8 @@ def special_token_text(value: Any) -> str | None:
 
 
 def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> bool:
-    """Add the tokens that transformers adds because of the files next to a tokeniser, in its order.
-
-    Args:
-        settings: `special_settings` of the directory.
-
-    Returns:
-        Whether the tokeniser changed.
-
-    Raises:
-        ConfigError: a token that is neither text nor an object with `content`.
-    """
+    """Add the tokens that transformers adds because of the files next to a tokeniser, in its order; return whether that
+    changed it. `settings` are `special_settings` of the directory; `ConfigError` for what is no token."""
     own = tokenizer.get_added_tokens_decoder()
     # Others that end so are switches, such as add_bos_token.
     keys = [*NAMED_TOKENS, *(key for key in settings if key.endswith("_token") and key not in NAMED_TOKENS)]
@@ -266,11 +257,8 @@ class FileTokenizer:
 
 
 def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteTokenizer | FileTokenizer:
-    """Open the tokeniser that `DataConfig.tokenizer` names, None for bytes.
-
-    Raises:
-        ConfigError: see `FileTokenizer`; or `eos_token` was set for bytes.
-    """
+    """Open the tokeniser that `DataConfig.tokenizer` names (None = bytes); `ConfigError` as of `FileTokenizer`, or if
+    `eos_token` is set for bytes."""
     if tokenizer not in (None, BYTES):
         return FileTokenizer(local_path(tokenizer, "data.tokenizer", "tokenizer"), eos_token)
     if eos_token is not None:
