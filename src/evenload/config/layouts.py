@@ -18,11 +18,8 @@ from evenload.types.text import counted
 def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ...]:
     """List the layouts that a run may take, each once: that of `[parallel]`, in which it starts and which gives the
     number of processes, and those of `plan.layouts`, or, under `flexpipe` without them, some of the same processes.
-
-    Raises:
-        ConfigError: as `layout_of` and `resolved_layout`; a layout needs more processes than `[parallel]` starts or is
-            named twice; or fifo channels with stages of different numbers of devices.
-    """
+    Raises `ConfigError`: as `layout_of` and `resolved_layout`; a layout needs more processes than `[parallel]` starts
+    or is named twice; or fifo channels with stages of different numbers of devices."""
     start = layout_of(config.parallel, num_layers)
     layouts = [start]
     for text in config.plan.layouts:
@@ -51,10 +48,7 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
 
 def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks: int) -> ParallelLayout:
     """Read an entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks suffice for, at least one.
-
-    Raises:
-        ConfigError: it cannot be read, changes cp or tp of `start`, or does not hold the model's layers.
-    """
+    Raises `ConfigError`: it cannot be read, changes cp or tp of `start`, or does not hold the model's layers."""
     written = read_layout_text(text)
     for axis in ("cp", "tp"):
         if written.sizes.get(axis, getattr(start, axis)) != getattr(start, axis):

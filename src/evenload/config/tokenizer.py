@@ -43,12 +43,9 @@ def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
 
 
 def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, vocab_size: int) -> DocumentTokenizer:
-    """Open the run's tokeniser and check all that depends on it: encoders, templates, ends of documents.
-
-    Raises:
-        ConfigError: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for pretrained
-            weights; see also `open_encoder`.
-    """
+    """Open the run's tokeniser and check all that depends on it: encoders, templates, ends of documents. Raises
+    `ConfigError`: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for pretrained
+    weights; see also `open_encoder`."""
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
     mean_nothing = not random_init and vocab_size > MAX_BYTE_VOCABULARY
     if mean_nothing and isinstance(tokenizer, ByteTokenizer) and not trains_given_ids(data):

@@ -216,10 +216,7 @@ class TrainConfig(Frozen):
 
 def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a TOML file and apply `section.key=value` overrides; an unset tokeniser becomes the model directory's.
-
-    Raises:
-        ConfigError: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value.
-    """
+    Raises `ConfigError`: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value."""
     try:
         tree = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -246,11 +243,8 @@ def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) ->
 
 
 def layout_of(parallel: ParallelConfig, num_layers: int) -> ParallelLayout:
-    """Return the configured layout; layers are split evenly where `parallel.stage_layers` is not set.
-
-    Raises:
-        ConfigError: more stages than layers, stages that do not hold all layers, or untested devices of stages.
-    """
+    """Return the configured layout; layers are split evenly where `parallel.stage_layers` is not set. Raises
+    `ConfigError`: more stages than layers, stages that do not hold all layers, or untested devices of stages."""
     p, layers = parallel, parallel.stage_layers
     if layers is None:
         return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual, devices=p.stage_devices)

@@ -63,12 +63,8 @@ def batch_rows(num_rows: int, num_bytes: int) -> int:
 
 
 def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> list[str]:
-    """Return the names of those columns that a schema has.
-
-    Raises:
-        DataError: a required one is missing or cannot hold its kind, one comes twice or has an unknown extension type;
-            names the file.
-    """
+    """Return the names of those columns that a schema has. Raises `DataError`: a required one is missing or cannot hold
+    its kind, one comes twice or has an unknown extension type; names the file."""
     present = []
     for column in columns:
         if column.name not in schema.names:

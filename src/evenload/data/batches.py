@@ -86,13 +86,8 @@ class DocumentPlace(Frozen, array_like=True):
 
 
 class StreamState(Frozen, array_like=True):
-    """A stream between two documents.
-
-    Args:
-        cursor: of the open block, or of the next one; None = the stream has ended for this epoch.
-        taken, left: documents of the open block that were taken, and the rest, which counts as read.
-        checksum: of the open block, once documents of it were taken.
-    """
+    """A stream between two documents: the cursor of the open or next block (None = the stream has ended),
+    documents of the open block that were taken, the rest, which counts as read, and the block's checksum."""
 
     cursor: BlockCursor | None = BlockCursor()
     taken: int = 0
@@ -101,14 +96,8 @@ class StreamState(Frozen, array_like=True):
 
 
 class PartState(Frozen, array_like=True):
-    """A part of the mixture between two documents.
-
-    Args:
-        epoch: pass over this part (the run's epoch, unless parts repeat).
-        turn: stream that gives the next document.
-        documents: sampled in this pass.
-        tokens: sampled since the weights began to count.
-    """
+    """A part of the mixture between two documents: the pass over it (the run's epoch, unless parts repeat), the stream
+    that gives the next document, documents sampled in this pass, and tokens since the weights began to count."""
 
     epoch: int = 0
     turn: int = 0
@@ -173,11 +162,8 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
 
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
-    """Return a state at the beginning of another epoch; steps and account continue.
-
-    Args:
-        state: between two epochs; inside one, the account would miss what was read and not sampled.
-    """
+    """Return a state between two epochs (inside one, the account would miss what was read and not sampled) at the
+    beginning of another epoch; steps and account continue."""
     parts = tuple(PartState(epoch=epoch, streams=(StreamState(),) * len(part.streams)) for part in state.parts)
     return msgspec.structs.replace(state, epoch=epoch, parts=parts)
 

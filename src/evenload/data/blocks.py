@@ -271,11 +271,8 @@ class BlockReader:
         self._ordered: tuple[int, Sequence[Segment]] = (-1, ())
 
     def read(self, request: BlockRequest) -> DocumentBlock:
-        """Read a block.
-
-        Raises:
-            DataError: a file that cannot be read, or a corrupt or over-long record where that is an error.
-        """
+        """Read a block. Raises `DataError`: a file that cannot be read, or a corrupt or over-long record where that is
+        an error."""
         key, epoch, cursor = request
         following, steps = self._open.pop(key, (None, iter(())))
         if following != request:

@@ -47,12 +47,8 @@ class EncodedDocument(NamedTuple):
 
 
 class DocumentEncoder(ABC):
-    """Turn records of one kind into documents. Can be pickled.
-
-    Args:
-        columns: those that a reader must fetch, in the order of `encode`'s values.
-        name: equal names give equal documents.
-    """
+    """Turn records of one kind into documents. Can be pickled. A reader must fetch the `columns`, in the order of
+    `encode`'s values; encoders of equal name give equal documents."""
 
     columns: tuple[str, ...]
     name: str
@@ -193,12 +189,8 @@ def _tokenize(encode: Callable[[Sequence[str]], list[_Encoded]], texts: list[str
 
 
 def tokens_in(spans: Sequence[CharSpan], offsets: NDArray[np.int32], *, touching: bool) -> NDArray[np.bool_]:
-    """Return bool[num_tokens]: the token's first character, or (touching) any of them, lies in a span.
-
-    Args:
-        spans: ascending and disjoint.
-        offsets: int32[num_tokens, 2], as of `TokensWithOffsets`.
-    """
+    """Return bool[num_tokens]: the token's first character, or (touching) any of them, lies in a span. Spans ascend
+    and are disjoint, offsets int32[num_tokens, 2]."""
     filled = np.array([span for span in spans if span[0] < span[1]], dtype=np.int32).reshape(-1, 2)
     last = np.maximum(offsets[:, 1] - 1, offsets[:, 0]) if touching else offsets[:, 0]
     # The 0 stands for "before the first span".
@@ -217,13 +209,8 @@ _INT32_VALUES = 1 << 31
 
 
 class TokenIds(DocumentEncoder):
-    """`DocumentEncoder` of kind "tokens".
-
-    Args:
-        columns: of ids, then of labels and masks, which a record may lack.
-        masks: those of them that are masks.
-        vocab_size: ids and labels are below it; None = not known.
-    """
+    """`DocumentEncoder` of kind "tokens": a column of ids, then of labels and `masks`, which a record may lack; ids and
+    labels are below `vocab_size` (None = not known)."""
 
     def __init__(self, columns: tuple[str, ...], masks: Collection[str], vocab_size: int | None) -> None:
         self.columns = columns

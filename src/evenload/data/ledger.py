@@ -65,11 +65,7 @@ class LedgerState(Frozen):
         return sum(self.dropped.values(), self.trained + self.deferred + self.in_flight)
 
     def lines(self, held: Tally | None = None) -> list[str]:
-        """Format the account for the end of a run.
-
-        Args:
-            held: what the loader still holds, shown as waiting with what is in flight. Default: the difference.
-        """
+        """Format the account for the end of a run; what the loader holds (default: the difference) is waiting."""
         held = self.read - self.accounted() if held is None else held
         rows = [("read", self.read), ("trained", self.trained)]
         rows += [(f"dropped ({reason})", self.dropped[reason]) for reason in sorted(self.dropped)]

@@ -361,12 +361,9 @@ class DrawnBatches:
         return [batch for batch in list(self._waiting)[:count] if batch.documents]
 
     def take(self, at_epoch_end: EpochEnd) -> DrawnBatch:
-        """Return the next batch. Collective.
-
-        Raises:
-            DataError: a record that is an error by the settings, an epoch without any document, or an account of an
-                epoch that does not balance; on every rank, and again by the next call.
-        """
+        """Return the next batch. Collective. Raises `DataError`: a record that is an error by the settings, an epoch
+        without any document, or an account of an epoch that does not balance; on every rank, and again by the next
+        call."""
         if self._waiting:
             return self._waiting.popleft()
         self._has_failed = False
@@ -490,11 +487,8 @@ class GlobalBatchLoader:
         return tuple(batch.documents for batch in self._drawn.peek(count, self._check_epoch))
 
     def note_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
-        """Account for a trained step, and keep the documents that its plan deferred for the next batch.
-
-        Raises:
-            InvalidPlanError: the plan does not cover exactly the batch's documents, or defers from the last batch.
-        """
+        """Account for a trained step, and keep the documents that its plan deferred for the next batch. Raises
+        `InvalidPlanError`: the plan does not cover exactly the batch's documents, or defers from the last batch."""
         known = {document.doc_id: document for document in batch.documents + batch.carried}
         planned = [document.doc_id for document in plan.documents] + [left.doc_id for left in plan.left_out]
         if len(planned) != len(set(planned)) or set(planned) != set(known):
@@ -557,11 +551,7 @@ class GlobalBatchLoader:
 
     def load_state(self, state: LoaderState) -> None:
         """Go on from a state, also of another process or parallel layout; `next_batch` reads open blocks and deferred
-        documents again.
-
-        Raises:
-            ConfigError: the state was made with other data settings or files; names them.
-        """
+        documents again. Raises `ConfigError`: the state was made with other data settings or files; names them."""
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)

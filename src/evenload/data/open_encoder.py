@@ -461,12 +461,9 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
 
 
 def read_messages(value: Any, column: str, template: ChatTemplate) -> list[Message]:
-    """Read messages as new dictionaries, in the forms that their template writes right.
-
-    Raises:
-        RecordProblem: not a list; a message without role, or without content and tool calls; a role that the template
-            knows by another name; content that is neither text nor parts of text.
-    """
+    """Read messages as new dictionaries, in the forms that their template writes right. Raises `RecordProblem`: not a
+    list; a message without role, or without content and tool calls; a role that the template knows by another name;
+    content that is neither text nor parts of text."""
     if not isinstance(value, list | tuple):
         held = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
@@ -577,11 +574,8 @@ def open_encoder(
 
 
 def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
-    """Warn of chat templates that do not teach the assistant to stop.
-
-    Args:
-        model_ends: ids with which the model's generation ends, besides the tokeniser's own: one, several, or None.
-    """
+    """Warn of chat templates that do not teach the assistant to stop; `model_ends` are ids with which the model's
+    generation ends, besides the tokeniser's own: one, several, or None."""
     several = [tokenizer.eos_id, *(model_ends if isinstance(model_ends, list | tuple) else [model_ends])]
     ends = sorted({index for index in several if index is not None})
     chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]

@@ -309,12 +309,9 @@ class RecordReader(ABC):
         return max(1, -(-(self.file.size_bytes or 0) // part_bytes)) if self.can_share() else 1
 
     def records(self, part: FilePart, offset: int | None = None) -> Iterator[Record]:
-        """Yield the part's records from an offset on (None = its beginning), in bounded memory.
-
-        Raises:
-            DataError: the file or its index cannot be read, a column is missing or has another type, an other column
-                would change what is trained, or nothing marks where documents end.
-        """
+        """Yield the part's records from an offset on (None = its beginning), in bounded memory. Raises `DataError`: the
+        file or its index cannot be read, a column is missing or has another type, an other column would change what is
+        trained, or nothing marks where documents end."""
         if offset == FILE_END or (part.index > 0 and not self.can_share()):
             return
         with naming(self.file):

@@ -86,11 +86,8 @@ class SourceFile:
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
         """Open the decompressed bytes, seekable. A failed read of a remote file is repeated, see `_RemoteStream`.
-
-        Raises:
-            DataError: the file cannot be opened; when read: a remote file failed for good. Damaged compression raises
-                what its library has for it (`damaged_compression`).
-        """
+        Raises `DataError`: the file cannot be opened; when read: a remote file failed for good. Damaged compression
+        raises what its library has for it (`damaged_compression`)."""
         if self.is_local:
             try:
                 stream: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 (closed below)
@@ -250,11 +247,8 @@ class _Entry(NamedTuple):
 
 
 def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
-    """List all files of every source, in their fixed order.
-
-    Raises:
-        ConfigError: a source without files, a file that would be trained twice or is no data, a link to nothing, a
-            protocol or compression whose package is not installed.
+    """List all files of every source, in their fixed order. Raises `ConfigError`: a source without files, a file that
+    would be trained twice or is no data, a link to nothing, a protocol or compression whose package is not installed.
     """
     listings: list[SourceListing] = []
     seen: dict[str, str] = {}

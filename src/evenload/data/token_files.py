@@ -133,11 +133,8 @@ class _TokenReader(RecordReader):
 def _records_by_edges(
     ids: _NumberArray, documents: range, first: int, edges_of: Callable[[int, int], NDArray[np.int64]]
 ) -> Iterator[Record]:
-    """Read documents from number `first` on, together as many as `CHUNK_BYTES` hold, at least one.
-
-    Args:
-        edges_of: returns the edges int64[stop - start + 1] in ids, ascending, of documents `[start, stop)`.
-    """
+    """Read documents from number `first` on, together as many as `CHUNK_BYTES` hold, at least one. `edges_of` returns
+    the edges int64[stop - start + 1] in ids, ascending, of documents `[start, stop)`."""
     document = max(first, documents.start)
     while document < documents.stop:
         edges = edges_of(document, min(documents.stop, document + _CHUNK_DOCUMENTS))

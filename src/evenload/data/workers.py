@@ -46,12 +46,8 @@ _log = logging.getLogger("evenload.data")
 
 
 class BlockService:
-    """Read blocks in the background, from the first request on, and again from the first one after `close`.
-
-    Args:
-        num_workers: processes; 0 = a thread of this one.
-        stall_timeout_s: how long a worker may neither open a file nor deliver a block while one is waited for.
-    """
+    """Read blocks in the background, from the first request on, and again from the first one after `close`, in so many
+    processes (0 = a thread of this one), which may make no progress for `stall_timeout_s` while one is waited for."""
 
     def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
         self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
@@ -64,12 +60,8 @@ class BlockService:
             self._blocks[request] = self._worker_of(request).submit(request)
 
     def take(self, request: BlockRequest) -> DocumentBlock:
-        """Request a block and wait for it.
-
-        Raises:
-            DataError: what reading it raised; the worker does not start, or makes no progress for `stall_timeout_s`;
-                its process dies again and again.
-        """
+        """Request a block and wait for it. Raises `DataError`: what reading it raised; the worker does not start, or
+        makes no progress for `stall_timeout_s`; its process dies again and again."""
         self.request(request)
         worker, block = self._worker_of(request), self._blocks.pop(request)
         progress, since_s = worker.progress, time.monotonic()
