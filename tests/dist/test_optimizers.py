@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.optimizer import ShardedOptimizer, orthogonalised
 from evenload.runtime.optim.parameter_units import flatten_units
 from gloo_pool import TIMEOUT_S
-from switch_cases import whole_tensors
+from switch_cases import whole_state
 from training_cases import STEPS, plain_losses, plain_model, plain_optimizers, write_training_config
 from validation_cases import averaged_export, plain_validation, validated_run
 
@@ -51,7 +52,7 @@ def updated_in_bf16(config_file: str, overrides: list[str]) -> dict[str, np.ndar
         shards = [buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size).clone() for buffer in buffers]
         optimizer.step(shards, squares**0.5, config.optimizer.rate(step, config.train.steps))
     optimizer.gathers.finish()
-    return whole_tensors(buffers, optimizer, mesh)
+    return whole_state(SimpleNamespace(mesh=mesh, buffers=buffers, optimizer=optimizer))
 
 
 def plainly_updated(config: TrainConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

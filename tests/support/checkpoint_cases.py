@@ -79,8 +79,8 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
     trainer, mesh = make_trainer(config_file, overrides)
     for _ in trainer.train(COSTS, 2**34, 1):
         pass
-    held = run_tensors(trainer.state.buffers, trainer.state.optimizer, mesh)
-    tensors = {(name, piece.offsets): piece.local for name, part in held.items() for piece in part.pieces}
+    held = run_tensors(trainer.state)
+    tensors = {(name, at): piece for name, part in held.items() for at, piece in part.pieces.items()}
     before = {key: local.clone() for key, local in tensors.items()}
     if mesh.rank == 0:
         trainer._saves._start(0.0)
@@ -88,7 +88,7 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
             local.add_(1.0)
     dist.barrier(group=mesh.control)
     trainer.save()
-    load_checkpoint(trainer._checkpoints / "step-00000001", trainer.state.buffers, trainer.state.optimizer, mesh)
+    load_checkpoint(trainer._checkpoints / "step-00000001", trainer.state)
     return [
         name for (name, at), local in tensors.items() if mesh.rank == 0 and not torch.equal(local, before[name, at])
     ]

@@ -39,7 +39,7 @@ class FlexRun(NamedTuple):
 def flex_run(config_file: str, overrides: list[str], memory_cap_bytes: int, stop_after: int) -> FlexRun | None:
     """As `trained_to`."""
     trainer, reports = trained_to(stop_after, config_file, overrides, memory_cap_bytes)
-    state = whole_state(trainer)
+    state = whole_state(trainer.state)
     if trainer.mesh.rank != 0:
         return None
     return FlexRun(

@@ -19,11 +19,9 @@ from evenload.config.train_config import load_train_config
 from evenload.errors import InvalidPlanError
 from evenload.plan.layouts.moves import moved_bytes, plan_moves
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.runtime.checkpoint.checkpoint import run_tensors
-from evenload.runtime.comm.mesh import Mesh, create_meshes
+from evenload.runtime.checkpoint.checkpoint import TensorState, run_tensors
+from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.configured import model_spec
-from evenload.runtime.optim.optimizer import ShardedOptimizer
-from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, split_layout
@@ -90,7 +88,7 @@ def scripted_run(
     trainer.save()
     if export:
         trainer.export()
-    state = whole_state(trainer)
+    state = whole_state(trainer.state)
     if trainer.mesh.rank != 0:
         return None
     return Outcome(
@@ -115,7 +113,7 @@ def changed_by_moving(
     trainer.script = (*[0] * steps, order[-1])
     for _ in trainer.train(COSTS, 2**34, steps):
         pass
-    before, changed = whole_state(trainer), []
+    before, changed = whole_state(trainer.state), []
     for generation, index in enumerate(order, start=1):
         layout = msgspec.structs.replace(trainer.meshes.layouts[index], generation=generation)
         if generation % 2:
@@ -123,8 +121,8 @@ def changed_by_moving(
             trainer.live.look_ahead(functools.partial(lambda coming: coming, announced), 2**40)
         planned = planned_bytes(trainer, layout)
         trainer.state.change_layout(layout, COSTS)
-        switch = trainer.step_trainer.settle()
-        after = whole_state(trainer)
+        switch = trainer.state.settle()
+        after = whole_state(trainer.state)
         assert switch is not None
         assert switch.weight_bytes + switch.state_bytes > 0
         assert (switch.weight_bytes, switch.state_bytes) == planned
@@ -166,16 +164,12 @@ def scripted_trainer(config_file: str, overrides: list[str], ranks_per_machine: 
     return ScriptedTrainer(config, meshes.start, meshes)
 
 
-def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
+def whole_state(state: TensorState) -> dict[str, np.ndarray]:
     """Weights and optimizer state by name, joined from all ranks, whose copies are the same to the bit. Collective."""
-    return whole_tensors(trainer.state.buffers, trainer.state.optimizer, trainer.mesh)
-
-
-def whole_tensors(buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> dict[str, np.ndarray]:
-    """As `whole_state`."""
+    mesh = state.mesh
     mine = {
-        name: (tensor.shape, [(piece.offsets, as_numpy(piece.local)) for piece in tensor.pieces])
-        for name, tensor in run_tensors(buffers, optimizer, mesh).items()
+        name: (tensor.shape, [(at, as_numpy(piece)) for at, piece in tensor.pieces.items()])
+        for name, tensor in run_tensors(state).items()
     }
     everyone: list[dict] = [{}] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)

@@ -42,7 +42,7 @@ def validated_run(
 ) -> ValidatedRun | None:
     """As `trained_to`."""
     trainer, reports = trained_to(stop_after, config_file, overrides, memory_cap_bytes)
-    state = whole_state(trainer)
+    state = whole_state(trainer.state)
     if trainer.mesh.rank != 0:
         return None
     return ValidatedRun(
@@ -93,9 +93,9 @@ def averaged_export(config_file: str, overrides: list[str]) -> tuple[str, bool]:
     meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
     trainer = Trainer(config, meshes.start, meshes)
     trainer.resume()
-    before = whole_state(trainer)
+    before = whole_state(trainer.state)
     path = trainer.export_average()
-    after = whole_state(trainer)
+    after = whole_state(trainer.state)
     return str(path), all(np.array_equal(before[name], after[name]) for name in before)
 
 
