@@ -37,7 +37,7 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
     assert group is not None
     counted, whole = [0], TOKENS * stage.hidden_size
     group.chunk_rows = TOKENS // 3
-    gather, scatter = group.start_all_gather, group.start_all_to_all
+    gather, scatter = group.all_gather, group.all_to_all
 
     def all_gather(rows: Tensor, what: str) -> Transfer:
         counted[0] += rows.numel() * group.shard.size
@@ -47,7 +47,7 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
         counted[0] += rows.numel()
         return scatter(rows, counts, what)
 
-    group.start_all_gather, group.start_all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
+    group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     lengths = {0: recomputed, 1: TOKENS - recomputed} if recomputed else {0: TOKENS}
     policies: dict[int, ActivationPolicy] = {0: "recompute"} if recomputed else {}
     ranges, found = tuple(Range(doc_id, 0, tokens) for doc_id, tokens in lengths.items()), {}

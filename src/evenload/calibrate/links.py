@@ -166,7 +166,7 @@ def _ring(kind: Literal["reduction", "gather"], mesh: Mesh) -> TransferWork:
 def _tensor(group: TensorGroup, device: torch.device) -> TransferWork:
     def call(num_bytes: int) -> Callable[[], object]:
         own = torch.zeros(num_bytes // _ELEMENT_BYTES, device=device)
-        return functools.partial(group.all_gather, own, "calibration")
+        return lambda: group.all_gather(own, "calibration").wait()
 
     return TransferWork("tensor", group.shard.size, group.shard.size - 1, call)
 
