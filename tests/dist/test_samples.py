@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from evenload.cli.worker_setup import require_runnable
 from evenload.config.sections import SamplesConfig
 from evenload.config.train_config import load_train_config
+from evenload.data.config import DataConfig
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 from evenload.runtime.model.configured import load_config
@@ -84,11 +85,11 @@ def test_prompts_that_the_model_cannot_write_on_from_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"'abc' of 3 tokens and samples.max_new_tokens 10 are more than the model's 12"
     ):
-        Sampler(settings, ByteTokenizer(), 12)
-    Sampler(settings, ByteTokenizer(), 13)
+        Sampler(settings, DataConfig(sources=("x",)), ByteTokenizer(), 12)
+    Sampler(settings, DataConfig(sources=("x",)), ByteTokenizer(), 13)
     words = Tokenizer(WordLevel({"abc": 0, "<eos>": 1}))
     words.pre_tokenizer = WhitespaceSplit()
     words.save(str(tmp_path / "tokenizer.json"))
     blank = SamplesConfig(prompts=("abc", " "), every_steps=1)
     with pytest.raises(ConfigError, match=r"prompt ' ' is no token of tokenizer 'tokenizer.json"):
-        Sampler(blank, FileTokenizer(tmp_path, "<eos>"), None)
+        Sampler(blank, DataConfig(sources=("x",)), FileTokenizer(tmp_path, "<eos>"), None)

@@ -31,7 +31,7 @@ from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Validator, run_sampler
+from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Sampler, Validator
 from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
@@ -80,7 +80,7 @@ class Trainer:
                 exchange=config.parallel.cp_exchange,
             )
         if config.samples is not None:
-            sampler = run_sampler(config.samples, config.data, tokenizer, self.model.position_rows or None, layouts)
+            sampler = Sampler(config.samples, config.data, tokenizer, self.model.position_rows or None)
         self._evaluation = Evaluation(
             validator, sampler, keep_best=config.train.keep_best, checkpoints=self._checkpoints
         )

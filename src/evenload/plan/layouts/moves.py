@@ -17,7 +17,7 @@ step and without a copy, so a budget bounds how much of a machine's memory is sh
 order of the model while the budget lasts; others travel between processes. Shared pieces come to a node once: the first
 of its ranks fetches, and the others take it from there, *relayed*.
 
-`SwitchPieces` are the pieces of one run, from its modules (`runtime.stages.live_pieces`) or else from the model's
+`SwitchPieces` are the pieces of one run, from its modules (`runtime.stages.twin_layer`) or else from the model's
 sizes.
 """
 

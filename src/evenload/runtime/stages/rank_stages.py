@@ -1,7 +1,7 @@
-"""`RankStages`: what one rank holds of the configured model, as stages that run packs and buffers that are summed.
+"""`RankStages`: what one rank holds of the configured model, as stages that run packs and flat buffers.
 
 A run whose layout changes makes all modules at its start (`UnitModules`); those of units that the rank does not hold
-are shells, whose parameters have no elements until the unit comes (`live_pieces`). So a switch builds no modules.
+are shells, whose parameters have no elements until the unit comes (`twin_layer`). So a switch builds no modules.
 Price: kilobytes a layer, milliseconds at start.
 """
 
@@ -38,19 +38,18 @@ from evenload.types.model import ModelSpec
 
 def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
     """Raise `ConfigError` on all ranks where their `folder`s are of different revisions of `path`. Collective."""
-    # A folder of a cache is called as the revision is.
-    mine = None if folder == path else Path(folder).name
+    mine = None if folder == path else Path(folder).name  # a folder of a cache is called as the revision is
     everyone: list[str | None] = [None] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
     if len(set(everyone)) == 1:
         return
-    found = "; ".join(
+    named = "; ".join(
         f"{one or 'a folder of that name'} on ranks {[rank for rank, other in enumerate(everyone) if other == one]}"
         for one in dict.fromkeys(everyone)
     )
     first = next(one for one in everyone if one is not None)
     raise ConfigError(
-        f"model.path '{path}' is not the same on all ranks: {found}; name one revision, such as model.path = "
+        f"model.path '{path}' is not the same on all ranks: {named}; name one revision, such as model.path = "
         f'"{path.partition("@")[0]}@{first}", or give a folder that all machines reach'
     )
 
@@ -73,8 +72,8 @@ class UnitModules:
     @property
     def modules(self) -> list[nn.Module]:
         """Modules of all units."""
-        found = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
-        return [module for module in found if module is not None]
+        units = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
+        return [module for module in units if module is not None]
 
     def named_units(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Return every unit's pairs of Hugging Face name and parameter; a tied matrix is the embedding's."""
@@ -136,7 +135,7 @@ def unit_modules(
         ends |= {names.positions_path: model.positions}
         held |= {name: unit for name, unit in ends.items() if unit is not None}
     shells = {name: unit for name, unit in units.items() if name not in held}
-    # Memory that nothing touches is not taken: sizes come from it, then it goes (`live_pieces`). A GPU's would be.
+    # Memory that nothing touches is not taken: sizes come from it, then it goes (`twin_layer`). A GPU's would be.
     for unit in shells.values():
         unit.to_empty(device="cpu")
     if lora is not None:
