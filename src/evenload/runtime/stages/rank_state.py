@@ -1,6 +1,6 @@
-"""`RankState`: what a rank holds of the model and its optimizer in the layout that runs. It runs a step's packs, reduces
-their gradients and updates the weights. Where a run has several layouts, `LiveStages` moves weights and optimizer state
-between steps, and everything that refers to them is exchanged here."""
+"""`RankState`: what a rank holds of the model and its optimizer in the layout that runs. It runs a step's packs,
+reduces their gradients and updates the weights. Where a run has several layouts, `LiveStages` moves weights and
+optimizer state between steps, and everything that refers to them is exchanged here."""
 
 import functools
 import math
