@@ -3,11 +3,10 @@
 Isolation, invariance and resume do not depend on the number of layers or documents, so the model keeps its first layers
 with its own weights, a step has a few documents, long ones are cut, and two replicas stand for all (`Scope.notes`).
 `StepRunner` runs plans through the real executor and records the hidden states before the head and the gradients of the
-layers' input, per document and slice.
+layers' input, by document and slice.
 
 `exact_casts` makes float64 models compute in float64 throughout: transformers' modules cast to float32 in norms,
-softmax, routers, rotary angles and losses, which makes exact computations differ by 1e-8. Casts are told apart by who
-casts, so no architecture needs an entry.
+softmax, routers, rotary angles and losses, which makes exact computations differ by 1e-8.
 """
 
 import functools
@@ -56,8 +55,7 @@ Outcome = Literal["pass", "fail", "skipped"]
 
 
 class Verdict(Frozen):
-    """Give the answer of one check: what was measured with its tolerance, and why it failed or was skipped ("" =
-    passed)."""
+    """Result of one check: what was measured with its tolerance, and why it failed or was skipped ("" = passed)."""
 
     name: str
     outcome: Outcome
@@ -90,7 +88,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def exact_casts() -> Iterator[None]:
-    """Put every module whose first floating input, or else parameter, is float64 under `Float64Casts`; all threads."""
+    """Run every module whose first floating input, or else parameter, is float64 under `Float64Casts`; all threads."""
     plain, thread = nn.Module.__call__, threading.local()
 
     @functools.wraps(plain)
@@ -115,13 +113,12 @@ def exact_casts() -> Iterator[None]:
 
 
 class Float64Casts(TorchFunctionMode):
-    """Who asks torch for float32 gets float64, by whatever function, except of what is narrower already."""
+    """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, asks = kwargs or {}, func is Tensor.float
-        for value in (*args, *kwargs.values()):
-            asks = asks or value is torch.float32
-        if asks and getattr(next(iter(args), None), "dtype", None) not in _NARROW:
+        kwargs = kwargs or {}
+        is_cast = func is Tensor.float or any(value is torch.float32 for value in (*args, *kwargs.values()))
+        if is_cast and getattr(next(iter(args), None), "dtype", None) not in _NARROW:
             func = Tensor.double if func is Tensor.float else func
             args = [torch.float64 if value is torch.float32 else value for value in args]
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
@@ -184,7 +181,7 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         workers=0,
         shuffle_window=min(data.shuffle_window, 64),
     )
-    # Room for several documents in a pack, so that there is something to keep apart.
+    # Several documents fit into a pack, so that there is something to keep apart.
     pack_tokens = max(longest, min(options.max_pack_tokens or 2 * longest, 2 * longest))
     options = msgspec.structs.replace(options, max_pack_tokens=pack_tokens)
     train = msgspec.structs.replace(
@@ -196,20 +193,16 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         background_checkpoints=False,
         resume=True,
     )
+    # Whether the user's run fits its limit is another check.
+    plan = msgspec.structs.replace(config.plan, options=options, memory_bytes=None)
     smaller = msgspec.structs.replace(
-        config,
-        model=settings,
-        parallel=parallel,
-        data=smaller_data,
-        # Whether the user's run fits its limit is another check.
-        plan=msgspec.structs.replace(config.plan, options=options, memory_bytes=None),
-        train=train,
+        config, model=settings, parallel=parallel, data=smaller_data, plan=plan, train=train
     )
     return Scope(config=smaller, notes=tuple(notes))
 
 
 def _write_short_model(path: Path, directory: Path, layers: int, *, random_init: bool) -> None:
-    """A directory with the first layers' config.json and, unless weights are random, their weights."""
+    """Write a directory with the first layers' config.json and, unless weights are random, links to their weights."""
     source = path if path.is_dir() else path.parent
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -234,7 +227,7 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
 
 
 def _layer_of(name: str, names: ModuleNames) -> int:
-    """Index of a tensor's layer; -1 for those of none."""
+    """Return the index of a tensor's layer; -1 for those of none."""
     found = re.match(rf"({names.decoder}\.)?{names.layers}\.(\d+)\.", name)
     return int(found.group(2)) if found else -1
 
@@ -245,13 +238,8 @@ Seen = dict[tuple[str, int, int], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class StepOutcome:
-    """One step on this rank.
-
-    Args:
-        loss: of the whole global batch.
-        gradients: summed over replicas, of this rank's parameters by Hugging Face name.
-        seen: this rank's rows.
-    """
+    """Result of one step on this rank: the loss of the whole global batch, gradients of this rank's parameters by name,
+    summed over replicas, and this rank's rows."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -301,7 +289,7 @@ class StepRunner:
         self._mesh, self._buffers, self._stages = mesh, held.buffers, held.stages
         self._executor = Executor(self._stages, mesh)
         self._exchange: Exchange = config.parallel.cp_exchange
-        self._sums_beside_packs = config.train.overlap_reduction
+        self._overlaps_reduction = config.train.overlap_reduction
 
     def run(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> StepOutcome:
         """Run a step on zero gradients, with the tokens of every document of it. Collective."""
@@ -312,7 +300,7 @@ class StepRunner:
         for stage in self._stages.values():
             stage.seen = {}
         # As the configuration says, whether or not it would pay: what is proved is that it changes nothing.
-        is_overlapped = self._sums_beside_packs and not replicas_share_packs(plan)
+        is_overlapped = self._overlaps_reduction and not replicas_share_packs(plan)
         with GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped) as sums:
             run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange), on_final=sums.release)
             shards = sums.finish()

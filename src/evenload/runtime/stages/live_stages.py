@@ -54,11 +54,9 @@ from evenload.runtime.stages.twin_layer import (
     PieceMemory,
     SparseMemory,
     StateArrival,
-    TwinMemory,
-    bring_weights,
+    TwinLayer,
     gather_from_all,
     live_pieces,
-    mark_held,
     open_twins,
     touch,
     without,
@@ -79,14 +77,14 @@ class Twins:
     reason: str = ""
 
 
-def open_shared_memory(
+def share_pieces(
     budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes
-) -> tuple[TwinMemory | None, Twins | None]:
-    """Share as many pieces as a machine's budget holds, None = no limit; return the memory and a summary. `ConfigError`
-    where a budget is set and ranks cannot read each other's memory. Collective."""
+) -> tuple[TwinLayer, Twins | None]:
+    """Share as many pieces as a machine's budget holds, None = no limit; return them and a summary. `ConfigError` where
+    a budget is set and ranks cannot read each other's memory. Collective."""
     mesh = meshes.start
     if mesh.device.type != "cpu" or mesh.ranks_per_machine == 1 or budget_bytes == 0:
-        return None, None
+        return TwinLayer(pieces, None), None
     sizes = [live.piece for live in pieces]
     chosen = shared_pieces(sizes, meshes.layouts, mesh.ranks_per_machine, budget_bytes)
     # Parts of other tensor-parallel places may be larger; what is shared decides what all ranks do together.
@@ -99,12 +97,13 @@ def open_shared_memory(
                 f"plan.twin_bytes is {budget_bytes}, but the ranks of a machine cannot read each other's memory "
                 f"({memory}); leave plan.twin_bytes out or set it to 0 to send what moves between layouts"
             )
-        return None, Twins(0, len(sizes), 0, memory)
+        return TwinLayer(pieces, None), Twins(0, len(sizes), 0, memory)
     for index, places in memory.pieces.items():
         pieces[index].share(places)
-    mark_held(pieces, memory, 0)
+    layer = TwinLayer(pieces, memory)
+    layer.mark_held(0)
     most_bytes = sum(shared_bytes(sizes[index], meshes.layouts, mesh.ranks_per_machine) for index in chosen)
-    return memory, Twins(len(chosen), len(sizes), most_bytes * mesh.layout.tp)
+    return layer, Twins(len(chosen), len(sizes), most_bytes * mesh.layout.tp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,18 +153,17 @@ class Preallocated:
     def __init__(
         self,
         mesh: Mesh,
-        pieces: Sequence[LivePiece],
+        layer: TwinLayer,
         gained: Sequence[int],
         state: Mapping[int, Sequence[Elements]],
         moves: Moves,
-        twins: TwinMemory | None,
         after: Background | None,
     ) -> None:
         self.mesh, self.there = mesh, set[int]()
         """`there`: indices of pieces that were read."""
-        self._pieces, self._gained, self._state = pieces, gained, state
+        self._layer, self._gained, self._state = layer, gained, state
         self._sources = {move.piece: move.source for move in moves.weights if move.target == mesh.rank}
-        self._twins, self._after, self._is_unwanted = twins, after, False
+        self._after, self._is_unwanted = after, False
         self._thread = Background(self._take, "evenload-preallocation")
 
     def finish(self, *, wanted: bool) -> None:
@@ -176,7 +174,7 @@ class Preallocated:
             return
         self.there.clear()
         for index in self._gained:
-            self._pieces[index].give_back()
+            self._layer.pieces[index].give_back()
         for shared, name, start, stop in self._state_places():
             shared.release(name, start, stop)
 
@@ -186,12 +184,11 @@ class Preallocated:
         for index in self._gained:
             if self._is_unwanted:
                 return
-            live, source = self._pieces[index], self._sources.get(index)
+            live, source, twins = self._layer.pieces[index], self._sources.get(index), self._layer.twins
             live.take()
-            if self._twins is None or live.is_trained or source is None or not self._twins.reaches(index, source):
-                continue
-            self._twins.read(index, WEIGHTS, source, 0, live.weights, 0)
-            self.there.add(index)
+            if twins is not None and not live.is_trained and source is not None and twins.reaches(index, source):
+                twins.read(index, WEIGHTS, source, 0, live.weights, 0)
+                self.there.add(index)
         for shared, name, start, stop in self._state_places():
             if self._is_unwanted:
                 return
@@ -199,7 +196,7 @@ class Preallocated:
 
     def _state_places(self) -> Iterator[tuple[PieceMemory, str, int, int]]:
         for index, ranges in self._state.items():
-            live = self._pieces[index]
+            live = self._layer.pieces[index]
             assert live.shared is not None
             for name in live.state_names:
                 yield from ((live.shared, name, start, stop) for start, stop in ranges)
@@ -220,6 +217,7 @@ class LiveStages:
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(parts, mesh.data_size, data_sizes)
         self._pieces = live_pieces(self._modules, buffers, data_sizes, mesh.device)
+        self._layer, self.twins = share_pieces(twin_bytes, self._pieces, meshes)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         self._state = ReplayState(backend=self._backend)
         make_layers_replayable(self._modules.layers, self._state, self._modules.architecture, mesh.tensor)
@@ -230,10 +228,9 @@ class LiveStages:
         self._expected: Mesh | None = None
         self._switch: Switch | None = None
         self._num_steps = 0
-        self._twin_memory, self.twins = open_shared_memory(twin_bytes, self._pieces, meshes)
         self.moved = SwitchPieces(
             pieces=tuple(live.piece for live in self._pieces),
-            shared=frozenset(self._twin_memory.pieces if self._twin_memory else ()),
+            shared=frozenset(self._layer.twins.pieces if self._layer.twins else ()),
             ranks_per_machine=mesh.ranks_per_machine,
             tp=tp,
         )
@@ -281,8 +278,7 @@ class LiveStages:
                 taken_bytes += live.piece.state_bytes * sum(stop - start for start, stop in state[index])
         if taken_bytes <= headroom_bytes:
             after = None if self._arrival is None else self._arrival.thread
-            moves = self._moves_to(mesh)
-            self._preallocated = Preallocated(mesh, self._pieces, gained, state, moves, self._twin_memory, after)
+            self._preallocated = Preallocated(mesh, self._layer, gained, state, self._moves_to(mesh), after)
 
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
         """Become the layout of `mesh`, up to `settle`. Collective. `RankLostError` where a rank does not come."""
@@ -307,7 +303,7 @@ class LiveStages:
             elif live.is_held and not is_needed:
                 lost.append(index)
         there = preallocated.there if preallocated is not None else ()
-        weight_bytes = bring_weights(self._pieces, moves, mesh, self._twin_memory, self._num_steps, there)
+        weight_bytes = self._layer.bring_weights(moves, mesh, self._num_steps, there)
         memory = [self._pieces[index].drop() for index in lost]
         self.mesh = mesh  # whose tensor-parallel group the new stages take: a rank that was idle had none
         self.held = self._arranged(mesh)
@@ -322,9 +318,7 @@ class LiveStages:
             predicted_stall_s=stall_seconds(moves, self.moved, links, old.layout, mesh.layout, is_taken=is_taken),
             predicted_state_s=state_seconds(moves, self.moved, links),
         )
-        self._arrival = StateArrival(
-            self._pieces, moves.state, old, mesh, before, self._twin_memory, self._num_steps, lost, memory
-        )
+        self._arrival = StateArrival(self._layer, moves.state, old, mesh, before, self._num_steps, lost, memory)
 
     def settle(self, config: OptimizerConfig) -> tuple[ShardedOptimizer, Switch] | None:
         """Wait for the optimizer's state, after `move_to` and before anything reads it; None where it is settled."""
@@ -345,8 +339,7 @@ class LiveStages:
         Measured with cold caches and with ranks that train on the same cores, as in a run; without both, predictions
         were 1.6 to 1.9 times too short.
         """
-        assert self._twin_memory is not None
-        mesh, reading = self.mesh, Reading(self._pieces, self._twin_memory, self.mesh)
+        mesh, reading = self.mesh, Reading(self._layer, self.mesh)
         meshes = {most_layers(layout): self._meshes.of(layout) for layout in self._meshes.layouts}
         least, most = min(meshes), max(meshes)
         layers = range(1, len(self._modules.layers) + 1)
@@ -386,7 +379,7 @@ class LiveStages:
     def _arrange_only(self, mesh: Mesh) -> None:
         """Do what a switch does except moving."""
         self._moves_to(mesh)
-        bring_weights(self._pieces, Moves(weights=(), state=()), self.mesh, self._twin_memory, 0)
+        self._layer.bring_weights(Moves(weights=(), state=()), self.mesh, 0)
         models = tuple(self._modules.stage_models(mesh.layout, mesh.pp_rank).values())
         for model in models:
             self._stage(model)
@@ -427,7 +420,9 @@ _COMPUTED = 128
 class Reading:
     """Reads the shared pieces that the next rank with any on this machine holds, round and round."""
 
-    def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:
+    def __init__(self, layer: TwinLayer, mesh: Mesh) -> None:
+        pieces, twins = layer.pieces, layer.twins
+        assert twins is not None
         everyone: list[list[int]] = gather_from_all(
             [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None], mesh
         )

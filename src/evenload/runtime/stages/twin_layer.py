@@ -12,7 +12,7 @@ ended, however it ended; the size of `/dev/shm` does not matter. A rank *marks* 
 that it is of, and readers check the mark: a twin is of exactly this step, or it is not read. What is not shared, or is
 on another machine, is sent.
 
-**Weights** (`bring_weights`), before the first step of the layout, straight to where they stay:
+**Weights** (`TwinLayer.bring_weights`), before the first step of the layout, straight to where they stay:
 
     marks -> barrier -> sends and receives are posted -> reads -> waits -> (several machines: barrier -> relayed reads)
 
@@ -429,91 +429,85 @@ def live_pieces(
     return pieces
 
 
-def mark_held(pieces: Sequence[LivePiece], twins: TwinMemory, num_updates: int, but: Collection[int] = ()) -> None:
-    """Mark what this rank holds as of so many updates, without some pieces, by index; and nothing else."""
-    for index, live in enumerate(pieces):
-        twins.mark(index, live.mark(num_updates) if live.is_held and index not in but else None)
+class TwinLayer:
+    """All pieces of the model on one rank, in order, and what its machine shares of them: `twins`, None = nothing."""
 
+    def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory | None) -> None:
+        self.pieces, self.twins = pieces, twins
 
-@dataclass(frozen=True, eq=False)
-class _Transfers:
-    """Brings parts of pieces from rank to rank: reads them where both ends share memory, else sends them."""
+    def mark_held(self, num_updates: int, but: Collection[int] = ()) -> None:
+        """Mark what this rank holds as of so many updates, without some pieces, by index; and nothing else."""
+        if self.twins is None:
+            return
+        for index, live in enumerate(self.pieces):
+            self.twins.mark(index, live.mark(num_updates) if live.is_held and index not in but else None)
 
-    pieces: Sequence[LivePiece]
-    mesh: Mesh
-    twins: TwinMemory | None
-    num_updates: int
-    what: str
+    def wait_for_all(self, mesh: Mesh, what: str, group: dist.ProcessGroup | None) -> None:
+        """Wait until all ranks have read, or marked, what they had to, where they share memory. Collective."""
+        if self.twins is not None:
+            with mesh.watch.waiting(what):
+                dist.barrier(group=group)
 
-    def run(
+    def bring_weights(self, moves: Moves, mesh: Mesh, num_updates: int, there: Collection[int] = ()) -> int:
+        """Bring weights into place; return the bytes received. Pieces `there` were read before. Collective;
+        `RankLostError`: a rank is lost."""
+        what, received_bytes = f"weights of layout {mesh.layout.describe()}", 0
+        all_moves = (*moves.weights, *moves.relayed)
+        # What comes to a machine once is relayed there, when it has come.
+        phases = [(moves.weights, all_moves)]
+        phases += [(moves.relayed, moves.relayed)] if mesh.num_ranks > mesh.ranks_per_machine else []
+        for now, without_values in phases:
+            self.mark_held(num_updates, {move.piece for move in without_values if move.target == mesh.rank})
+            self.wait_for_all(mesh, what, mesh.control)
+            received_bytes += self.transfer(now, mesh, num_updates, what, self._weights, self._weights, there=there)
+        self.mark_held(num_updates)
+        return received_bytes
+
+    def _weights(self, move: Move) -> Shards:
+        return {WEIGHTS: self.pieces[move.piece].weights}
+
+    def transfer(
         self,
         moves: Sequence[Move],
+        mesh: Mesh,
+        num_updates: int,
+        what: str,
         incoming: Callable[[Move], Shards],
         outgoing: Callable[[Move], Shards],
         *,
         there: Collection[int] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
-        """Make all moves of this rank and return the bytes received; pieces `there` were read before. Collective."""
-        rank, received_bytes = self.mesh.rank, 0
-        ops: list[dist.P2POp] = []
-        reads: list[tuple[Move, Shards]] = []
+        """Make this rank's moves, by reading where both ends share memory, else by sending; return the bytes received.
+        Pieces `there` were read before. Collective."""
+        received_bytes, ops, reads = 0, list[dist.P2POp](), list[tuple[Move, Shards]]()
         for move in moves:
-            if rank not in (move.source, move.target):
+            if mesh.rank not in (move.source, move.target):
                 continue
-            is_target = rank == move.target
+            is_target = mesh.rank == move.target
             other = move.source if is_target else move.target
             is_read = self.twins is not None and self.twins.reaches(move.piece, other)
             if is_read and not is_target:
                 continue
             parts = incoming(move) if is_target else outgoing(move)
-            if is_target:
-                received_bytes += sum(part.nbytes for part in parts.values())
-            if is_read:
-                reads += [(move, parts)] if move.piece not in there else []
-            else:
+            received_bytes += sum(part.nbytes for part in parts.values()) if is_target else 0
+            if not is_read:
                 way = dist.irecv if is_target else dist.isend
-                ops += [dist.P2POp(way, part, other, self.mesh.moving) for part in parts.values()]
-        with self.mesh.watch.waiting(self.what):
+                ops += [dist.P2POp(way, part, other, mesh.moving) for part in parts.values()]
+            elif move.piece not in there:
+                reads.append((move, parts))
+        with mesh.watch.waiting(what):
             works = dist.batch_isend_irecv(ops) if ops else []
         for move, parts in reads:
             assert self.twins is not None
             for name, part in parts.items():
-                mark = self.pieces[move.piece].mark(self.num_updates)
+                mark = self.pieces[move.piece].mark(num_updates)
                 self.twins.read(move.piece, name, move.source, move.start, part, mark)
         meanwhile()
-        with self.mesh.watch.waiting(self.what):
+        with mesh.watch.waiting(what):
             for work in works:
                 work.wait()
         return received_bytes
-
-
-def bring_weights(
-    pieces: Sequence[LivePiece],
-    moves: Moves,
-    mesh: Mesh,
-    twins: TwinMemory | None,
-    num_updates: int,
-    there: Collection[int] = (),
-) -> int:
-    """Return the bytes received; pieces `there` were read before. Collective; `RankLostError`: a rank is lost."""
-    transfers = _Transfers(pieces, mesh, twins, num_updates, f"weights of layout {mesh.layout.describe()}")
-
-    def run(of_moves: Sequence[Move], without: Sequence[Move]) -> int:
-        """Make moves once all ranks have marked what they hold, which is not what comes with or after them."""
-        if twins is not None:
-            mark_held(pieces, twins, num_updates, {move.piece for move in without if move.target == mesh.rank})
-            with mesh.watch.waiting(transfers.what):
-                dist.barrier(group=mesh.control)
-        weights = lambda move: {WEIGHTS: pieces[move.piece].weights}  # noqa: E731
-        return transfers.run(of_moves, weights, weights, there=there)
-
-    received_bytes = run(moves.weights, (*moves.weights, *moves.relayed))
-    if mesh.num_ranks > mesh.ranks_per_machine:
-        received_bytes += run(moves.relayed, moves.relayed)
-    if twins is not None:
-        mark_held(pieces, twins, num_updates)
-    return received_bytes
 
 
 class StateArrival:
@@ -528,19 +522,18 @@ class StateArrival:
 
     def __init__(
         self,
-        pieces: Sequence[LivePiece],
+        layer: TwinLayer,
         moves: Sequence[Move],
         old: Mesh,
         new: Mesh,
         before: Mapping[int, Shards],
-        twins: TwinMemory | None = None,
-        num_updates: int = 0,
+        num_updates: int,
         lost: Sequence[int] = (),
         memory: list[object] | None = None,
     ) -> None:
         self.received_bytes = 0
-        self._pieces, self._moves, self._old, self._new, self._before = pieces, moves, old, new, before
-        self._twins, self._num_updates, self._lost, self._memory = twins, num_updates, lost, memory or []
+        self._layer, self._moves, self._old, self._new, self._before = layer, moves, old, new, before
+        self._num_updates, self._lost, self._memory = num_updates, lost, memory or []
         self._stream = torch.cuda.Stream(new.device) if new.device.type == "cuda" else None
         if self._stream is not None:
             # Now, and not in the thread: what is queued from here on is the step's, which the state does not wait for.
@@ -560,54 +553,50 @@ class StateArrival:
         return after, time.perf_counter() - from_s
 
     def _move(self) -> Mapping[int, Shards]:
+        layer, new, what = self._layer, self._new, "optimizer state of the new layout"
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            self._all_have("the weights of all ranks in the new layout")
+            layer.wait_for_all(new, "the weights of all ranks in the new layout", new.moving)
             self._free_weights()
-            after = {index: self._target(live, index) for index, live in enumerate(self._pieces) if self._owns(live)}
-            transfers = _Transfers(
-                self._pieces, self._new, self._twins, self._num_updates, "optimizer state of the new layout"
-            )
-            self.received_bytes = transfers.run(
+            after = {
+                index: self._target(live, index)
+                for index, live in enumerate(layer.pieces)
+                if live.is_held and live.is_trained
+            }
+            self.received_bytes = layer.transfer(
                 self._moves,
-                lambda move: self._part(after, self._new, move),
+                new,
+                self._num_updates,
+                what,
+                lambda move: self._part(after, new, move),
                 lambda move: self._part(self._before, self._old, move),
                 meanwhile=lambda: self._keep_all(after),
             )
-            self._all_have(transfers.what)
+            layer.wait_for_all(new, what, new.moving)
             self._free_state()
         return after
-
-    def _all_have(self, what: str) -> None:
-        """Wait until nobody reads any more what was to be read so far."""
-        if self._twins is not None:
-            with self._new.watch.waiting(what):
-                dist.barrier(group=self._new.moving)
 
     def _free_weights(self) -> None:
         self._memory.clear()
         for index in self._lost:
-            if (shared := self._pieces[index].shared) is not None:
+            if (shared := self._layer.pieces[index].shared) is not None:
                 shared.release(WEIGHTS)
 
     def _free_state(self) -> None:
         """Free shared state that is owned no more; private memory goes with the last view of it."""
-        for index in self._lost:
-            if self._twins is not None:
-                self._twins.mark(index, None)
+        if self._layer.twins is not None:
+            for index in self._lost:
+                self._layer.twins.mark(index, None)
         for index in self._before:
-            live = self._pieces[index]
+            live = self._layer.pieces[index]
             if live.shared is None:
                 continue
-            wanted = live.share_in(self._new) if self._owns(live) else (0, 0)
+            wanted = live.share_in(self._new) if live.is_held else (0, 0)
             for start, stop in without(live.share_in(self._old), wanted):
                 for name in live.state_names:
                     live.shared.release(name, start, stop)
 
-    def _owns(self, live: LivePiece) -> bool:
-        return live.is_held and bool(live.state_names)
-
     def _part(self, shards: Mapping[int, Shards], mesh: Mesh, move: Move) -> Shards:
-        first = self._pieces[move.piece].share_in(mesh)[0]
+        first = self._layer.pieces[move.piece].share_in(mesh)[0]
         return {name: shard[move.start - first : move.stop - first] for name, shard in shards[move.piece].items()}
 
     def _target(self, live: LivePiece, index: int) -> Shards:
@@ -631,7 +620,7 @@ class StateArrival:
     def _keep_all(self, after: Mapping[int, Shards]) -> None:
         """Copy private state that this rank owned before and owns now; shared state stays where it is."""
         for index, before in self._before.items():
-            shards, live = after.get(index, before), self._pieces[index]
+            shards, live = after.get(index, before), self._layer.pieces[index]
             if shards is before or live.shared is not None:
                 continue
             had, wanted = live.share_in(self._old), live.share_in(self._new)
