@@ -27,11 +27,13 @@ from matrix import (
     refused_pairs,
     rows_in_bf16,
     shares_documents,
+    sizes_before,
 )
 from matrix_cases import RowTask, expected_in_bf16, expected_of, run_rows
-from matrix_plans import case_of, grouped, model_of, plan_of
+from matrix_plans import case_of, grouped, layout_before, model_of, plan_of
 from reference_training import embedding_name, relative_error, tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
+from sweeps import LOOKS_FURTHER
 
 # peft asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -72,7 +74,7 @@ def test_every_value_is_trained_in_bf16_too():
 
 def test_the_axes_hold_everything_that_training_accepts():
     """A new strategy or architecture without a row is untested."""
-    assert set(AXES["strategy"]) == {one.name for one in STRATEGIES.values() if not one.changes_layout}
+    assert set(AXES["strategy"]) == {one.name for one in STRATEGIES.values()}
     assert {tiny_config(case.kind).model_type for case in MODELS.values()} == {
         architecture.model_type for architecture in TRAINED.values()
     }
@@ -135,6 +137,10 @@ def test_refused_pairs_are_refused_at_start_with_their_reason(config_file, rule)
 def start(config_file, values):
     """What a run with these values of axes does before it starts processes."""
     settings = [text for axis, value in values.items() for text in settings_of(axis, value, config_file.parent)]
+    if values.get("switch") == "on":
+        layout = values.get("layout", "dp2")
+        before = ",".join(f"{name}={size}" for name, size in sizes_before(layout).items())
+        settings += [*settings_of("layout", layout, config_file.parent), f"plan.layouts={[before]}"]
     return require_runnable(load_train_config(config_file, settings))
 
 
@@ -171,9 +177,12 @@ def test_every_place_is_run():
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} virtual {place[1]}")
 def test_rows_equal_plain_training(gloo_pool, adapter, place):
     """Loss, every gradient and its norm to 1e-10 in float64, and the loss of every document by forwards alone; the
-    error in bfloat16 at most twice that of plain
-    bfloat16 autograd; bytes as predicted, where no documents are shared."""
+    error in bfloat16 at most twice that of plain bfloat16 autograd; bytes as predicted, where no documents are
+    shared."""
     rows = grouped(matrix_rows())[place]
+    if LOOKS_FURTHER:
+        switched = [row._replace(switch="on") for row in rows if row.switch == "off"]
+        rows += [row for row in switched if may_run(row._asdict())]
     for row in rows:
         expected_of(case_of(row), adapter)
         if row in rows_in_bf16():
@@ -188,6 +197,7 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
             "all_gather" if row.exchange == NONE else row.exchange,
             row.channels,
             row.overlap == "on",
+            layout_before(row),
         )
         for row, plan in zip(rows, plans, strict=True)
     ]

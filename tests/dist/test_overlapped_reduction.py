@@ -42,8 +42,8 @@ def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[
     found = []
     for encoded in plans:
         plan = decode_plan(encoded)
-        mesh = create_meshes([plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S).start
-        rank = RankUnderTest(mesh, kind, changes, torch.float64)
+        meshes = create_meshes([plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S)
+        mesh, rank = meshes.start, RankUnderTest(meshes, plan.layout, kind, changes, torch.float64)
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
         step = prepare_step(plan, tokens, mesh)
         told: dict[int, list[torch.Tensor]] = {}

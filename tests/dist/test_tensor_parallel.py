@@ -30,10 +30,10 @@ TOKENS = 24
 def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str, float]:
     """F, B, I, W -> transfers a layer, in units of all rows' hidden states, with a first document of so many recomputed
     tokens."""
-    mesh = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S).start
-    rank = RankUnderTest(mesh, "llama", {}, torch.float64)
+    meshes = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S)
+    rank = RankUnderTest(meshes, meshes.start.layout, "llama", {}, torch.float64)
     (stage,) = rank.stages.values()
-    group = mesh.tensor
+    group = meshes.start.tensor
     assert group is not None
     counted, whole = [0], TOKENS * stage.hidden_size
     group.chunk_rows = TOKENS // 3

@@ -1,16 +1,21 @@
 """Functions that run on every rank of a `GlooPool`."""
 
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
+from dist_training import COSTS
 from evenload.attention.backends import select_backend
-from evenload.config.sections import LoraConfig
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.sections import LoraConfig, RunConfig
+from evenload.config.train_config import ModelConfig
 from evenload.runtime.comm.collectives import all_gather_single
-from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
+from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
@@ -20,8 +25,11 @@ from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
+from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
 from evenload.stepplan.plan_file import forward_only
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
 from reference_training import balance_factor, tiny_config
@@ -52,21 +60,23 @@ def gradients_of_plans(
     exchange: str,
     channels: ChannelMode = "directed",
     staged_on: str | None = None,
+    before: ParallelLayout | None = None,
 ) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
     stored activations). `exchange`: how keys and values of shared documents travel. `staged_on`: all ranks are on this
-    device, and what they send goes through host memory."""
+    device, and what they send goes through host memory. `before`: the layout from which the run changes to theirs."""
     decoded = [decode_plan(data) for data in plans]
     if staged_on is not None:
         register_staged()
-    mesh = create_meshes(
-        [decoded[0].layout],
+    layout = decoded[0].layout
+    meshes = create_meshes(
+        [layout] if before is None else [before, layout],
         torch.device(staged_on or "cpu"),
         timeout_s=TIMEOUT_S,
         channels=channels,
         backend=staged_on and NAME,
-    ).start
-    rank = RankUnderTest(mesh, kind, changes, dtype)
+    )
+    rank = RankUnderTest(meshes, layout, kind, changes, dtype)
     weights = rank.weights()
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
@@ -76,12 +86,27 @@ def gradients_of_plans(
 
 
 class RankUnderTest:
-    """One rank's part of a tiny model, as `Trainer` builds it, without data and optimizer."""
+    """One rank's part of a tiny model in a layout, as `Trainer` builds it, without data; where the meshes start in
+    another layout, the run has changed to this one."""
 
     def __init__(
-        self, mesh: Mesh, kind: str, changes: Mapping, dtype: torch.dtype, lora: LoraConfig | None = None
+        self,
+        meshes: Meshes,
+        layout: ParallelLayout,
+        kind: str,
+        changes: Mapping,
+        dtype: torch.dtype,
+        lora: LoraConfig | None = None,
     ) -> None:
-        config = tiny_config(kind, **changes)
+        self._mesh = mesh = meshes.of(layout)
+        build = self._build if mesh is meshes.start else self._switch
+        self.stages, self.buffers = build(meshes, tiny_config(kind, **changes), dtype, lora)
+        self._executor = Executor(self.stages, mesh)
+        if mesh.device.type == "cpu":
+            self._executor._copies = SpoiledHostCopies()
+
+    def _build(self, meshes: Meshes, config, dtype: torch.dtype, lora: LoraConfig | None):
+        mesh = meshes.start
         build = partial(
             build_stage_model,
             tp_rank=mesh.tp_rank,
@@ -93,13 +118,26 @@ class RankUnderTest:
             router_aux_loss_coef=balance_factor(config),
         )
         models = build_rank_models(config, mesh.layout, mesh.pp_rank, build)
-        self._mesh = mesh
-        self.buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
         backend = select_backend("auto", mesh.device.type, attention_soft_cap(config), dtype=dtype)
-        self.stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
-        self._executor = Executor(self.stages, mesh)
-        if mesh.device.type == "cpu":
-            self._executor._copies = SpoiledHostCopies()
+        stages = {stage: PipelineStage(model, backend, mesh.tensor) for stage, model in models.items()}
+        return stages, flatten_units(tuple(models.values()), dp=mesh.data_size)
+
+    def _switch(self, meshes: Meshes, config, dtype: torch.dtype, lora: LoraConfig | None):
+        with tempfile.TemporaryDirectory() as directory:
+            config.save_pretrained(directory)
+            model = ModelConfig(
+                path=directory,
+                random_init=True,
+                dtype=str(dtype).removeprefix("torch."),
+                lora=lora,
+                router_aux_loss_coef=balance_factor(config),
+            )
+            spec = model_from_hf_config(config.to_dict(), config.model_type, dtype.itemsize)
+            run = RunConfig(output_dir=directory, seed=3)
+            state = RankState(model, OptimizerConfig(), run, spec, meshes)
+        state.change_layout(msgspec.structs.replace(self._mesh.layout, generation=1), COSTS)
+        assert state.settle() is not None
+        return state.stages, state.buffers
 
     def run(
         self, plan: StepPlan, batch: dict, exchange: str, *, is_overlapped: bool = True

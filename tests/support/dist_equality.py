@@ -26,6 +26,7 @@ def assert_plans_equal_plain(
     channels="directed",
     exchange="all_gather",
     staged_on=None,
+    before=None,
 ):
     """Run the plans in one process group and compare each with transformers: in float64 to 1e-10, elsewhere to twice
     what that precision costs plain training (`plain_error`).
@@ -33,6 +34,7 @@ def assert_plans_equal_plain(
     Args:
         exchange: how keys and values of shared documents travel.
         staged_on: a device on which all ranks are (`staged_group`); None = on the CPU, over gloo.
+        before: the layout from which the run changes to that of the plans; None = it begins there.
 
     Returns:
         `StoredBytes`, [plan][rank].
@@ -43,7 +45,7 @@ def assert_plans_equal_plain(
     ]
     layout = plans[0].layout
     encoded = [encode_plan(p) for p in plans]
-    case = kind, changes or {}, encoded, tokens, dtype, exchange, channels, staged_on
+    case = kind, changes or {}, encoded, tokens, dtype, exchange, channels, staged_on, before
     ranks = pool.run(layout.world_size, gradients_of_plans, *case)
     for index, batch in enumerate(tokens):
         results = [rank[index] for rank in ranks]

@@ -30,7 +30,7 @@ from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec, model_from_hf_config
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, block_of, seal
-from matrix import NONE, Row, shares_documents
+from matrix import NONE, Row, shares_documents, sizes_before
 from matrix_cases import MatrixCase
 from pipeline_cases import with_split
 from steep_costs import STEEP_COSTS
@@ -70,6 +70,11 @@ def case_of(row: Row) -> MatrixCase:
 def layout_of(row: Row) -> ParallelLayout:
     """The row's layout."""
     return even_layout(row.num_layers, virtual=int(row.virtual), **row.sizes)
+
+
+def layout_before(row: Row) -> ParallelLayout | None:
+    """From which the row's run changes to its own; None = it does not."""
+    return even_layout(row.num_layers, **sizes_before(row.layout)) if row.switch == "on" else None
 
 
 def model_of(row: Row) -> ModelSpec:
