@@ -20,11 +20,8 @@ SWITCHES = [4, 3, 4, 2, 4, 1, 4, 0, 3, 2, 3, 1, 3, 0, 2, 1, 2, 0, 1, 0]
 @pytest.fixture
 def config_file(tmp_path: Path) -> str:
     """A tiny Llama with tied embeddings on documents of very different lengths, in float64."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(24):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 5 + (12 if i % 11 == 0 else 0)))
-    return str(write_training_config(tmp_path, corpus, data="prefetch_steps = 2", num_layers=4))
+    texts = (f"document {i} " * (1 + (i * 7) % 5 + (12 if i % 11 == 0 else 0)) for i in range(24))
+    return str(write_training_config(tmp_path, texts, data="prefetch_steps = 2", num_layers=4))
 
 
 def settings(tmp_path: Path, name: str, *more: str, layouts: list[str] | None = LAYOUTS) -> list[str]:

@@ -31,11 +31,8 @@ LORA = ["model.lora={rank=3, alpha=6.0}", "train.steps=4"]
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """Short documents of very different lengths."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(30):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 3 + (5 if i % 11 == 0 else 0)))
-    return write_training_config(tmp_path, corpus)
+    texts = (f"document {i} " * (1 + (i * 7) % 3 + (5 if i % 11 == 0 else 0)) for i in range(30))
+    return write_training_config(tmp_path, texts)
 
 
 def save_random_model(kind: str, directory: Path, **changes) -> nn.Module:

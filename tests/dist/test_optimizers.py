@@ -19,7 +19,7 @@ from evenload.runtime.optim.optimizer import ShardedOptimizer, orthogonalised
 from evenload.runtime.optim.parameter_units import flatten_units
 from gloo_pool import TIMEOUT_S
 from switch_cases import whole_state
-from training_cases import STEPS, plain_losses, plain_model, plain_optimizers, write_training_config
+from training_cases import STEPS, UNEVEN_TEXTS, plain_losses, plain_model, plain_optimizers, write_training_config
 from validation_cases import averaged_export, plain_validation, validated_run
 
 
@@ -82,11 +82,7 @@ DECAY = 0.7
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
-    return write_training_config(tmp_path, corpus, num_layers=3)
+    return write_training_config(tmp_path, UNEVEN_TEXTS, num_layers=3)
 
 
 def run(gloo_pool, config_file: Path, ranks: int, *settings: str, stop_after: int = STEPS):
@@ -195,10 +191,6 @@ def test_updates_of_bf16_weights_are_torch_s_of_fp32_masters(gloo_pool, config_f
     moments = {n.rpartition(".")[2] for n in found if ".layers.0.mlp" in n and n.startswith("optimizer.")}
     assert moments == {"master", "average"} | ({"momentum"} if name == "muon" else {"exp_avg", "exp_avg_sq"})
     assert all(np.array_equal(found[n], same[n]) for n in found), "ranks agree to the bit"
-
-
-def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    return sum(float((left[n] - right[n]).square().sum()) for n in right) ** 0.5
 
 
 def initial_weights(config_file: Path) -> dict[str, torch.Tensor]:

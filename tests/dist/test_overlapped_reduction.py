@@ -76,7 +76,7 @@ def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[
     return found
 
 
-ROW = Row("slimpack", "dp2", "1", "off", "replay", "own", "qwen2, tied", "none", "none", "directed", "on")
+ROW = Row("slimpack", "dp2", "1", "off", "replay", "own", "qwen2, tied", "none", "none", "directed", "on", "off")
 ROWS = {
     "one stage": ROW,
     "shared documents": ROW._replace(dp_merge="on", sharding="per_document", exchange="all_gather"),

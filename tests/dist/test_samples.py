@@ -27,11 +27,7 @@ SAMPLES = [f"samples.prompts={list(PROMPTS)}", "samples.every_steps=2", "samples
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13))
-    return write_training_config(tmp_path, corpus)
+    return write_training_config(tmp_path, (f"document {i} " * (1 + (i * 7) % 13) for i in range(40)))
 
 
 def test_samples_are_transformers_own_and_change_nothing(gloo_pool, config_file, tmp_path):

@@ -81,15 +81,21 @@ class TrainedRun(NamedTuple):
     reports: list[StepReport]
 
 
+def make_trainer(config_file: str, overrides: list[str], kind=Trainer, ranks_per_machine: int | None = None):
+    """A trainer of this kind with the meshes of all layouts of the run."""
+    config = load_train_config(Path(config_file), overrides)
+    layouts = layouts_of(config, model_spec(config).num_layers)
+    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S, ranks_per_machine=ranks_per_machine)
+    return kind(config, meshes.start, meshes)
+
+
 def trained_to(
     stop_after: int, config_file: str, overrides: list[str], memory_cap_bytes: int | None = None
 ) -> TrainedRun:
     """Resume if there is a checkpoint, train until `stop_after` steps are done, save; in all layouts of the run."""
-    config = load_train_config(Path(config_file), overrides)
-    meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
-    trainer = Trainer(config, meshes.start, meshes)
+    trainer = make_trainer(config_file, overrides)
     trainer.resume()
-    memory_cap_bytes = memory_cap_bytes or config.plan.memory_bytes or 2**34
+    memory_cap_bytes = memory_cap_bytes or trainer.config.plan.memory_bytes or 2**34
     reports = [report for report in trainer.train(COSTS, memory_cap_bytes, stop_after) if report is not None]
     trainer.save()
     return TrainedRun(trainer, reports)

@@ -4,7 +4,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -12,21 +11,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_training import COSTS
-from evenload.config.layouts import layouts_of
+from dist_training import COSTS, make_trainer
 from evenload.config.planner import run_planner
-from evenload.config.train_config import load_train_config
 from evenload.errors import InvalidPlanError
 from evenload.plan.layouts.moves import moved_bytes, plan_moves
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.runtime.checkpoint.checkpoint import TensorState, run_tensors
-from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import model_spec
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, split_layout
 from evenload.types.plan import seal
-from gloo_pool import TIMEOUT_S
 
 
 class ScriptedPlanner(StepPlanner):
@@ -81,7 +75,7 @@ def scripted_run(
     config_file: str, overrides: list[str], script: Sequence[int], stop_after: int, export: bool = False
 ) -> Outcome | None:
     """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
-    trainer = scripted_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides, ScriptedTrainer)
     trainer.script = script
     trainer.resume()
     reports = [report for report in trainer.train(COSTS, 2**34, stop_after) if report is not None]
@@ -109,7 +103,7 @@ def changed_by_moving(
 
     Every other change is prepared ahead, and one of those for another layout than comes.
     """
-    trainer = scripted_trainer(config_file, overrides, ranks_per_machine)
+    trainer = make_trainer(config_file, overrides, ScriptedTrainer, ranks_per_machine)
     trainer.script = (*[0] * steps, order[-1])
     for _ in trainer.train(COSTS, 2**34, steps):
         pass
@@ -147,21 +141,13 @@ def planned_bytes(trainer: Trainer, layout: ParallelLayout) -> tuple[int, int]:
 
 def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
     """What a run says of a layout that it has no groups for, and of one that changes in the same generation."""
-    trainer, said = scripted_trainer(config_file, overrides), []
+    trainer, said = make_trainer(config_file, overrides, ScriptedTrainer), []
     for layout in (split_layout([1, 3], pp=2, generation=1), trainer.meshes.layouts[1]):
         try:
             trainer.state.change_layout(layout, COSTS)
         except InvalidPlanError as error:
             said.append(str(error))
     return said
-
-
-def scripted_trainer(config_file: str, overrides: list[str], ranks_per_machine: int | None = None) -> ScriptedTrainer:
-    """With the meshes of all configured layouts."""
-    config = load_train_config(Path(config_file), overrides)
-    layouts = layouts_of(config, model_spec(config).num_layers)
-    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S, ranks_per_machine=ranks_per_machine)
-    return ScriptedTrainer(config, meshes.start, meshes)
 
 
 def whole_state(state: TensorState) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """A short training run, as a configuration file and as plain transformers and AdamW."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -17,15 +17,24 @@ from reference_training import tiny_config
 STEPS = 4
 
 
-def write_training_config(directory: Path, sources: Path, data: str = "", num_layers: int = 2) -> Path:
+UNEVEN_TEXTS = tuple(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)) for i in range(40))
+
+
+def write_training_config(directory: Path, sources: Path | Iterable[str], data: str = "", num_layers: int = 2) -> Path:
     """A configuration of a few steps of a tiny Llama in float64.
 
     Its ranks read in a thread: a process of their own takes longer to start than all reading (tests/dist/
     test_training_data.py trains with both).
 
     Args:
+        sources: of its data, or the texts of documents in a folder of their own.
         data: more lines of the data table.
     """
+    if not isinstance(sources, Path):
+        texts, sources = sources, directory / "corpus"
+        sources.mkdir()
+        for i, text in enumerate(texts):
+            (sources / f"{i}.txt").write_text(text)
     model = directory / "model"
     tiny_config("llama", tied=True, vocab_size=257, num_hidden_layers=num_layers).save_pretrained(model)
     file = directory / "config.toml"

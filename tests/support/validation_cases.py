@@ -10,19 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from checkpoint_cases import make_trainer
-from dist_training import COSTS, trained_to
-from evenload.config.layouts import layouts_of
+from dist_training import COSTS, make_trainer, trained_to
 from evenload.config.sections import validation_data
 from evenload.config.train_config import load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
-from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.configured import load_config
 from evenload.runtime.trainer import Trainer
 from evenload.types.run import Sample, Validation
-from gloo_pool import TIMEOUT_S
 from switch_cases import whole_state
 
 
@@ -89,9 +85,7 @@ def plain_validation(config_file: Path, overrides: Iterable[str], state: dict[st
 def averaged_export(config_file: str, overrides: list[str]) -> tuple[str, bool]:
     """Of a run that goes on from its checkpoint: where the moving average is exported, and whether weights and state
     are the same to the bit afterwards."""
-    config = load_train_config(Path(config_file), overrides)
-    meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
-    trainer = Trainer(config, meshes.start, meshes)
+    trainer = make_trainer(config_file, overrides)
     trainer.resume()
     before = whole_state(trainer.state)
     path = trainer.export_average()
@@ -124,7 +118,7 @@ def left_out_passes(config_file: str, overrides: list[str], directory: str, last
     at_end = [*overrides, "validation.every_steps=0", f"train.output_dir={directory}/at_end"]
 
     def start(settings: list[str]) -> Trainer:
-        trainer, _ = make_trainer(config_file, settings)
+        trainer = make_trainer(config_file, settings)
         trainer.resume()
         return trainer
 
