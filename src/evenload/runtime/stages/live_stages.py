@@ -15,11 +15,11 @@ as it was. Price: the stall is the copy of the weights that a rank lacks.
 (FlexPipe section 3.2), on rank 0.
 """
 
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -49,9 +49,7 @@ from evenload.runtime.stages.rank_stages import RankStages, build_models, dtype_
 from evenload.runtime.stages.twin_layer import (
     MASTER_NAME,
     WEIGHTS,
-    Elements,
     LivePiece,
-    PieceMemory,
     SparseMemory,
     StateArrival,
     TwinLayer,
@@ -65,6 +63,8 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
 from evenload.types.timeline import Timeline
+
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -145,61 +145,34 @@ class Preallocated:
     other rank, so each decides for itself whether there is room.
 
     Args:
-        gained: indices of the pieces that come.
-        state: by index of shared pieces, elements whose optimizer state comes.
+        steps: pairs of what takes memory and what gives it back.
+        there: indices of pieces that were read, which the steps fill.
         after: must have ended before any memory is taken, which it may be giving back.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        layer: TwinLayer,
-        gained: Sequence[int],
-        state: Mapping[int, Sequence[Elements]],
-        moves: Moves,
-        after: Background | None,
+        self, mesh: Mesh, steps: Sequence[tuple[Step, Step]], there: set[int], after: Background | None
     ) -> None:
-        self.mesh, self.there = mesh, set[int]()
-        """`there`: indices of pieces that were read."""
-        self._layer, self._gained, self._state = layer, gained, state
-        self._sources = {move.piece: move.source for move in moves.weights if move.target == mesh.rank}
-        self._after, self._is_unwanted = after, False
+        self.mesh, self.there = mesh, there
+        self._steps, self._after, self._is_unwanted = steps, after, False
         self._thread = Background(self._take, "evenload-preallocation")
 
     def finish(self, *, wanted: bool) -> None:
         """Wait until all is taken, or, where another layout comes, given back. Raises what went wrong."""
         self._is_unwanted = not wanted
         self._thread.result()
-        if wanted:
-            return
-        self.there.clear()
-        for index in self._gained:
-            self._layer.pieces[index].give_back()
-        for shared, name, start, stop in self._state_places():
-            shared.release(name, start, stop)
+        if not wanted:
+            self.there.clear()
+            for _, give_back in self._steps:
+                give_back()
 
     def _take(self) -> None:
         if self._after is not None:
             self._after.join()
-        for index in self._gained:
+        for take, _ in self._steps:
             if self._is_unwanted:
                 return
-            live, source, twins = self._layer.pieces[index], self._sources.get(index), self._layer.twins
-            live.take()
-            if twins is not None and not live.is_trained and source is not None and twins.reaches(index, source):
-                twins.read(index, WEIGHTS, source, 0, live.weights, 0)
-                self.there.add(index)
-        for shared, name, start, stop in self._state_places():
-            if self._is_unwanted:
-                return
-            touch(shared.tensor(name, start, stop))
-
-    def _state_places(self) -> Iterator[tuple[PieceMemory, str, int, int]]:
-        for index, ranges in self._state.items():
-            live = self._layer.pieces[index]
-            assert live.shared is not None
-            for name in live.state_names:
-                yield from ((live.shared, name, start, stop) for start, stop in ranges)
+            take()
 
 
 class LiveStages:
@@ -264,21 +237,32 @@ class LiveStages:
             return
         if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):
             return
-        self._expected = mesh
-        gained, state, taken_bytes = [], {}, 0
+        self._expected, there = mesh, set[int]()
+        sources = {move.piece: move.source for move in self._moves_to(mesh).weights if move.target == mesh.rank}
+        steps, taken_bytes = list[tuple[Step, Step]](), 0
         for index, live in enumerate(self._pieces):
             if mesh.pp_rank not in pipeline_ranks(mesh.layout, live.piece):
                 continue
             if not live.is_held:
-                gained.append(index)
+                steps.append((partial(self._take, index, sources.get(index), there), live.give_back))
                 taken_bytes += live.held_bytes
-            if live.shared is not None and live.is_trained:
-                had = live.share_in(self.mesh) if live.is_held else (0, 0)
-                state[index] = without(live.share_in(mesh), had)
-                taken_bytes += live.piece.state_bytes * sum(stop - start for start, stop in state[index])
+            had = live.share_in(self.mesh) if live.is_held else (0, 0)
+            for start, stop in without(live.share_in(mesh), had) if live.shared is not None else ():
+                taken_bytes += live.piece.state_bytes * (stop - start)
+                for name in live.state_names:
+                    at = name, start, stop
+                    steps.append((partial(live.shared.touch, *at), partial(live.shared.release, *at)))
         if taken_bytes <= headroom_bytes:
             after = None if self._arrival is None else self._arrival.thread
-            self._preallocated = Preallocated(mesh, self._layer, gained, state, self._moves_to(mesh), after)
+            self._preallocated = Preallocated(mesh, steps, there, after)
+
+    def _take(self, index: int, source: int | None, there: set[int]) -> None:
+        """Take a piece's memory, and read it where it is frozen."""
+        live, twins = self._pieces[index], self._layer.twins
+        live.take()
+        if twins is not None and not live.is_trained and source is not None and twins.reaches(index, source):
+            twins.read(index, WEIGHTS, source, 0, live.weights, 0)
+            there.add(index)
 
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
         """Become the layout of `mesh`, up to `settle`. Collective. `RankLostError` where a rank does not come."""
@@ -358,7 +342,7 @@ class LiveStages:
         gained_s, left_s = medians_s(
             _REPEATS, lambda: [piece.gain() for piece in stand_ins], lambda: [piece.drop() for piece in stand_ins]
         )
-        arrangings = (functools.partial(self._arrange_only, meshes[count]) for count in (least, most))
+        arrangings = (partial(self._arrange_only, meshes[count]) for count in (least, most))
         least_s, most_s = medians_s(_ARRANGINGS, *arrangings, trains_on=True)
         layer_s = max(0.0, most_s - least_s) / max(1, most - least)
         read_alone = reading.num_bytes if is_first else 0

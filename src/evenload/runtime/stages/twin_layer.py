@@ -146,6 +146,10 @@ class PieceMemory:
         count = (self.capacity if stop is None else stop) - start
         return self.own.tensor(self.offset(part, start), count, self.dtypes[part])
 
+    def touch(self, part: str, start: int, stop: int) -> None:
+        """Take the memory of elements of a part; their values are lost."""
+        touch(self.tensor(part, start, stop))
+
     def release(self, part: str, start: int = 0, stop: int | None = None) -> None:
         """Give back the memory of elements of a part."""
         stop = self.capacity if stop is None else stop
