@@ -11,10 +11,10 @@ import torch
 
 from dist_training import COSTS
 from evenload.attention.backends import select_backend
+from evenload.check.runner import gathered_gradients
 from evenload.config.optimizer import OptimizerConfig
 from evenload.config.sections import LoraConfig, RunConfig
 from evenload.config.train_config import ModelConfig
-from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
@@ -155,18 +155,8 @@ class RankUnderTest:
             run = self.run_prepared(prepared, reduction.release, self._arriving_weights() if is_overlapped else None)
             shards = reduction.finish()
         norm, _ = reduction.norm_and_loss(torch.zeros(()))
-        gradients = {}
-        for buffer, shard in zip(self.buffers, shards, strict=True):
-            flat = torch.empty_like(buffer.grads)
-            if mesh.data_size > 1:
-                all_gather_single(flat, shard, group=mesh.data)
-            else:
-                flat.copy_(shard)
-            start = 0
-            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-                own, split = flat[start : start + parameter.numel()].view(parameter.shape), tensor_split(parameter)
-                gradients[name] = join_parts(own, split, mesh.tensor).cpu().numpy().copy()
-                start += parameter.numel()
+        whole = gathered_gradients(self.buffers, shards, mesh)
+        gradients = {name: gradient.cpu().numpy().copy() for name, gradient in whole.items()}
         by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
         after = run.trace.memory_bytes.tolist()
         stored = StoredBytes(

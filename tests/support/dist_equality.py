@@ -54,15 +54,20 @@ def assert_plans_equal_plain(
             weights.pop("lm_head.weight", None)
         loss, plain = plain_loss_and_gradients(config, weights, batch, dtype)
         limit = 1e-10 if dtype == torch.float64 else 2 * plain_error(config, weights, batch, dtype)
-        assert abs(sum(r[0] for r in results) - loss) <= limit * max(abs(loss), 1e-12)
-        seen = set()
-        for result in results:
-            for name, gradient in result[1].items():
-                name = embedding_name(config) if config.tie_word_embeddings and name == "lm_head.weight" else name
-                seen.add(name)
-                assert relative_error(torch.from_numpy(gradient), plain[name]) <= limit, (index, name)
-        assert seen == set(plain)
-        norm = np.sqrt(sum(g.double().square().sum().item() for g in plain.values()))
-        for result in results:
-            assert result[2] == pytest.approx(norm, rel=max(limit, 1e-9))
+        assert_ranks_equal(f"plan {index}", config, [r[:3] for r in results], loss, plain, limit)
     return [[rank[index][4] for rank in ranks] for index in range(len(plans))]
+
+
+def assert_ranks_equal(what, config, ranks, loss, gradients, limit):
+    """Of each rank its share of the loss, its gradients and the whole gradient's norm, against plain training's."""
+    assert abs(sum(share for share, _, _ in ranks) - loss) <= limit * max(abs(loss), 1e-12), f"{what}: loss"
+    tied, seen = config.tie_word_embeddings, set()
+    norm = np.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+    for _, own, own_norm in ranks:
+        for name, gradient in own.items():
+            name = embedding_name(config) if tied and name == "lm_head.weight" else name
+            seen.add(name)
+            error = relative_error(torch.from_numpy(gradient), gradients[name])
+            assert error <= limit, f"{what}: {name} differs by {error:.1e}"
+        assert own_norm == pytest.approx(norm, rel=max(limit, 1e-9)), what
+    assert seen == set(gradients), what

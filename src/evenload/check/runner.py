@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -40,6 +40,7 @@ from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
 from evenload.runtime.optim.data_parallel import GradientReduction
+from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.replay.rank_packs import Exchange, PackTokens
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
@@ -306,12 +307,17 @@ class StepRunner:
             shards = sums.finish()
         loss = torch.tensor([run.loss], dtype=torch.float64)
         dist.all_reduce(loss, group=mesh.control)
-        gradients: dict[str, Tensor] = {}
-        for buffer, shard in zip(self._buffers, shards, strict=True):
-            flat = torch.empty_like(buffer.grads)
-            all_gather_single(flat, shard, group=mesh.data)
-            parts = flat[: buffer.num_elements].split([parameter.numel() for parameter in buffer.parameters])
-            for name, parameter, own in zip(buffer.names, buffer.parameters, parts, strict=True):
-                gradients[name] = join_parts(own.view(parameter.shape), tensor_split(parameter), mesh.tensor)
         seen = {key: rows for stage in self._stages.values() for key, rows in stage.seen.items()}
-        return StepOutcome(float(loss), gradients, seen)
+        return StepOutcome(float(loss), gathered_gradients(self._buffers, shards, mesh), seen)
+
+
+def gathered_gradients(buffers: Sequence[FlatBuffer], shards: Sequence[Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Gather gradients of which every rank has shards; return them whole, by parameter's name. Collective."""
+    gradients: dict[str, Tensor] = {}
+    for buffer, shard in zip(buffers, shards, strict=True):
+        flat = torch.empty_like(buffer.grads)
+        all_gather_single(flat, shard, group=mesh.data)
+        parts = flat[: buffer.num_elements].split([parameter.numel() for parameter in buffer.parameters])
+        for name, parameter, own in zip(buffer.names, buffer.parameters, parts, strict=True):
+            gradients[name] = join_parts(own.view(parameter.shape), tensor_split(parameter), mesh.tensor)
+    return gradients
