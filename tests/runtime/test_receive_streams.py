@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenload.runtime.comm.channels import Carried, Line
+from evenload.runtime.comm.channels import Carried, ChannelEnd
 from fake_streams import Device
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def line(device, monkeypatch):
     monkeypatch.setattr(dist, "irecv", irecv)
     watch = SimpleNamespace(waiting=lambda *_: nullcontext())
     carried = Carried(hidden_size=2, dtype=torch.float64, device=CPU, watch=watch, stream=device.Stream(CPU))
-    return Line(("F", 1), None, 0, carried)
+    return ChannelEnd(("F", 1), None, 0, carried)
 
 
 def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reader_of_its_memory(

@@ -42,7 +42,7 @@ def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source
 
 def test_memory_is_taken_ahead_in_what_the_step_leaves():
     asked = []
-    live = SimpleNamespace(look_ahead=lambda coming, headroom_bytes: asked.append((coming(), headroom_bytes)))
+    live = SimpleNamespace(preallocate=lambda coming, headroom_bytes: asked.append((coming(), headroom_bytes)))
     here = SimpleNamespace(memory_cap_bytes=1000)
     plan = SimpleNamespace(predicted=SimpleNamespace(peak_memory_bytes=600))
     RankState.looking_ahead(SimpleNamespace(live=live), lambda: None, StepTrainer._headroom_bytes(here, plan))()

@@ -112,7 +112,7 @@ def changed_by_moving(
         layout = msgspec.structs.replace(trainer.meshes.layouts[index], generation=generation)
         if generation % 2:
             announced = trainer.meshes.layouts[order[0]] if generation == 3 else layout
-            trainer.live.look_ahead(functools.partial(lambda coming: coming, announced), 2**40)
+            trainer.live.preallocate(functools.partial(lambda coming: coming, announced), 2**40)
         planned = planned_bytes(trainer, layout)
         trainer.state.change_layout(layout, COSTS)
         switch = trainer.state.settle()

@@ -155,7 +155,7 @@ class MeasuredRatio(NamedTuple):
     high: float | None
 
     @property
-    def is_told(self) -> bool:
+    def is_clear(self) -> bool:
         """Say whether the repeats show which one is slower, in the figures that are shown."""
         return self.low is not None and self.high is not None and (round(self.low, 2) > 1 or round(self.high, 2) < 1)
 
@@ -164,7 +164,7 @@ class MeasuredRatio(NamedTuple):
         if self.low is None or self.high is None:
             return f"each step was measured once, which does not tell whether {self.one} or {self.other} is faster"
         interval, than = f"{self.low:.2f} to {self.high:.2f}", f"times as long as {self.other}"
-        if self.is_told:
+        if self.is_clear:
             return f"{self.one} takes {self.ratio:.2f} {than} (95 % interval {interval})"
         is_equal = self.low > 1 / (1 + CLOSE) and self.high < 1 + CLOSE
         start = "as fast as each other" if is_equal else "this machine is too noisy to tell"
@@ -275,8 +275,8 @@ class BenchResult(Frozen):
     @property
     def winner(self) -> str:
         """Return the fastest strategy, where the repeats tell it apart from all others; else ""."""
-        is_clear = all(ratio.is_told for ratio in self.ratios)
-        return min(self.runs, key=lambda one: one.measured_s).strategy if is_clear else ""
+        fastest = min(self.runs, key=lambda one: one.measured_s)
+        return fastest.strategy if all(ratio.is_clear for ratio in self.ratios) else ""
 
     @property
     def outcome(self) -> str:
@@ -284,7 +284,7 @@ class BenchResult(Frozen):
         first one."""
         text = f"{self.runs[0].strategy} takes {self.runs[0].measured_s:.3g} s a step"
         if self.ratios:
-            text = min(self.ratios, key=lambda one: one.is_told).describe()
+            text = min(self.ratios, key=lambda one: one.is_clear).describe()
         waited = f"; other programs held cores it needed for {self.load.waited_share:.0%} of the time"
         return text + (waited if self.load.waited_share > QUIET_WAITED_SHARE else "")
 

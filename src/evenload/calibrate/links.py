@@ -103,7 +103,7 @@ def _pipeline(mesh: Mesh) -> TransferWork | None:
     """To the next stage, or to the next replica; None for a rank that takes no part, or is alone."""
     if mesh.layout.pp > 1:
         ends = [mesh.rank_of_stage(stage) for stage in (0, 1)]
-        between = mesh.lines.get(mesh.channel("F", 1, pack=0))
+        between = mesh.channel_groups.get(mesh.channel("F", 1, pack=0))
         if mesh.rank not in ends or between is None:
             return None
         group, me = between, int(mesh.rank != min(ends))  # members of a group are in rank order

@@ -42,7 +42,7 @@ class Carried:
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class ChannelEnd:
     """One channel's end: what it carries, the process group and the other rank."""
 
     channel: Channel
@@ -79,16 +79,16 @@ class Line:
 class Sender:
     """Sends of one channel and what of them may still be on its way."""
 
-    line: Line
+    end: ChannelEnd
     kept: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
     num_sent: int = 0
     most_kept: int = 0
 
     def send(self, pack: int, tensor: Tensor) -> None:
         """Send a pack's tensor to the peer. Does not wait for its receipt."""
-        line, tensor = self.line, tensor.contiguous()
-        with line.waiting(pack, "a connection for "):
-            work = dist.isend(tensor, line.peer, group=line.group)
+        end, tensor = self.end, tensor.contiguous()
+        with end.waiting(pack, "a connection for "):
+            work = dist.isend(tensor, end.peer, group=end.group)
         assert work is not None
         self.kept.append((pack, tensor, work))
         self.num_sent += 1
@@ -98,7 +98,7 @@ class Sender:
         """Wait for the first `count` sends of the step and free their tensors."""
         while self.num_sent - len(self.kept) < count:
             pack, _, work = self.kept.popleft()
-            with self.line.waiting(pack, "the receipt of "):
+            with self.end.waiting(pack, "the receipt of "):
                 work.wait()
 
 
@@ -113,14 +113,14 @@ class Channels:
     def __init__(self, order: TransferOrder, mesh: Mesh, rows: Rows, carried: Carried) -> None:
         self._order, self._rows = order, rows
         self._num_stages, self._channel = mesh.layout.num_stages, mesh.channel
-        self._incoming: dict[Channel, Line] = {}
+        self._incoming: dict[Channel, ChannelEnd] = {}
         self._senders: dict[Channel, Sender] = {}
-        for channel, group in mesh.lines.items():
-            line = Line(channel, group, mesh.other_end(channel), carried)
+        for channel, group in mesh.channel_groups.items():
+            end = ChannelEnd(channel, group, mesh.other_end(channel), carried)
             if mesh.receives_on(channel):
-                self._incoming[channel] = line
+                self._incoming[channel] = end
             else:
-                self._senders[channel] = Sender(line)
+                self._senders[channel] = Sender(end)
         self._handed_over: dict[tuple[Channel, int], Tensor] = {}
         self._posted: dict[Receive, Callable[[], Tensor]] = {}
         # Directed channels always have their next receives open.

@@ -92,8 +92,8 @@ class Mesh:
             checkpoints.
         moving: all ranks, on their devices, for what moves between two layouts; None = the layout never changes.
         data: ranks that hold the same weights, all context ranks of all replicas. Of an idle rank itself alone.
-        lines: by channel of this rank, hidden states first, a group of both ends; none where one rank holds both
-            stages.
+        channel_groups: by channel of this rank, hidden states first, a group of both ends; none where one rank holds
+            both stages.
         context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
         tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
         tie: all ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
@@ -113,7 +113,7 @@ class Mesh:
     saving: dist.ProcessGroup
     moving: dist.ProcessGroup | None
     data: dist.ProcessGroup
-    lines: Mapping[Channel, dist.ProcessGroup]
+    channel_groups: Mapping[Channel, dist.ProcessGroup]
     channels: ChannelMode
     context: Mapping[ReplicaBlock, ContextGroup]
     tensor: TensorGroup | None
@@ -260,10 +260,7 @@ def create_meshes(
     }
     meshes = []
     for layout in layouts:
-        if layout.world_size > world_size:
-            raise ConfigError(
-                f"layout {layout.describe()} has {counted(layout.world_size, 'rank')}, {world_size} are running"
-            )
+        assert layout.world_size <= world_size, "`layouts_of` refuses larger ones than the first"
         pool.begin_layout()
         meshes.append(_mesh_of(layout.arrangement, shared, pool))
     meshes[0].watch.name = meshes[0].place
@@ -289,7 +286,7 @@ def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) ->
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
         tensor = TensorGroup(made, watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
-    lines, tie = _stage_groups(layout, rank, pool, shared["channels"])
+    channel_groups, tie = _stage_groups(layout, rank, pool, shared["channels"])
     return Mesh(
         **shared,
         layout=layout,
@@ -298,7 +295,7 @@ def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) ->
         cp_rank=cp_rank,
         tp_rank=tp_rank,
         data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
-        lines=lines,
+        channel_groups=channel_groups,
         context=create_context_groups(layout, rank, pool.take, watch),
         tensor=tensor,
         tie=tie,
@@ -366,7 +363,7 @@ def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) 
     for stage in range(mesh.layout.num_stages - 1):
         # Of both directions between `stage` and the next; to several ranks in their order.
         for wanted in (("F", stage + 1), ("B", stage)):
-            for channel, group in mesh.lines.items():
+            for channel, group in mesh.channel_groups.items():
                 if channel[:2] != wanted or group in used:
                     continue
                 if mesh.receives_on(channel):

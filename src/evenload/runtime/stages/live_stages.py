@@ -230,7 +230,7 @@ class LiveStages:
         """Whether some piece is read, and not sent, inside a machine."""
         return bool(self.moved.shared)
 
-    def look_ahead(self, coming_layout: Callable[[], ParallelLayout | None], headroom_bytes: int) -> None:
+    def preallocate(self, coming_layout: Callable[[], ParallelLayout | None], headroom_bytes: int) -> None:
         """Take the memory of the next step's layout, if that is known and the memory there; on a GPU, which has no page
         faults, nothing."""
         if self.mesh.device.type != "cpu":

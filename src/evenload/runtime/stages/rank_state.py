@@ -133,7 +133,7 @@ class RankState:
 
     def looking_ahead(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
         """Return a function to call often in a step: it prepares a coming change of layout in so many bytes."""
-        return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, headroom_bytes)
+        return (lambda: None) if self.live is None else functools.partial(self.live.preallocate, coming, headroom_bytes)
 
     def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout or generation. `InvalidPlanError`: another layout in one generation. Collective."""
