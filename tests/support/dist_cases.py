@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -10,21 +9,17 @@ import numpy as np
 import torch
 
 from dist_training import COSTS
-from evenload.attention.backends import select_backend
 from evenload.check.runner import gathered_gradients
 from evenload.config.optimizer import OptimizerConfig
 from evenload.config.sections import LoraConfig, RunConfig
 from evenload.config.train_config import ModelConfig
 from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
-from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
-from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import GradientReduction, WeightGathers
-from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.rank_packs import RankStep
-from evenload.runtime.replay.stage import OnFinal, PipelineStage
+from evenload.runtime.replay.stage import OnFinal
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
 from evenload.stepplan.plan_file import forward_only
@@ -86,8 +81,8 @@ def gradients_of_plans(
 
 
 class RankUnderTest:
-    """One rank's part of a tiny model in a layout, as `Trainer` builds it, without data; where the meshes start in
-    another layout, the run has changed to this one."""
+    """One rank's part of a tiny model in a layout, as a `Trainer` has it; where the meshes start in another layout, the
+    run has changed to this one."""
 
     def __init__(
         self,
@@ -98,31 +93,7 @@ class RankUnderTest:
         dtype: torch.dtype,
         lora: LoraConfig | None = None,
     ) -> None:
-        self._mesh = mesh = meshes.of(layout)
-        build = self._build if mesh is meshes.start else self._switch
-        self.stages, self.buffers = build(meshes, tiny_config(kind, **changes), dtype, lora)
-        self._executor = Executor(self.stages, mesh)
-        if mesh.device.type == "cpu":
-            self._executor._copies = SpoiledHostCopies()
-
-    def _build(self, meshes: Meshes, config, dtype: torch.dtype, lora: LoraConfig | None):
-        mesh = meshes.start
-        build = partial(
-            build_stage_model,
-            tp_rank=mesh.tp_rank,
-            dtype=dtype,
-            device=mesh.device,
-            weights=None,
-            seed=3,
-            lora=lora,
-            router_aux_loss_coef=balance_factor(config),
-        )
-        models = build_rank_models(config, mesh.layout, mesh.pp_rank, build)
-        backend = select_backend("auto", mesh.device.type, attention_soft_cap(config), dtype=dtype)
-        stages = {stage: PipelineStage(model, backend, mesh.tensor) for stage, model in models.items()}
-        return stages, flatten_units(tuple(models.values()), dp=mesh.data_size)
-
-    def _switch(self, meshes: Meshes, config, dtype: torch.dtype, lora: LoraConfig | None):
+        config, self._mesh = tiny_config(kind, **changes), meshes.of(layout)
         with tempfile.TemporaryDirectory() as directory:
             config.save_pretrained(directory)
             model = ModelConfig(
@@ -133,11 +104,14 @@ class RankUnderTest:
                 router_aux_loss_coef=balance_factor(config),
             )
             spec = model_from_hf_config(config.to_dict(), config.model_type, dtype.itemsize)
-            run = RunConfig(output_dir=directory, seed=3)
-            state = RankState(model, OptimizerConfig(), run, spec, meshes)
-        state.change_layout(msgspec.structs.replace(self._mesh.layout, generation=1), COSTS)
-        assert state.settle() is not None
-        return state.stages, state.buffers
+            state = RankState(model, OptimizerConfig(), RunConfig(output_dir=directory, seed=3), spec, meshes)
+        if self._mesh is not meshes.start:
+            state.change_layout(msgspec.structs.replace(self._mesh.layout, generation=1), COSTS)
+            assert state.settle() is not None
+        self.stages, self.buffers = state.stages, state.buffers
+        self._executor = Executor(self.stages, self._mesh)
+        if self._mesh.device.type == "cpu":
+            self._executor._copies = SpoiledHostCopies()
 
     def run(
         self, plan: StepPlan, batch: dict, exchange: str, *, is_overlapped: bool = True
