@@ -52,16 +52,12 @@ class PackErrors(Frozen):
 
 
 class BatchRun(Frozen):
-    """One global batch under one strategy.
+    """One global batch, by its number, under one strategy.
 
     Args:
-        batch: number of the global batch.
-        plan_digest: of what was executed.
         documents, tokens: trained, padding not counted.
         num_packs: forward packs of the replica that has most.
         measured_s: step seconds of every round, of the slowest rank.
-        predicted_s: step seconds of the plan.
-        packs: errors of pack seconds.
         measured_peak_bytes, predicted_peak_bytes: of the fullest rank; on a CPU, where no allocator counts, of what the
             activation stores hold and what stays for the step, without the buffers of a running action.
         loss: mean over the batch's label tokens.
@@ -176,7 +172,7 @@ def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1)
 
     A neighbour that slows a round slows both, so what counts is by how much ln(one / other) of a batch differs between
     rounds: from that deviation follows the error of medians of so many rounds (sqrt(pi / 2) times that of means), and
-    with Student's factor the interval. It assumes that what disturbs one step of a pair disturbs few others.
+    with Student's factor the interval.
 
     Args:
         comparisons: that are made at once and shall all be right with 95 % probability (Bonferroni).
@@ -197,19 +193,15 @@ def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1)
 
 
 class RecordedBatch(Frozen):
-    """A global batch.
-
-    Args:
-        step: its number in the run, which is part of a plan's digest.
-        documents: (id, tokens, tokens with labels) in the order of arrival.
-    """
+    """A global batch: its number in the run, which is part of a plan's digest, and (id, tokens, tokens with labels) of
+    its documents in the order of arrival."""
 
     step: int
     documents: tuple[tuple[int, int, int], ...]
 
 
 class BenchInputs(Frozen):
-    """Everything but the costs.
+    """Everything, but the costs, from which the same plans are made again.
 
     Args:
         options: the tables of `plan.options` in a configuration, the limit of packs filled in.
@@ -246,8 +238,6 @@ class BenchResult(Frozen):
         runs: in the order asked for.
         left_out: strategies that could not run these batches, or that 'all' leaves out.
         loss_difference: the most that the loss of a batch differs between strategies, relative.
-        load: of the machine while it was measured.
-        coefficients, inputs: from which the same plans are made again.
     """
 
     facts: tuple[tuple[str, str], ...]

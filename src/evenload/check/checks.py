@@ -7,7 +7,7 @@ Price: four steps.
 
 **Invariance**: loss and gradients do not depend on how a batch is packed, cut or scheduled. Plans of several
 strategies, and one with short slices, are compared with plain training in float64: transformers' own model, one
-document at a time, torch's autograd. Ours may be off twice as far as plain training in the configured precision (at
+document at a time, torch's autograd. They may be off twice as far as plain training in the configured precision (at
 least 1e-6 in float32, 1e-2 in bfloat16, 1e-10 in float64), and no parameter may be plainly wrong. Price: a step a plan,
 plain training twice.
 

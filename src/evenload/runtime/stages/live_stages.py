@@ -45,7 +45,7 @@ from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import BufferGroup, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
-from evenload.runtime.stages.rank_stages import RankStages, build_models, dtype_of, unit_modules
+from evenload.runtime.stages.rank_stages import RankStages, build_models, dtype_of, stage_models, unit_modules
 from evenload.runtime.stages.twin_layer import (
     MASTER_NAME,
     WEIGHTS,
@@ -185,15 +185,15 @@ class LiveStages:
         mesh, tp = self.mesh, self.mesh.layout.tp
         hf_config, models, self._backend = build_models(model, run, spec, mesh)
         parts = tuple(models.values())
-        self._modules = unit_modules(parts, dtype=dtype_of(model), lora=model.lora, tp_rank=mesh.tp_rank, tp=tp)
+        self._whole, held = unit_modules(parts, dtype=dtype_of(model), lora=model.lora, tp_rank=mesh.tp_rank, tp=tp)
         # Of all stages, so that a piece takes as much memory on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(parts, mesh.data_size, data_sizes)
-        self._pieces = live_pieces(self._modules, buffers, data_sizes, mesh.device)
+        self._pieces = live_pieces(self._whole, held, buffers, data_sizes, mesh.device)
         self._layer, self.twins = share_pieces(twin_bytes, self._pieces, meshes)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         self._state = ReplayState(backend=self._backend)
-        make_layers_replayable(self._modules.layers, self._state, self._modules.architecture, mesh.tensor)
+        make_layers_replayable(self._whole.layers, self._state, self._whole.architecture, mesh.tensor)
         stages = {index: self._stage(part) for index, part in models.items()}
         self.held = RankStages(hf_config, stages, buffers, frozen_bytes(parts))
         self._arrival: StateArrival | None = None
@@ -326,7 +326,7 @@ class LiveStages:
         mesh, reading = self.mesh, Reading(self._layer, self.mesh)
         meshes = {most_layers(layout): self._meshes.of(layout) for layout in self._meshes.layouts}
         least, most = min(meshes), max(meshes)
-        layers = range(1, len(self._modules.layers) + 1)
+        layers = range(1, len(self._whole.layers) + 1)
         stand_ins = [live.stand_in() for live in self._pieces if live.piece.unit in layers]
         is_first = mesh.rank % mesh.ranks_per_machine == 0
         scratch = torch.zeros(_LEAST_BYTES, dtype=torch.uint8)
@@ -364,7 +364,7 @@ class LiveStages:
         """Do what a switch does except moving."""
         self._moves_to(mesh)
         self._layer.bring_weights(Moves(weights=(), state=()), self.mesh, 0)
-        models = tuple(self._modules.stage_models(mesh.layout, mesh.pp_rank).values())
+        models = tuple(stage_models(self._whole, mesh.layout, mesh.pp_rank).values())
         for model in models:
             self._stage(model)
         list(buffer_groups(models))
@@ -377,7 +377,7 @@ class LiveStages:
         return self._pieces[self._index_of[id(group.parameters[0])]]
 
     def _arranged(self, mesh: Mesh) -> RankStages[PipelineStage]:
-        models = self._modules.stage_models(mesh.layout, mesh.pp_rank)
+        models = stage_models(self._whole, mesh.layout, mesh.pp_rank)
         groups = list(buffer_groups(tuple(models.values())))
         return replace(
             self.held,

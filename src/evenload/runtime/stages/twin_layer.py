@@ -41,6 +41,7 @@ from evenload.errors import EvenloadError
 from evenload.plan.layouts.moves import Move, Moves, Piece, state_share
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import Background
+from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.parameter_units import (
     BufferGroup,
     FlatBuffer,
@@ -50,7 +51,6 @@ from evenload.runtime.optim.parameter_units import (
     tied_names,
     unit_groups,
 )
-from evenload.runtime.stages.rank_stages import UnitModules
 
 PAGE_BYTES = mmap.PAGESIZE
 _RELEASED_AT_ONCE = 2**22
@@ -401,13 +401,18 @@ class LivePiece:
 
 
 def live_pieces(
-    modules: UnitModules, buffers: Sequence[FlatBuffer], data_sizes: Sequence[int], device: torch.device
+    whole: StageModel,
+    held: Collection[int],
+    buffers: Sequence[FlatBuffer],
+    data_sizes: Sequence[int],
+    device: torch.device,
 ) -> list[LivePiece]:
-    """Return all pieces of the model in the order of units, the same on all ranks; held ones have these buffers."""
-    tied = tied_names(modules.config, modules.architecture)
+    """Return all pieces of the model in the order of units, the same on all ranks. Those whose parameters are `held`,
+    by id, have these buffers where they are trained."""
+    tied = tied_names(whole.config, whole.architecture)
     buffer_of = {id(buffer.parameters[0]): buffer for buffer in buffers}
     pieces = []
-    for unit, named in enumerate(modules.named_units()):
+    for unit, named in enumerate(whole.named_units()):
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         groups: list[tuple[Sequence[nn.Parameter], BufferGroup | None]] = [
             (group.parameters, group) for group in unit_groups(trained, tied, unit)
@@ -421,14 +426,14 @@ def live_pieces(
                 parameters,
                 group,
                 buffer_of.get(id(parameters[0])),
-                at_both_ends=bool(tied) and parameters[0] is modules.embedding.weight,
+                at_both_ends=bool(tied) and whole.embedding is not None and parameters[0] is whole.embedding.weight,
                 data_sizes=data_sizes,
                 device=device,
-                is_held=id(parameters[0]) in modules.held,
+                is_held=id(parameters[0]) in held,
             )
             for parameters, group in groups
         ]
-    for module in modules.modules:
+    for module in whole.modules:
         module.to(device)  # what is no parameter: parameters without values are there already
     return pieces
 
