@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dist_training import assert_same_training
 from small_run import write_small_run
 from sweeps import sweep
-from switch_cases import Outcome, changed_by_moving, refused_layouts, scripted_run
+from switch_cases import changed_by_moving, refused_layouts, scripted_run
 from training_cases import write_training_config
 
 LAYOUTS = ["pp=4", "pp=2,dp=2", "dp=4", "pp=3,layers=1+2+1", "pp=3,devices=1+2+1"]
@@ -29,15 +30,6 @@ def settings(tmp_path: Path, name: str, *more: str, layouts: list[str] | None = 
     # At a rate at which AdamW does not blow rounding of tiny gradients up within so many steps.
     fixed = ["optimizer.learning_rate=1e-3", "plan.strategy=balanced", "data.batch_documents=4", f"train.steps={STEPS}"]
     return [*chosen, *fixed, f"train.output_dir={tmp_path / name}", *more]
-
-
-def assert_same_training(found: Outcome, expected: Outcome, tolerance: float) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
-    assert found.norms == pytest.approx(expected.norms, rel=10 * tolerance)
-    assert found.state.keys() == expected.state.keys()
-    for name, tensor in expected.state.items():
-        difference = np.linalg.norm(found.state[name] - tensor)
-        assert difference <= tolerance * max(np.linalg.norm(tensor), 1e-12), name
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dist_training import run_outcome, whole_state
 from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.errors import ConfigError
@@ -18,9 +19,8 @@ from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.optimizer import ShardedOptimizer, orthogonalised
 from evenload.runtime.optim.parameter_units import flatten_units
 from gloo_pool import TIMEOUT_S
-from switch_cases import whole_state
 from training_cases import STEPS, UNEVEN_TEXTS, plain_losses, plain_model, plain_optimizers, write_training_config
-from validation_cases import averaged_export, plain_validation, validated_run
+from validation_cases import averaged_export, plain_validation
 
 
 def given_gradient(name: str, shape: Iterable[int], step: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def run(gloo_pool, config_file: Path, ranks: int, *settings: str, stop_after: int = STEPS):
-    return gloo_pool.run(ranks, validated_run, str(config_file), list(settings), 2**34, stop_after)[0]
+    return gloo_pool.run(ranks, run_outcome, str(config_file), list(settings), 2**34, stop_after)[0]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 10), (10, 24), (16, 16)])

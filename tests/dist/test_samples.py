@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM
 
+from dist_training import assert_same_training, run_outcome
 from evenload.cli.worker_setup import require_runnable
 from evenload.config.sections import SamplesConfig
 from evenload.config.train_config import load_train_config
@@ -19,7 +20,6 @@ from evenload.errors import ConfigError
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.stages.evaluation import Sampler
 from training_cases import write_training_config
-from validation_cases import validated_run
 
 PROMPTS = ("document ", "a")
 SAMPLES = [f"samples.prompts={list(PROMPTS)}", "samples.every_steps=2", "samples.max_new_tokens=12"]
@@ -34,10 +34,8 @@ def test_samples_are_transformers_own_and_change_nothing(gloo_pool, config_file,
     settings, found = ["parallel.dp=2"], {}
     for name, more in (("with", SAMPLES), ("without", [])):
         here = [*settings, *more, f"train.output_dir={tmp_path / name}"]
-        found[name] = gloo_pool.run(2, validated_run, str(config_file), here, 2**34, 4)[0]
-    assert found["with"].losses == found["without"].losses
-    for name, value in found["without"].state.items():
-        assert np.array_equal(found["with"].state[name], value), name
+        found[name] = gloo_pool.run(2, run_outcome, str(config_file), here, 2**34, 4)[0]
+    assert_same_training(found["with"], found["without"], 0.0)
     assert [(one.step, one.prompt) for one in found["with"].samples] == [(s, p) for s in (1, 3) for p in PROMPTS]
     expected = [plain_text(config_file, found["with"].state, prompt) for prompt in PROMPTS]
     assert [one.text for one in found["with"].samples[-2:]] == expected

@@ -4,20 +4,17 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_training import COSTS, make_trainer
+from dist_training import COSTS, Outcome, make_trainer, outcome_of, whole_state
 from evenload.config.planner import run_planner
 from evenload.errors import InvalidPlanError
 from evenload.plan.layouts.moves import moved_bytes, plan_moves
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.runtime.checkpoint.checkpoint import TensorState, run_tensors
-from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, split_layout
 from evenload.types.plan import seal
@@ -59,18 +56,6 @@ class ScriptedTrainer(Trainer):
         return None
 
 
-class Outcome(NamedTuple):
-    """Of a run, on rank 0: by step its loss, gradient norm and layout; every switch; all tensors of a checkpoint at the
-    end, whole; process groups that were made."""
-
-    losses: list[float]
-    norms: list[float]
-    layouts: list[str]
-    switches: list[Switch]
-    state: dict[str, np.ndarray]
-    num_groups: int
-
-
 def scripted_run(
     config_file: str, overrides: list[str], script: Sequence[int], stop_after: int, export: bool = False
 ) -> Outcome | None:
@@ -82,17 +67,7 @@ def scripted_run(
     trainer.save()
     if export:
         trainer.export()
-    state = whole_state(trainer.state)
-    if trainer.mesh.rank != 0:
-        return None
-    return Outcome(
-        losses=[float(report.row["loss"]) for report in reports],
-        norms=[float(report.row["grad_norm"]) for report in reports],
-        layouts=[str(report.row["layout"]) for report in reports],
-        switches=[report.switch for report in reports if report.switch is not None],
-        state=state,
-        num_groups=trainer.meshes.num_groups,
-    )
+    return outcome_of(trainer, reports)
 
 
 def changed_by_moving(
@@ -148,31 +123,3 @@ def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
         except InvalidPlanError as error:
             said.append(str(error))
     return said
-
-
-def whole_state(state: TensorState) -> dict[str, np.ndarray]:
-    """Weights and optimizer state by name, joined from all ranks, whose copies are the same to the bit. Collective."""
-    mesh = state.mesh
-    mine = {
-        name: (tensor.shape, [(at, as_numpy(piece)) for at, piece in tensor.pieces.items()])
-        for name, tensor in run_tensors(state).items()
-    }
-    everyone: list[dict] = [{}] * mesh.num_ranks
-    dist.all_gather_object(everyone, mine, group=mesh.control)
-    whole: dict[str, np.ndarray] = {}
-    known: dict[str, np.ndarray] = {}
-    for name, (shape, pieces) in ((name, held) for one in everyone for name, held in one.items()):
-        for offsets, local in pieces:
-            target = whole.setdefault(name, np.zeros(shape, local.dtype))
-            seen = known.setdefault(name, np.zeros(shape, bool))
-            place = tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))
-            assert np.array_equal(target[place][seen[place]], local[seen[place]]), f"copies of {name} differ"
-            target[place], seen[place] = local, True
-    assert all(seen.all() for seen in known.values())
-    return whole
-
-
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy; bf16, which numpy does not know, as its bits."""
-    tensor = tensor.detach().clone()
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

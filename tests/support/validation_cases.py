@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dist_training import COSTS, make_trainer, trained_to
+from dist_training import COSTS, make_trainer, whole_state
 from evenload.config.sections import validation_data
 from evenload.config.train_config import load_train_config
 from evenload.data.loader import GlobalBatchLoader
@@ -18,36 +18,7 @@ from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.trainer import Trainer
-from evenload.types.run import Sample, Validation
-from switch_cases import whole_state
-
-
-class ValidatedRun(NamedTuple):
-    """Of a run, on rank 0: losses of its steps, passes over the validation data, layouts that ran; all tensors at the
-    end, whole."""
-
-    losses: list[float]
-    validations: list[Validation]
-    layouts: list[str]
-    state: dict[str, np.ndarray]
-    samples: list[Sample]
-
-
-def validated_run(
-    config_file: str, overrides: list[str], memory_cap_bytes: int, stop_after: int
-) -> ValidatedRun | None:
-    """As `trained_to`."""
-    trainer, reports = trained_to(stop_after, config_file, overrides, memory_cap_bytes)
-    state = whole_state(trainer.state)
-    if trainer.mesh.rank != 0:
-        return None
-    return ValidatedRun(
-        losses=[float(report.row["loss"] or 0.0) for report in reports],
-        validations=[report.validation for report in reports if report.validation is not None],
-        layouts=[str(report.row["layout"]) for report in reports],
-        state=state,
-        samples=[sample for report in reports for sample in report.samples],
-    )
+from evenload.types.run import Validation
 
 
 class PlainLoss(NamedTuple):
