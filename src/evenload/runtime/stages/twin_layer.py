@@ -318,7 +318,7 @@ class LivePiece:
         assert values is not None
         return values[: self.piece.num_elements]
 
-    def mark(self, num_updates: int) -> int:
+    def updates_after(self, num_updates: int) -> int:
         """Return the updates that its weights are of after so many: frozen ones never see any."""
         return num_updates if self.is_trained else 0
 
@@ -449,7 +449,7 @@ class TwinLayer:
         if self.twins is None:
             return
         for index, live in enumerate(self.pieces):
-            self.twins.mark(index, live.mark(num_updates) if live.is_held and index not in but else None)
+            self.twins.mark(index, live.updates_after(num_updates) if live.is_held and index not in but else None)
 
     def wait_for_all(self, mesh: Mesh, what: str, group: dist.ProcessGroup | None) -> None:
         """Wait until all ranks have read, or marked, what they had to, where they share memory. Collective."""
@@ -510,7 +510,7 @@ class TwinLayer:
         for move, parts in reads:
             assert self.twins is not None
             for name, part in parts.items():
-                mark = self.pieces[move.piece].mark(num_updates)
+                mark = self.pieces[move.piece].updates_after(num_updates)
                 self.twins.read(move.piece, name, move.source, move.start, part, mark)
         meanwhile()
         with mesh.watch.waiting(what):
