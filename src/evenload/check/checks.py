@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from evenload.check.runner import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, failed, passed, skipped
+from evenload.check.runner import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, judged, skipped
 from evenload.config.planner import run_host, run_options, run_planner
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
@@ -102,11 +102,11 @@ def check_isolation(
     )
     if not max(leak, noise if mesh.device.type == "cpu" else 0.0) <= allowed:
         why = "tokens of one document reach another in the same pack: attention or labels cross a boundary"
-        return failed("isolation", found.replace("unchanged to", "changed by"), why)
+        return judged("isolation", found.replace("unchanged to", "changed by"), why)
     if blind:
         why = f"{blind} of {observed} documents' rows did not change with their tokens: the probe does not see them"
-        return failed("isolation", found, why)
-    return passed("isolation", found)
+        return judged("isolation", found, why)
+    return judged("isolation", found)
 
 
 def _with_other_tokens(
@@ -196,9 +196,7 @@ def check_invariance(
     )
     if left_out:
         found += f"; not run: {'; '.join(left_out)}"
-    if failures:
-        return failed(name, found, "; ".join(failures))
-    return passed(name, found)
+    return judged(name, found, "; ".join(failures))
 
 
 def _errors(
@@ -306,8 +304,8 @@ def check_resume(config: TrainConfig, coefficients: CostCoefficients, memory_cap
     shared = [differences[:4]]
     dist.broadcast_object_list(shared, src=0, group=mesh.control)
     if shared[0]:
-        return failed("resume", f"{same}: not as without", "; ".join(shared[0]))
-    return passed("resume", f"{same}: batches, losses and gradient norms equal to the bit")
+        return judged("resume", f"{same}: not as without", "; ".join(shared[0]))
+    return judged("resume", f"{same}: batches, losses and gradient norms equal to the bit")
 
 
 def _rows(trainer: Trainer, coefficients: CostCoefficients, memory_cap_bytes: int) -> list[tuple]:
@@ -404,11 +402,9 @@ def check_ledger(survey: Survey) -> Verdict:
     account = "; ".join(line for line in lines if " 0 documents 0 tokens" not in line)
     steps, documents = counted(survey.steps, "step"), counted(survey.documents, "document")
     found = f"{extent}, {steps} of {documents}, {survey.tokens:,} tokens: {account}"
-    if survey.ledger_error:
-        return failed("ledger", found, survey.ledger_error)
-    if not survey.steps:
+    if not survey.steps and not survey.ledger_error:
         return skipped("ledger", found, "no step could be planned; see memory")
-    return passed("ledger", found)
+    return judged("ledger", found, survey.ledger_error)
 
 
 def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdict:
@@ -419,9 +415,9 @@ def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdic
             f"fullest of {len(survey.peaks)} steps of {strategy}: {format_bytes(peak)} predicted in step {step} "
             f"(longest document {longest:,} tokens), {found}"
         )
-    if survey.memory_error:
-        return failed("memory", found, survey.memory_error)
-    return passed("memory", found) if survey.peaks else skipped("memory", "", "no step could be read; see ledger")
+    if not survey.peaks and not survey.memory_error:
+        return skipped("memory", "", "no step could be read; see ledger")
+    return judged("memory", found, survey.memory_error)
 
 
 _COMPARED = tuple(one.name for one in (PADDED, BEST_FIT, BALANCED, SLIMPACK))
@@ -467,7 +463,7 @@ def run_checks(
         except RankLostError:
             raise
         except EvenloadError as error:
-            verdicts.append(failed(name, "", str(error)))
+            verdicts.append(judged(name, "", str(error)))
     on_start("ledger and memory")
     surveyed: list[list[Verdict]] = [[]]
     if mesh.rank == 0:

@@ -64,12 +64,9 @@ class Verdict(Frozen):
     why: str = ""
 
 
-def passed(name: str, found: str) -> Verdict:
-    return Verdict(name=name, outcome="pass", found=found)
-
-
-def failed(name: str, found: str, why: str) -> Verdict:
-    return Verdict(name=name, outcome="fail", found=found, why=why)
+def judged(name: str, found: str, why: str = "") -> Verdict:
+    """Return a verdict that fails where there is a reason."""
+    return Verdict(name=name, outcome="fail" if why else "pass", found=found, why=why)
 
 
 def skipped(name: str, found: str, why: str) -> Verdict:
@@ -229,8 +226,8 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
 
 def _layer_of(name: str, names: ModuleNames) -> int:
     """Return the index of a tensor's layer; -1 for those of none."""
-    found = re.match(rf"({names.decoder}\.)?{names.layers}\.(\d+)\.", name)
-    return int(found.group(2)) if found else -1
+    match = re.match(rf"({names.decoder}\.)?{names.layers}\.(\d+)\.", name)
+    return int(match.group(2)) if match else -1
 
 
 Seen = dict[tuple[str, int, int], Tensor]
