@@ -8,7 +8,6 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM
 
 from dist_training import assert_same_training, run_outcome
 from evenload.cli.worker_setup import require_runnable
@@ -17,9 +16,8 @@ from evenload.config.train_config import load_train_config
 from evenload.data.config import DataConfig
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.model.configured import load_config
 from evenload.runtime.stages.evaluation import Sampler
-from training_cases import write_training_config
+from training_cases import model_of_state, write_training_config
 
 PROMPTS = ("document ", "a")
 SAMPLES = [f"samples.prompts={list(PROMPTS)}", "samples.every_steps=2", "samples.max_new_tokens=12"]
@@ -44,11 +42,7 @@ def test_samples_are_transformers_own_and_change_nothing(gloo_pool, config_file,
 @torch.no_grad()
 def plain_text(config_file: Path, state: dict[str, np.ndarray], prompt: str) -> str:
     """The whole text through the model once for every token."""
-    hf, tokenizer = load_config(load_train_config(config_file, []).model.path), ByteTokenizer()
-    hf._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
-    own = {name: state[f"model.{name}"] for name in model.state_dict() if f"model.{name}" in state}
-    model.load_state_dict({name: torch.from_numpy(value) for name, value in own.items()}, strict=False)
+    model, tokenizer = model_of_state(load_train_config(config_file, []), state), ByteTokenizer()
     tokens = tokenizer.encode(prompt).tolist()
     written: list[int] = []
     while len(written) < 12:

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dist_training import make_trainer, memory_steps, train_steps
@@ -22,7 +21,7 @@ from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.model.configured import load_config
 from quick_calibration import quick_calibration
 from sweeps import sweep
-from training_cases import STEPS, UNEVEN_TEXTS, plain_losses, write_training_config
+from training_cases import STEPS, UNEVEN_TEXTS, loss_of, plain_losses, write_training_config
 
 
 @pytest.fixture(scope="module")
@@ -194,12 +193,8 @@ def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path, 
     for _ in range(3):
         batch = loader.next_batch()
     assert batch is not None
-    total = 0.0
-    for tokens in batch.tokens.values():
-        row = torch.from_numpy(tokens).long()
-        total += nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum").item()
     continued = gloo_pool.run(num_ranks(sizes), train_steps, str(config_file), overrides, 3)[0]
-    assert continued[0] == pytest.approx(total / batch.num_label_tokens, rel=1e-9)
+    assert continued[0] == pytest.approx(loss_of(model, batch), rel=1e-9)
 
 
 def test_where_memory_is_short_a_run_goes_on_with_less_of_it(gloo_pool, config_file, tmp_path):

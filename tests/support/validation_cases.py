@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from dist_training import COSTS, make_trainer, whole_state
 from evenload.config.sections import validation_data
@@ -16,9 +15,9 @@ from evenload.config.train_config import load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
-from evenload.runtime.model.configured import load_config
 from evenload.runtime.trainer import Trainer
 from evenload.types.run import Validation
+from training_cases import model_of_state
 
 
 class PlainLoss(NamedTuple):
@@ -35,13 +34,7 @@ def plain_validation(config_file: Path, overrides: Iterable[str], state: dict[st
     """The validation documents of a run, one after the other through transformers' model with these weights."""
     config = load_train_config(config_file, list(overrides))
     assert config.validation is not None
-    hf = load_config(config.model.path)
-    hf._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
-    named = {name.removeprefix("model."): torch.from_numpy(value) for name, value in state.items()}
-    names = set(model.state_dict())
-    missing, _ = model.load_state_dict({n: v for n, v in named.items() if n in names}, strict=False)
-    assert set(missing) <= {"lm_head.weight"}, missing
+    model = model_of_state(config, state)
     loader = GlobalBatchLoader(validation_data(config.data, config.validation))
     found = []
     while (batch := loader.next_batch()) is not None:
