@@ -246,12 +246,14 @@ class LiveStages:
             if not live.is_held:
                 steps.append((partial(self._take, index, sources.get(index), there), live.give_back))
                 taken_bytes += live.held_bytes
+            if (places := live.shared) is None:
+                continue
             had = live.share_in(self.mesh) if live.is_held else (0, 0)
-            for start, stop in without(live.share_in(mesh), had) if live.shared is not None else ():
+            for start, stop in without(live.share_in(mesh), had):
                 taken_bytes += live.piece.state_bytes * (stop - start)
                 for name in live.state_names:
                     at = name, start, stop
-                    steps.append((partial(live.shared.touch, *at), partial(live.shared.release, *at)))
+                    steps.append((partial(places.touch, *at), partial(places.release, *at)))
         if taken_bytes <= headroom_bytes:
             after = None if self._arrival is None else self._arrival.thread
             self._preallocated = Preallocated(mesh, steps, there, after)
