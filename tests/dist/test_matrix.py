@@ -138,10 +138,12 @@ def test_refused_pairs_are_refused_at_start_with_their_reason(config_file, rule)
 def start(config_file, values):
     """What a run with these values of axes does before it starts processes."""
     settings = [text for axis, value in values.items() for text in settings_of(axis, value, config_file.parent)]
+    layout = values.get("layout", "dp2")
+    if "layout" not in values and (values.get("strategy") == "flexpipe" or values.get("switch") == "on"):
+        settings += settings_of("layout", layout, config_file.parent)  # there are others
     if values.get("switch") == "on":
-        layout = values.get("layout", "dp2")
         before = ",".join(f"{name}={size}" for name, size in sizes_before(layout).items())
-        settings += [*settings_of("layout", layout, config_file.parent), f"plan.layouts={[before]}"]
+        settings.append(f"plan.layouts={[before]}")
     return require_runnable(load_train_config(config_file, settings))
 
 
