@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.units import forward_units, pack_features, shares_before
+from evenload.cost.units import pack_features, stage_units, unit_shares
 from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -78,10 +78,10 @@ def test_units_are_read_from_the_embedding_upwards():
     """A forward of 4 tokens: the embedding 2, each layer the same; the head belongs to the backward."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=3))
     features = pack_features(costs, [(SliceColumns.from_ranges([[(0, 0, 4)]]), 0)])
-    assert [forward_units(costs, stage) for stage in range(3)] == [[0, 1], [2], [3]]
-    before = shares_before(costs, features, 0)[0].tolist()
+    assert [stage_units(costs, stage, "forward") for stage in range(3)] == [[0, 1], [2], [3]]
+    before = unit_shares(costs, features, 0, "forward")[0].tolist()
     assert before[0] == 0 < before[1] < 1
-    assert shares_before(costs, features, 2)[0].tolist() == [0]
+    assert unit_shares(costs, features, 2, "forward")[0].tolist() == [0]
 
 
 def planner_of(beside, bandwidth_bytes_per_s=1e2, sizes=(("dp", 2),), **changes):

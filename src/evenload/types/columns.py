@@ -84,16 +84,6 @@ class SliceColumns:
         sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
         return sums.astype(np.float64, copy=False)
 
-    def assigned(self, chosen: NDArray[np.bool_], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
-        """Some slices, without padding, assigned to packs anew; in their order inside a pack.
-
-        Args:
-            chosen: bool[num_slices].
-            pack: int64[num_slices], the new pack of every slice.
-        """
-        order = np.flatnonzero(chosen)[np.argsort(pack[chosen], kind="stable")]
-        return self.taken(order, pack[order], num_packs)
-
     def taken(self, index: NDArray[np.int64], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
         """The slices with these indices, some perhaps several times, without padding.
 
@@ -247,13 +237,3 @@ class WorkCurve:
             raise ConfigError(f"work curve: {self} has a negative or non-finite coefficient")
         if any(window < 0 for _, window in self.attention_s):
             raise ConfigError(f"work curve: windows {[w for _, w in self.attention_s]} must be >= 0 (0 = full)")
-
-    def slice_works_s(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of non-empty slices; start, stop: int64[n]; returns float64[n].
-
-        The order of operations is part of the contract: the native core repeats it bit for bit.
-        """
-        work = self.linear_s * (stop - start).astype(np.float64)
-        for coef, window in self.attention_s:
-            work = work + coef * causal_pairs(start, stop, window)
-        return work + self.slice_s

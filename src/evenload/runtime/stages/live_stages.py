@@ -29,7 +29,7 @@ from torch import Tensor
 from evenload.config.optimizer import OptimizerConfig
 from evenload.config.sections import RunConfig
 from evenload.config.train_config import ModelConfig
-from evenload.cost.coefficients import CopySpec, CostCoefficients, most_layers
+from evenload.cost.coefficients import CopySpec, CostCoefficients
 from evenload.cost.validity import completed_between_layouts
 from evenload.errors import ConfigError
 from evenload.feed.step_maker import PlannedStep
@@ -326,7 +326,11 @@ class LiveStages:
         were 1.6 to 1.9 times too short.
         """
         mesh, reading = self.mesh, Reading(self._layer, self.mesh)
-        meshes = {most_layers(layout): self._meshes.of(layout) for layout in self._meshes.layouts}
+        meshes: dict[int, Mesh] = {}
+        for layout in self._meshes.layouts:
+            stages = map(layout.stages_of_rank, range(layout.pipeline_ranks))
+            most_layers = max(sum(layout.stage_counts[stage] for stage in own) for own in stages)
+            meshes[most_layers] = self._meshes.of(layout)
         least, most = min(meshes), max(meshes)
         layers = range(1, len(self._whole.layers) + 1)
         stand_ins = [live.stand_in() for live in self._pieces if live.piece.unit in layers]
