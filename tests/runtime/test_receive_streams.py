@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenload.runtime.comm.channels import Carried, Line
+from evenload.runtime.comm.channels import Carried, ChannelEnd
 from fake_streams import Device
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def line(device, monkeypatch):
     monkeypatch.setattr(dist, "irecv", irecv)
     watch = SimpleNamespace(waiting=lambda *_: nullcontext())
     carried = Carried(hidden_size=2, dtype=torch.float64, device=CPU, watch=watch, stream=device.Stream(CPU))
-    return Line(("F", 1), None, 0, carried)
+    return ChannelEnd(("F", 1), None, 0, carried)
 
 
 def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reader_of_its_memory(
@@ -43,7 +43,7 @@ def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reade
     memory, seen = torch.full((3, 2), -1.0, dtype=torch.float64), []
     device.compute.queue(lambda: seen.append(memory.clone()))
     monkeypatch.setattr(torch, "empty", lambda *shape, **_: memory)
-    tensor = line.post_receive(0, 3).wait()
+    tensor = line.post_receive(0, 3)()
     device.compute.queue(lambda: seen.append(tensor.clone()))
     device.end()
     assert [float(one.mean()) for one in seen] == [-1.0, 0.0]
@@ -53,7 +53,7 @@ def test_received_tensors_go_when_the_host_lets_them_go(device, line):
     """The allocator is told of no second stream, for which it would keep memory until the device is there."""
     alive, posted = [], [line.post_receive(pack, 3) for pack in range(2)]
     for pack in range(2, 8):
-        tensor = posted.pop(0).wait()
+        tensor = posted.pop(0)()
         alive.append(weakref.ref(tensor))
         del tensor
         posted.append(line.post_receive(pack, 3))

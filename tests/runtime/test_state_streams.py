@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evenload.plan.layouts.moves import Piece
-from evenload.runtime.stages.arrivals import StateArrival
+from evenload.runtime.stages.twin_layer import StateArrival, TwinLayer
 from evenload.types.layout import even_layout
 from fake_streams import Device
 
@@ -28,19 +28,22 @@ def mesh(dp: int) -> SimpleNamespace:
 def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_moves(device, monkeypatch):
     old, seen = torch.full((4,), torch.nan), []
 
-    def keep(arrival, index, wanted, shards) -> None:
-        device.current_stream(arrival._new.device).queue(lambda: shards["exp_avg"].copy_(old[: wanted[1]]))
+    def keep(arrival, after) -> None:
+        kept = after[0]["exp_avg"]
+        device.current_stream(arrival._new.device).queue(lambda: kept.copy_(old[: len(kept)]))
 
-    monkeypatch.setattr(StateArrival, "_keep", keep)
+    monkeypatch.setattr(StateArrival, "_keep_all", keep)
     live = SimpleNamespace(
         piece=Piece(unit=0, num_elements=4, weight_bytes=4, state_bytes=4),
         is_held=True,
+        is_trained=True,
         shared=None,
         state_names=("exp_avg",),
         buffer=SimpleNamespace(grads=torch.zeros(4)),
+        share_in=lambda mesh: (0, 4 // mesh.data_size),
     )
     device.compute.queue(lambda: old.copy_(torch.arange(4.0)))
-    arrival = StateArrival([live], (), mesh(1), mesh(2), {0: {"exp_avg": old}})
+    arrival = StateArrival(TwinLayer([live], None), (), mesh(1), mesh(2), {0: {"exp_avg": old}}, 0)
     arrival.thread.join()
     ordered_behind = len(device.compute.entries)
     device.compute.queue(lambda: seen.append("step"))

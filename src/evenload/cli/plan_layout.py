@@ -11,17 +11,10 @@ from rich.table import Table
 from evenload.cli.options import print_lines, progress_bar
 from evenload.cli.plan_inputs import PlanInputs
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.explore.batches import SampledBatch
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress
 from evenload.explore.evaluate import StrategyPlanners
-from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult
+from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult, LayoutSearch, StrategyLayouts, fair_planners
 from evenload.explore.stage_layers import balanced_layout, default_layout
-from evenload.explore.strategy_layouts import (
-    StrategyLayouts,
-    fair_planners,
-    fitting_layouts,
-    planners_in,
-    search_strategies,
-)
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.auto import AUTO
@@ -135,21 +128,14 @@ class SearchedLayouts:
 
     def planners(self, inputs: PlanInputs, batches: Sequence[SampledBatch]) -> StrategyPlanners:
         """Plan every strategy in its own best layout; `best_fit` in other windows in the one that is best for it."""
-        costs = inputs.costs
+        search = _layout_search(inputs, batches)
 
         def planners_of(result: LayoutResult) -> StrategyPlanners:
-            planners = planners_in(
-                result,
-                costs.model,
-                costs.of(result.parallel_layout()),
-                batches,
-                inputs.options,
-                room_bytes=inputs.memory_cap_bytes,
-                host=inputs.host,
-            )
+            planners = search.planners(result)
             if planners.stands_for is not None:
                 return planners  # A part has no other layouts to change to.
-            return replace(planners, flexible=FlexPlanner(planners.planner, costs.of, layouts=inputs.switch_layouts))
+            flexible = FlexPlanner(planners.planner, inputs.costs.of, layouts=inputs.switch_layouts)
+            return replace(planners, flexible=flexible)
 
         own = {one.strategy: planners_of(one.best) for one in self.results}
         baseline = None
@@ -162,18 +148,8 @@ def search_all_layouts(
     inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...], console: Console, limit_s: float
 ) -> SearchedLayouts:
     """Rank every strategy's layouts, and show those of the fastest strategy."""
-    costs = inputs.costs
     with progress_bar() as on_progress:
-        results = search_strategies(
-            costs.model,
-            inputs.cluster,
-            batches,
-            costs.of,
-            names,
-            inputs.options,
-            limit_s=limit_s,
-            on_progress=on_progress,
-        )
+        results = _layout_search(inputs, batches, on_progress).strategies(names, limit_s=limit_s)
     searched = SearchedLayouts(results, limit_s)
     fastest = searched.fastest
     console.print(_layout_table(fastest.layouts, console.width, fastest.strategy))
@@ -185,18 +161,26 @@ def search_all_layouts(
     return searched
 
 
+def _layout_search(
+    inputs: PlanInputs, batches: Sequence[SampledBatch], on_progress: OnProgress = no_progress
+) -> LayoutSearch:
+    return LayoutSearch(
+        model=inputs.costs.model,
+        cluster=inputs.cluster,
+        batches=batches,
+        coefficients_of=inputs.costs.of,
+        options=inputs.options,
+        memory_bytes=inputs.memory_cap_bytes,
+        host=inputs.host,
+        on_progress=on_progress,
+    )
+
+
 def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None) -> str:
     """Name layouts of the cluster that hold the first batch, of a few that are planned; `names` are the strategies."""
     with progress_bar() as on_progress:
-        result = fitting_layouts(
-            inputs.costs.model,
-            inputs.cluster,
-            batches[0],
-            inputs.costs.of,
-            strategy=names[0] if names is not None and len(names) == 1 else AUTO.name,
-            options=inputs.options,
-            on_progress=on_progress,
-        )
+        strategy = names[0] if names is not None and len(names) == 1 else AUTO.name
+        result = _layout_search(inputs, batches, on_progress).fitting(strategy)
     if not result.num_tried:
         return (
             f"in all {result.num_all} layouts of the cluster weights, gradients and optimizer alone are more than a "

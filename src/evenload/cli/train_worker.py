@@ -244,10 +244,11 @@ def _start_lines(
     """Say everything that decides speed or data order."""
     config, model, mesh = trainer.config, trainer.model, trainer.mesh
     layout, stage = mesh.layout, next(iter(trainer.stages.values()))
+    is_fifo = mesh.channels == "fifo" and bool(mesh.channel_groups)
     yield " | ".join(
         (
             f"model {model.name} ({model.num_parameters / 1e6:.1f} M parameters, {config.model.dtype})",
-            f"layout {layout.describe()}{', fifo channels' if mesh.channels == 'fifo' and mesh.lines else ''}",
+            f"layout {layout.describe()}{', fifo channels' if is_fifo else ''}",
             f"attention {stage.backend_name}",
             f"costs {costs.source} on {costs.device}",
             f"memory limit {format_bytes(memory_cap_bytes)} a process",

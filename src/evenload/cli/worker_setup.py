@@ -38,7 +38,7 @@ from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.plan.candidates import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
+from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.export_files import require_same_ids
@@ -157,7 +157,7 @@ def joined_rank(
     if device.type == "cuda" or len(layouts) > 1:
         warm_up(meshes)
     # Plans are for all ranks, and those of machines with less memory have to hold them, too.
-    cap_bytes = memory_bytes or int(least_of_ranks(memory_for_rank(device, local_world), meshes.start))
+    cap_bytes = memory_bytes or int(-most_of_ranks(-memory_for_rank(device, local_world), meshes.start))
     console = Console(stderr=True, quiet=meshes.start.rank != 0, highlight=False)
     try:
         yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap_bytes, console=console)

@@ -33,7 +33,6 @@ from evenload.runtime.device import (
     seconds_now,
 )
 from evenload.runtime.executor import HeadOutput, RankRun
-from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
     DevicePeaks,
@@ -183,7 +182,7 @@ class TrainedStep(NamedTuple):
 
 
 class StepTrainer:
-    """Trains steps on one rank of a run; `saves` follow the state into another layout."""
+    """Trains steps on one rank of a run."""
 
     def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.settings = run
@@ -241,7 +240,7 @@ class StepTrainer:
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
         can_gather = coefficients.gather_overlap is not None and goes_on
         found = state.gradients(prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction)
-        switch, warning = self.settle(), ""
+        switch, warning = state.settle(), ""
         if found.is_finite:
             self.non_finite.record_finite()
             ended = state.update(found, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
@@ -287,12 +286,6 @@ class StepTrainer:
     def _headroom_bytes(self, plan: StepPlan) -> int:
         """Return what a step leaves for a switch that is prepared while it runs."""
         return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
-
-    def settle(self) -> Switch | None:
-        """`RankState.settle`, and checkpoints are of that state from now on."""
-        if (switch := self._state.settle()) is not None:
-            self._saves.move_to(self._state.buffers, self._state.optimizer, self._mesh)
-        return switch
 
     def _exchange(
         self, found: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int

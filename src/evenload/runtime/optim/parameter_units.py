@@ -141,13 +141,16 @@ def _flatten(parameters: Sequence[nn.Parameter], num_elements: int, padded: int)
     return values, grads
 
 
-def attach(parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor) -> None:
-    """Parameters and their `main_grad` become views of flat buffers, one after the other."""
+def attach(
+    parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor | None
+) -> None:
+    """Make parameters, and their `main_grad` where they are trained, views of flat buffers, one after the other."""
     sizes = [shape.numel() for shape in shapes]
-    parts, grad_parts = (flat[: sum(sizes)].split(sizes) for flat in (values, grads))
-    for parameter, shape, part, grad in zip(parameters, shapes, parts, grad_parts, strict=True):
+    for parameter, shape, part in zip(parameters, shapes, values[: sum(sizes)].split(sizes), strict=True):
         parameter.data = part.view(shape)
-        parameter.main_grad = grad.view(shape)  # type: ignore[attr-defined]
+    if grads is not None:
+        for parameter, shape, part in zip(parameters, shapes, grads[: sum(sizes)].split(sizes), strict=True):
+            parameter.main_grad = part.view(shape)  # type: ignore[attr-defined]
 
 
 def add_gradients_of_autograd(parameter: nn.Parameter) -> None:
