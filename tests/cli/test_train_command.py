@@ -192,7 +192,7 @@ def test_an_error_in_one_rank_is_shown_as_one_line(project, run_here):
         ("train", ["data.sources=['nowhere']"], "nowhere"),
         ("train", ["data.sources=['corpus']", "data.include=['*.py']"], "'corpus' has no files with a name like *.py"),
         ("train", ["data.tokenizer=nowhere"], "tokenizer 'nowhere' is not a file"),
-        ("train", ["data.record=messages"], "the records hold messages"),
+        ("train", ["data.record=messages"], "records hold messages, and plain bytes have no chat template"),
         ("train", ["data.record=prompt_completion"], 'holds records of kind "text"'),
         ("train", ["train.output_dir=config.toml/run"], "train.output_dir is config.toml/run, but"),
         ("train", ["train.output_dir=/proc/run"], "nothing can be written to /proc"),
