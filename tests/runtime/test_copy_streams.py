@@ -31,9 +31,9 @@ def test_what_comes_back_is_what_kernels_wrote_before_it_left(device):
     device.compute.queue(lambda: tensor.copy_(torch.arange(12.0).view(6, 2)))
     parts = [copies.to_host(part) for part in (tensor[:4], tensor[4:])]
     for _, copy in parts:
-        copy.release()
+        copy()
     back, copy = copies.to_device([piece for host, _ in parts for piece in host.pieces], CPU)
-    copy.wait()
+    copy()
     device.compute.queue(lambda: seen.append(back.clone()))
     device.end()
     assert torch.equal(seen[0], torch.arange(12.0).view(6, 2))
@@ -47,15 +47,14 @@ def test_a_buffer_is_filled_after_the_last_kernel_that_reads_its_memory(device, 
     host, _ = copies.to_host(torch.zeros(3, 2))
     monkeypatch.setattr(torch, "empty", lambda *shape, **_: memory)
     _, copy = copies.to_device(host.pieces, CPU)
-    copy.wait()
+    copy()
     device.compute.queue(lambda: seen.append(memory.clone()))
     device.end()
     assert torch.equal(seen[0], torch.ones(3, 2))
     assert torch.equal(seen[1], torch.zeros(3, 2))
 
 
-@pytest.mark.parametrize("way", ["wait", "release"])
-def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(monkeypatch, way):
+def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(monkeypatch):
     """Not before, or they would write what is being copied; and not only when the copy has run, or a host that is far
     ahead of the device takes new memory for every layer. So the allocator is told of no second stream."""
     device = Device(copies_at_once=True).replace(monkeypatch)
@@ -67,7 +66,7 @@ def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(mo
     del tensor
     assert held() is not None
     assert device.compute.entries == []
-    getattr(copy, way)()
+    copy()
     assert held() is None
     assert len(device.compute.entries) == 1
     assert device.recorded == []
@@ -103,13 +102,13 @@ def test_host_memory_is_written_again_after_the_last_copy_that_reads_it(device):
     for value in range(4):
         host, out = copies.to_host(torch.full((5, 3), float(value)))
         places.append(host.pieces[0].data_ptr())
-        out.release()
+        out()
         back, copy = copies.to_device(host.pieces, CPU)
         copies.free(host)
         backs.append((back, copy))
     assert len(set(places)) == 1
     for _, copy in backs:
-        copy.wait()
+        copy()
     device.end()
     assert [back.unique().tolist() for back, _ in backs] == [[0.0], [1.0], [2.0], [3.0]]
 

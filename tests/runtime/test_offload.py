@@ -23,14 +23,12 @@ class _LateCopy:
     def __init__(self, into: torch.Tensor, pieces: list[torch.Tensor], *, spoils: bool) -> None:
         self._into, self._pieces, self._spoils, self._done = into, pieces, spoils, False
 
-    def wait(self) -> None:
+    def __call__(self) -> None:
         if not self._done:
             self._into.copy_(torch.cat([piece.contiguous() for piece in self._pieces]))
             for piece in self._pieces if self._spoils else ():
                 piece.fill_(torch.nan)
             self._done = True
-
-    release = wait
 
 
 class LateHostCopies:
@@ -116,7 +114,7 @@ def test_copies_run_beside_the_caller_and_in_order():
         parts = [copies.to_host(part) for part in (tensor[:5], tensor[5:])]
         pieces = [piece for host, _ in parts for piece in host.pieces]
         back, copy = copies.to_device(pieces, torch.device("cpu"))
-        copy.wait()
+        copy()
         assert all(piece.data_ptr() != tensor.data_ptr() for piece in pieces)
         assert torch.equal(back, tensor)
 
