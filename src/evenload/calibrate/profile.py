@@ -253,7 +253,7 @@ class ProfileTask:
         """Describe everything that passes of one measurement share, as text."""
         return (
             f"{self.model.name} {self.dtype}, {self.layers} layers, {mesh.layout.describe()}, up to "
-            f"{self.longest:,} tokens, {self.device_name}, {stage.backend_name}, timings {TIMINGS}, "
+            f"{self.longest:,} tokens, {self.device_name}, {stage.backend.name}, timings {TIMINGS}, "
             + ", ".join(f"{name} {number}" for name, number in self.versions.items())
         )
 
@@ -306,7 +306,7 @@ def profile(
     fitted = coefficients_of(ranks, task.model, task.device_name, mesh.layout, tile, is_cpu=mesh.device.type == "cpu")
     memory = [(counted, held_and_counted(stage, GRID[longest_round], task.before_bytes, task.static_bytes))]
     dist.broadcast_object_list(memory, src=0, group=mesh.control)
-    written = [_recorded(fitted, errors, ranks, results, task, stage.backend_name, found, memory[0])]
+    written = [_recorded(fitted, errors, ranks, results, task, stage.backend.name, found, memory[0])]
     dist.broadcast_object_list(written, src=0, group=mesh.control)
     return written[0]
 
