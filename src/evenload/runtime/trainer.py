@@ -156,8 +156,8 @@ class Trainer:
         stop_requested: Callable[[], int] = lambda: 0,
         on_late_pass: Callable[[Validation], None] = lambda validation: None,
     ) -> Iterator[StepReport | None]:
-        """Run the remaining steps; yield a report after each on rank 0, None elsewhere. Consume the iterator to the end:
-        ranks prepare coming steps together. Collective.
+        """Run the remaining steps; yield a report after each on rank 0, None elsewhere. Consume the iterator to
+        the end: ranks prepare coming steps together. Collective.
 
         Args:
             coefficients: of the cost model; the same on every rank.
