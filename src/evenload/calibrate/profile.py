@@ -1,15 +1,15 @@
-"""Profile one model and layout for some minutes, so that predictions of this device come true.
+"""Profile one model and layout for some minutes, so that predictions for this device are accurate.
 
-    grid     packs, kernels, transfers that one pass times (`calibrate.rounds`, `PassWork`)
+    grid     packs, kernels and transfers that one pass times (`calibrate.rounds`, `PassWork`)
     passes   over all of it, interleaved, so that a busy minute disturbs every timing alike
-    fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile is the one with
-             which packs that were left out come out best
+    fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile that predicts
+             left-out packs best
     record   residuals, versions and counted bytes (`cost.coefficients.Profile`)
 
-Price: at most the minutes that are given, and at least three passes over what coefficients need. A pass gives seconds
-by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of its host, `weights`,
-`head:<rows>`, `reduction:<ranks>:<bytes>` and so on, each on the ranks that take part. Passes are kept in one JSON file
-beside the cost file, replaced as a whole after each, from which a second call of the same task goes on.
+Price: at most the given minutes, but at least three passes over what coefficients need. A pass holds seconds by name:
+`pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of its host, `weights`,
+`head:<rows>`, `reduction:<ranks>:<bytes>` and so on, each on the ranks that take part. Passes are kept in a JSON file
+next to the cost file, from which a second call of the same task goes on.
 """
 
 import statistics
@@ -45,15 +45,17 @@ from evenload.types.model import ModelSpec
 Pass = dict[str, float]
 """Seconds of one rank's pass by what was timed."""
 TIMINGS = 5
-"""Of what a pass times; a file whose passes timed something else belongs to another task."""
+"""Version of what a pass times; a file with another belongs to another task."""
 
 
 class PartialProfile(Frozen):
-    """Args:
-    task: what is measured, as text; a file of another task is not used.
-    rounds: of the grid, by index; chosen once, so that all passes time the same.
-    seconds: spent so far.
-    passes: by pass and rank.
+    """Holds the passes of an unfinished profile.
+
+    Args:
+        task: what is measured, as text; a file of another task is not used.
+        rounds: of the grid, by index; chosen once, so that all passes time the same.
+        seconds: spent so far.
+        passes: by pass and rank.
     """
 
     task: str
@@ -67,19 +69,17 @@ def partial_path(output: Path) -> Path:
 
 
 def read_partial(path: Path, task: str) -> tuple[PartialProfile, str]:
-    """Return what was measured of this task, nothing where the file is of another or cannot be read, and a sentence
-    about it."""
+    """Return the passes of this task, none where the file is of another or cannot be read, and a message."""
+    nothing = PartialProfile(task=task)
     if not path.is_file():
-        return PartialProfile(task=task), ""
+        return nothing, ""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=PartialProfile)
+        partial = msgspec.json.decode(path.read_bytes(), type=PartialProfile)
     except (OSError, msgspec.MsgspecError) as error:
-        return PartialProfile(task=task), f"{path} cannot be read ({error}): measured from the beginning"
-    if found.task != task:
-        return PartialProfile(task=task), (
-            f"{path} is of another measurement ({found.task}): measured from the beginning"
-        )
-    return found, f"goes on from {path}: {len(found.passes)} passes, {found.seconds:.0f} s"
+        return nothing, f"{path} cannot be read ({error}): measured from the beginning"
+    if partial.task != task:
+        return nothing, f"{path} is of another measurement ({partial.task}): measured from the beginning"
+    return partial, f"goes on from {path}: {len(partial.passes)} passes, {partial.seconds:.0f} s"
 
 
 def write_partial(path: Path, partial: PartialProfile) -> None:
@@ -92,10 +92,10 @@ EMBEDDED_ROWS = 2048
 
 
 class PassWork:
-    """One rank's share of a pass.
+    """Times one rank's share of a pass.
 
     Args:
-        stage, last: whose layers are timed; whose head is, if it has one.
+        stage, last: whose layers are timed, and whose head, if it has one.
         model: of the layers that are timed.
         rounds: indices into `GRID`.
     """
@@ -107,7 +107,7 @@ class PassWork:
         device, dtype, tp = stage.device, stage.dtype, mesh.layout.tp
         self._clock = pack_clock(stage, mesh)
         self._kernels: dict[str, Callable[[], object]] = {}
-        # Kernels by themselves, and the head, are no larger than what the layers are timed with.
+        # Kernels and the head are timed with no more work than layers.
         most_flops = max(round_flops(GRID[index], model) for index in rounds)
         if last.model.is_last:
             heads = kernels.head_work(last, model.vocab_size, kernels.head_rows(model, tp, most_flops))
@@ -135,7 +135,7 @@ class PassWork:
         dist.barrier(group=control)
         for work, size, call in self._calls:
             if size == GRID_BYTES[0]:
-                call()  # ranks that come late do so here
+                call()  # waits for late ranks
             seconds[transfer_name(work, size)] = timed(call, device) / work.hops
         dist.barrier(group=control)
         return seconds
@@ -147,7 +147,7 @@ def transfer_name(work: TransferWork, num_bytes: int) -> str:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PassResults:
-    """Passes as seconds by pass, rank and name, and the layers that a pack went through."""
+    """Holds passes as seconds by pass, rank and name, and the number of layers that packs went through."""
 
     passes: Sequence[Sequence[Pass]]
     layers: int
@@ -207,32 +207,31 @@ class PassResults:
 
 
 def _order(index: int) -> list[tuple[Direction, tuple[Range, ...]]]:
-    """Packs of a round as `time_round` gives them."""
     packs = GRID[index]
     return [("forward", ranges) for ranges in packs] + [("backward", ranges) for ranges in packs[::-1]]
 
 
 MIN_PASSES, MAX_PASSES = 3, 25
 TILES = (1, 16, 32, 64, 128, 256)
-"""Query rows of an attention block that are tried."""
-# Another tile than 1 must make the error so much smaller; else it explains noise.
+"""Candidates for the query rows of an attention block."""
+# A tile other than 1 must lower the error by this share; else it explains noise.
 _TILE_GAIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileTask:
-    """What is measured.
+    """Describes what is measured.
 
     Args:
         model: in the precision that is timed; timed: the same with the layers that were made, so many a stage.
-        longest: tokens of the longest document that is tried.
+        longest: tokens of the longest document that is timed.
         budget_s: of all calls together.
-        free_bytes: of the device, beside weights.
+        free_bytes: of the device, without weights.
         before_bytes: resident memory of the process before the model was made; static_bytes: of its weights and
             gradients.
-        demand: threads that ranks compute with for each core, see `CoreWaits`.
-        partial: where passes are kept until all are done.
-        versions: of what computes, by name.
+        demand: threads that ranks compute with for each core (`CoreWaits`).
+        partial: file of the passes until all are done.
+        versions: of libraries, by name.
     """
 
     model: ModelSpec
@@ -266,18 +265,18 @@ def profile(
     say: Callable[[str], None],
     on_pass: Callable[[int, int], None],
 ) -> CostCoefficients:
-    """Measure and fit. Collective over all ranks; every rank returns the same.
+    """Measure and fit; every rank returns the same. Collective over all ranks.
 
     Args:
         stages: of this rank; layers of the first are timed.
-        say: a sentence for people; on_pass: passes done, and about how many there will be. Called on all ranks.
+        say: gets messages; on_pass: passes done, and about how many there will be. Called on all ranks.
 
     Raises:
-        EvenloadError: tokens leave other bytes than the cost model says.
+        EvenloadError: layers keep other bytes than the cost model predicts.
     """
     stage, last = stages[min(stages)], stages[max(stages)]
     counted = activation_bytes(stage, task.timed, mesh.layout.tp)
-    found, work, longest_round = _begin(stage, last, task, mesh, say)
+    found, work = _begin(stage, last, task, mesh, say)
     waits, started_s, before_s = CoreWaits(task.demand), time.perf_counter(), found.seconds
     while len(found.passes) < MIN_PASSES or (len(found.passes) < MAX_PASSES and not _is_over(found, task, mesh)):
         mine = work.run()
@@ -296,31 +295,30 @@ def profile(
     mine = replace(mine, overlap=overlap_cost(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
-    disturbed = highest_noise(ranks)
-    if disturbed.is_noisy:
+    noise = highest_noise(ranks)
+    if noise.is_noisy:
         say(
-            f"the machine was disturbed: {disturbed.describe()}. Medians bear some of that; where predictions matter, "
+            f"the machine was disturbed: {noise.describe()}. Medians bear some of that; where predictions matter, "
             "measure again once it is quiet"
         )
     tile, errors = _best_tile(ranks)
     fitted = coefficients_of(ranks, task.model, task.device_name, mesh.layout, tile, is_cpu=mesh.device.type == "cpu")
-    memory = [(counted, held_and_counted(stage, GRID[longest_round], task.before_bytes, task.static_bytes))]
-    dist.broadcast_object_list(memory, src=0, group=mesh.control)
-    written = [_recorded(fitted, errors, ranks, results, task, stage.backend.name, found, memory[0])]
+    memory = counted, held_and_counted(stage, GRID[found.rounds[-1]], task.before_bytes, task.static_bytes)
+    written = [_recorded(fitted, errors, ranks, results, task, stage.backend.name, found, memory)]
     dist.broadcast_object_list(written, src=0, group=mesh.control)
     return written[0]
 
 
 def _begin(
     stage: PipelineStage, last: PipelineStage, task: ProfileTask, mesh: Mesh, say: Callable[[str], None]
-) -> tuple[PartialProfile, PassWork, int]:
+) -> tuple[PartialProfile, PassWork]:
     began: list[tuple[PartialProfile, str]] = [(PartialProfile(task=""), "")]
     if mesh.rank == 0:
         began[0] = read_partial(task.partial, task.describe(mesh, stage))
     dist.broadcast_object_list(began, src=0, group=mesh.control)
-    found, note = began[0]
-    if note:
-        say(note)
+    found, message = began[0]
+    if message:
+        say(message)
     start_s = time.perf_counter()
     if not found.rounds:
         rounds = choose_rounds(stage, task.timed, mesh, task.longest, task.budget_s, task.free_bytes)
@@ -330,12 +328,12 @@ def _begin(
     work.run()
     pass_s = time.perf_counter() - warm_s
     found = msgspec.structs.replace(found, seconds=found.seconds + time.perf_counter() - start_s)
-    left = max(1, min(MAX_PASSES, int((task.budget_s - found.seconds) / pass_s)))
+    left = max(MIN_PASSES, min(MAX_PASSES, int((task.budget_s - found.seconds) / pass_s)))
     say(
-        f"{len(found.rounds)} rounds of packs, kernels and transfers: a pass takes {pass_s:.1f} s, "
-        f"{max(left, MIN_PASSES)} more of them about {max(left, MIN_PASSES) * pass_s / 60:.1f} min"
+        f"{len(found.rounds)} rounds of packs, kernels and transfers: a pass takes {pass_s:.1f} s, {left} more of them "
+        f"about {left * pass_s / 60:.1f} min"
     )
-    return found, work, found.rounds[-1]
+    return found, work
 
 
 def _is_over(found: PartialProfile, task: ProfileTask, mesh: Mesh) -> bool:
