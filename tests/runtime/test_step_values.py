@@ -58,8 +58,8 @@ def _gathered(traces):
     )
     found = gather_timeline(
         trace,
-        ReductionTrace(np.array([3, 2], np.int32), sums[:, 0], sums[:, 1]),
-        [GatherTrace(np.zeros(1, np.int32), gather[:1], gather[1:], none, none)],
+        ReductionTrace(sums[:, 0], sums[:, 1]),
+        [GatherTrace(gather[:1], gather[1:], none, none)],
         zero_s=zero_s,
         step_time_s=9.0,
         static_bytes=1000,
