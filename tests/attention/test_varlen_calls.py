@@ -190,31 +190,29 @@ def test_a_pack_in_one_call_equals_reference_range_by_range(ranges, window, shap
         assert dk.dtype == dv.dtype == torch.bfloat16, "as the kernel rounded them; a copy in fp32 adds nothing"
 
 
-def test_ring_hops_see_every_key():
-    """A hop of ring context parallelism has no mask, also where there are fewer keys than queries."""
-    backend, scale = VarlenCudaAttention(), 0.25
-    q, grad, _ = pack([(0, 9)], 4, 2, 16, 0, 1)
-    keys, values = (torch.randn(5, 2, 16).bfloat16() for _ in range(2))
-    out, lse = attend(backend, q, keys, values, Scoring(scale, is_causal=False))
-    expected = attend(REFERENCE, q, keys, values, Scoring(scale, is_causal=False))
-    close(out, expected[0])
-    close(lse, expected[1])
-    ours = attend_backward(backend, grad, q, keys, values, out, lse, Scoring(scale, is_causal=False))
-    theirs = attend_backward(REFERENCE, grad, q, keys, values, out, lse, Scoring(scale, is_causal=False))
+def assert_backward_is_the_references(*given):
+    ours, theirs = (attend_backward(backend, *given) for backend in (VarlenCudaAttention(), REFERENCE))
     for mine, other in zip(ours, theirs, strict=True):
         close(mine, other)
+
+
+def test_ring_hops_see_every_key():
+    """A hop of ring context parallelism has no mask, also where there are fewer keys than queries."""
+    scoring = Scoring(0.25, is_causal=False)
+    q, grad, _ = pack([(0, 9)], 4, 2, 16, 0, 1)
+    keys, values = (torch.randn(5, 2, 16).bfloat16() for _ in range(2))
+    out, lse = attend(VarlenCudaAttention(), q, keys, values, scoring)
+    for mine, other in zip((out, lse), attend(REFERENCE, q, keys, values, scoring), strict=True):
+        close(mine, other)
+    assert_backward_is_the_references(grad, q, keys, values, out, lse, scoring)
 
 
 def test_backward_uses_the_merged_output_and_log_sum_exp():
     """Results merged over key sets (context parallelism) must not be replaced by the call's own softmax."""
-    backend, scale = VarlenCudaAttention(), 0.25
     q, grad, [(_, keys, values)] = pack([(8, 20)], 2, 2, 16, 0, 2)
-    out, lse = attend(REFERENCE, q, keys, values, Scoring(scale))
+    out, lse = attend(REFERENCE, q, keys, values, Scoring(0.25))
     out, lse = (out * 0.5).bfloat16(), lse + 0.7  # as if other keys had taken their share
-    ours = attend_backward(backend, grad, q, keys, values, out, lse, Scoring(scale))
-    theirs = attend_backward(REFERENCE, grad, q, keys, values, out, lse, Scoring(scale))
-    for mine, other in zip(ours, theirs, strict=True):
-        close(mine, other)
+    assert_backward_is_the_references(grad, q, keys, values, out, lse, Scoring(0.25))
 
 
 @pytest.mark.parametrize("fitting_heads", [4, 3, 2, 1, 0])

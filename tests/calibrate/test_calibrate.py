@@ -8,33 +8,25 @@ import pytest
 import torch
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.attention.backends import select_backend
-from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
 from evenload.calibrate.kernels import weight_seconds
 from evenload.calibrate.links import overlap_cost, quick_links
 from evenload.calibrate.rounds import PackClock, num_tokens_of, pack_clock, time_round, whole
 from evenload.config.sections import LoraConfig
+from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.model.supported import attention_soft_cap
-from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.document import Range
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from gloo_pool import TIMEOUT_S
 from quick_calibration import quick_calibration
 from reference_training import tiny_config
+from single_stage import stage_of
 
 
-def tiny_stage(**changes):
-    config = tiny_config("mistral", **changes)
-    model = build_stage_model(
-        config, layers=(0, 4), dtype=torch.float32, device=torch.device("cpu"), weights=None, seed=0
-    )
-    flatten_units(model, dp=1)
-    return PipelineStage(model, CpuFlashAttention()), model_from_hf_config(config.to_dict(), "tiny", 4)
+def tiny_stage():
+    config = tiny_config("mistral")
+    return stage_of(config, torch.float32)[0], model_from_hf_config(config.to_dict(), "tiny", 4)
 
 
 def _calibrated_on_a_rank():
@@ -47,8 +39,6 @@ def _calibrated_on_a_rank():
 
 def test_calibration_measures_a_real_stage(gloo_pool):
     """Every time is positive somewhere, backward costs more than forward, and all is finite (the struct checks)."""
-    from evenload.cost.coefficients import CostCoefficients
-
     (data,) = gloo_pool.run(1, _calibrated_on_a_rank)
     costs = msgspec.json.decode(data, type=CostCoefficients)
     assert costs.source == "calibrated"
@@ -125,19 +115,7 @@ def test_cached_costs_are_found_again_only_for_the_same_device_and_layout(tmp_pa
 )
 def test_packs_of_every_kind_of_model_are_timed(kind, lora, balance):
     """Balance needs a step's documents, adapters have no gradient of the base, capped scores have another backend."""
-    config = tiny_config(kind)
-    model = build_stage_model(
-        config,
-        layers=(0, 4),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        weights=None,
-        seed=0,
-        lora=lora,
-        router_aux_loss_coef=balance,
-    )
-    flatten_units(model, dp=1)
-    stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
+    stage, _ = stage_of(tiny_config(kind), torch.float32, lora=lora, router_aux_loss_coef=balance)
     packs = tuple(tuple(Range(doc, *cut) for doc in range(2)) for cut in ((0, 20), (20, 32)))
     assert num_tokens_of(packs) == {0: 32, 1: 32}
     timed = list(time_round(stage, packs, PackClock(stage.device)))
