@@ -1,9 +1,8 @@
-"""Stages in bf16 with a GPU's attention calls on the meta device: every shape and dtype, and every kernel, without a GPU.
+"""Stages in bf16 with a GPU's attention on the meta device: every shape, dtype and kernel, without a GPU.
 
-The meta device computes shapes, strides and dtypes alone, by torch's own meta kernels. Whatever reads a value (`.item()`,
-a mask as an index) raises there: on a GPU the host would have to wait for it. And no kernel is of a single document: the
-host of a GPU needs some microseconds a kernel, so a pack of many short documents would wait for its host. Views launch
-nothing.
+The meta device computes shapes, strides and dtypes alone. Whatever reads a value (`.item()`, a mask as an index) raises
+there: on a GPU the host would have to wait for it. And no kernel is of a single document: a host needs some
+microseconds a kernel, so a pack of many short documents would wait for its host. Views launch nothing.
 """
 
 from collections import Counter

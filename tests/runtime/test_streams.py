@@ -1,16 +1,24 @@
-"""Order of streams and events of offload copies, on streams that the test runs as unfavourably as their order allows
-(`fake_streams`)."""
+"""Copies to the host, posted receives and optimizer state in streams of their own, on streams that the test runs as
+unfavourably as their order allows (`fake_streams`): what is read comes after what writes it, and memory is used again
+after its last reader."""
 
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from evenload.errors import ConfigError
+from evenload.plan.layouts.moves import Piece
+from evenload.runtime.comm.channels import Carried, Line
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.stages.arrivals import StateArrival
 from evenload.types.document import Range
+from evenload.types.layout import even_layout
 from fake_streams import Device
 
 
@@ -122,3 +130,87 @@ def test_memory_that_cuda_does_not_lock_is_an_error_that_says_what_to_do(device)
     for part in ("ulimit -l", "plan.host_memory_bytes", 'plan.options.policy = "recompute"'):
         assert part in str(refusal.value)
     assert copies.arena.live_bytes == 512
+
+
+@pytest.fixture
+def line(device, monkeypatch):
+    """A line whose pack number n arrives as a tensor of n."""
+
+    def irecv(tensor, peer, group):
+        stream = device.current_stream(CPU)
+        packs = next(numbers)
+        stream.queue(lambda: tensor.fill_(packs))
+        return SimpleNamespace(wait=lambda: device.compute.wait_stream(stream))
+
+    numbers = iter(range(100))
+    monkeypatch.setattr(dist, "irecv", irecv)
+    watch = SimpleNamespace(waiting=lambda *_: nullcontext())
+    carried = Carried(hidden_size=2, dtype=torch.float64, device=CPU, watch=watch, stream=device.Stream(CPU))
+    return Line(("F", 1), None, 0, carried)
+
+
+def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reader_of_its_memory(
+    device, line, monkeypatch
+):
+    memory, seen = torch.full((3, 2), -1.0, dtype=torch.float64), []
+    device.compute.queue(lambda: seen.append(memory.clone()))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **_: memory)
+    tensor = line.post_receive(0, 3).wait()
+    device.compute.queue(lambda: seen.append(tensor.clone()))
+    device.end()
+    assert [float(one.mean()) for one in seen] == [-1.0, 0.0]
+
+
+def test_received_tensors_go_when_the_host_lets_them_go(device, line):
+    """The allocator is told of no second stream, for which it would keep memory until the device is there."""
+    alive, posted = [], [line.post_receive(pack, 3) for pack in range(2)]
+    for pack in range(2, 8):
+        tensor = posted.pop(0).wait()
+        alive.append(weakref.ref(tensor))
+        del tensor
+        posted.append(line.post_receive(pack, 3))
+    # What the stand-ins for transfers hold goes with them.
+    device.end()
+    device.copying.entries.clear()
+    assert [one() for one in alive] == [None] * 6
+    assert device.recorded == []
+
+
+def mesh(dp: int) -> SimpleNamespace:
+    watch = SimpleNamespace(waiting=lambda what: nullcontext())
+    gpu = SimpleNamespace(type="cuda")
+    return SimpleNamespace(
+        layout=even_layout(2, dp=dp), rank=0, pp_rank=0, data_rank=0, data_size=dp, device=gpu, watch=watch, moving=None
+    )
+
+
+def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_moves(device, monkeypatch):
+    old, seen = torch.full((4,), torch.nan), []
+
+    def keep(arrival, index, wanted, shards) -> None:
+        device.current_stream(arrival._new.device).queue(lambda: shards["exp_avg"].copy_(old[: wanted[1]]))
+
+    monkeypatch.setattr(StateArrival, "_keep", keep)
+    live = SimpleNamespace(
+        piece=Piece(unit=0, num_elements=4, weight_bytes=4, state_bytes=4),
+        is_held=True,
+        shared=None,
+        state_names=("exp_avg",),
+        buffer=SimpleNamespace(grads=torch.zeros(4)),
+    )
+    device.compute.queue(lambda: old.copy_(torch.arange(4.0)))
+    arrival = StateArrival([live], (), mesh(1), mesh(2), {0: {"exp_avg": old}})
+    arrival.thread.join()
+    ordered_behind = len(device.compute.entries)
+    device.compute.queue(lambda: seen.append("step"))
+    device.copying.run()
+    # All of the second stream ran; of the first, no more than what was there before.
+    assert device.compute.num_done == ordered_behind == 1
+    after, _ = arrival.wait()
+    device.compute.queue(lambda: seen.append(after[0]["exp_avg"].clone()))
+    device.end()
+    assert seen[0] == "step"
+    assert seen[1].tolist() == [0.0, 1.0]
+    assert [(tensor is after[0]["exp_avg"], stream) for tensor, stream, _ in device.recorded] == [
+        (True, device.compute)
+    ]
