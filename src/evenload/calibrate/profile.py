@@ -145,65 +145,34 @@ def transfer_name(work: TransferWork, num_bytes: int) -> str:
     return f"{work.kind}:{work.ranks}:{num_bytes}"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PassResults:
-    """Holds passes as seconds by pass, rank and name, and the number of layers that packs went through."""
+Repeats = dict[str, list[float]]
+"""Seconds of one rank's passes by what was timed."""
 
-    passes: Sequence[Sequence[Pass]]
-    layers: int
 
-    @property
-    def num_ranks(self) -> int:
-        return len(self.passes[0])
-
-    def repeats(self, rank: int, name: str) -> list[float]:
-        return [one[rank][name] for one in self.passes]
-
-    def median(self, rank: int, name: str) -> float:
-        return statistics.median(self.repeats(rank, name))
-
-    def names(self, rank: int, start: str = "") -> list[str]:
-        return [name for name in self.passes[0][rank] if name.startswith(start)]
-
-    def all_repeats(self) -> list[list[float]]:
-        return [self.repeats(rank, name) for rank in range(self.num_ranks) for name in self.names(rank)]
-
-    def measurement(
-        self, rank: int, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
-    ) -> RankMeasurement:
-        spread = spread_of_repeats([self.repeats(rank, name) for name in self.names(rank, "pack:")])
-        queued_s = {name: self.median(rank, name) for name in self.names(rank, "queue:")}
-        return RankMeasurement(
-            noise=Noise(waited_share=waited_share, spread=spread),
-            packs=tuple(
-                Sample(
-                    direction,
-                    ranges,
-                    self.median(rank, f"pack:{index}:{number}") / self.layers,
-                    queued_s.get(f"queue:{index}:{number}", 0.0) / self.layers,
-                    windows,
-                )
-                for index in work.rounds
-                for number, (direction, ranges) in enumerate(_order(index))
-            ),
-            head=tuple((int(name.partition(":")[2]), self.median(rank, name)) for name in self.names(rank, "head:")),
-            peak_flops_per_s=peak_flops_per_s,
-            optimizer_s=self.median(rank, "optimizer") / work.num_parameters,
-            copy_s_per_byte=self.median(rank, "copy") / work.copied_bytes,
-            weight_s=self.median(rank, "weights") / self.layers,
-            links={
-                transfer.kind: link_from(
-                    GRID_BYTES, [self.median(rank, transfer_name(transfer, size)) for size in GRID_BYTES]
-                )
-                for transfer in work.transfers
-            },
-        )
-
-    def embedding_s_per_token(self) -> float | None:
-        """Return the seconds a token of a forward or a backward; None where no rank timed it."""
-        found = [self.median(rank, "embedding") for rank in range(self.num_ranks) if self.names(rank, "embedding")]
-        # What was timed is both.
-        return statistics.median(found) / EMBEDDED_ROWS / 2 if found else None
+def _measurement(
+    repeats: Repeats, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
+) -> RankMeasurement:
+    """Return the medians of one rank's passes through layers with these windows."""
+    layers, packs = len(windows), []
+    median = {name: statistics.median(seconds) for name, seconds in repeats.items()}
+    for index in work.rounds:
+        for number, (direction, ranges) in enumerate(_order(index)):
+            seconds, host_s = median[f"pack:{index}:{number}"], median.get(f"queue:{index}:{number}", 0.0)
+            packs.append(Sample(direction, ranges, seconds / layers, host_s / layers, windows))
+    spread = spread_of_repeats([seconds for name, seconds in repeats.items() if name.startswith("pack:")])
+    return RankMeasurement(
+        noise=Noise(waited_share=waited_share, spread=spread),
+        packs=tuple(packs),
+        head=tuple((int(name.partition(":")[2]), took) for name, took in median.items() if name.startswith("head:")),
+        peak_flops_per_s=peak_flops_per_s,
+        optimizer_s=median["optimizer"] / work.num_parameters,
+        copy_s_per_byte=median["copy"] / work.copied_bytes,
+        weight_s=median["weights"] / layers,
+        links={
+            transfer.kind: link_from(GRID_BYTES, [median[transfer_name(transfer, size)] for size in GRID_BYTES])
+            for transfer in work.transfers
+        },
+    )
 
 
 def _order(index: int) -> list[tuple[Direction, tuple[Range, ...]]]:
@@ -288,10 +257,12 @@ def profile(
         if mesh.rank == 0:
             write_partial(task.partial, found)
         on_pass(len(passes), _expected_passes(found, task))
-    results = PassResults(passes=found.passes, layers=task.layers)
-    mine = results.measurement(
-        mesh.rank, work, windows_of(stage, task.timed), waits.share(), matmul_flops_per_s(stage.device, stage.dtype)
-    )
+    repeats: list[Repeats] = [
+        {name: [one[rank][name] for one in found.passes] for name in found.passes[0][rank]}
+        for rank in range(len(found.passes[0]))
+    ]
+    windows, flops_per_s = windows_of(stage, task.timed), matmul_flops_per_s(stage.device, stage.dtype)
+    mine = _measurement(repeats[mesh.rank], work, windows, waits.share(), flops_per_s)
     mine = replace(mine, overlap=overlap_cost(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
@@ -304,7 +275,7 @@ def profile(
     tile, errors = _best_tile(ranks)
     fitted = coefficients_of(ranks, task.model, task.device_name, mesh.layout, tile, is_cpu=mesh.device.type == "cpu")
     memory = counted, held_and_counted(stage, GRID[found.rounds[-1]], task.before_bytes, task.static_bytes)
-    written = [_recorded(fitted, errors, ranks, results, task, stage.backend.name, found, memory)]
+    written = [_recorded(fitted, errors, ranks, repeats, task, stage.backend.name, found, memory)]
     dist.broadcast_object_list(written, src=0, group=mesh.control)
     return written[0]
 
@@ -365,14 +336,15 @@ def _recorded(
     fitted: CostCoefficients,
     errors: Mapping[Direction, LeftOut],
     ranks: Sequence[RankMeasurement],
-    results: PassResults,
+    repeats: Sequence[Repeats],
     task: ProfileTask,
     backend: str,
     found: PartialProfile,
     memory: tuple[dict[str, int], tuple[int, int]],
 ) -> CostCoefficients:
-    embedding = results.embedding_s_per_token()
-    repeats = results.all_repeats()
+    all_repeats = [seconds for one in repeats for seconds in one.values()]
+    # Of rows forward and backward.
+    embedding_s = [statistics.median(one["embedding"]) / EMBEDDED_ROWS / 2 for one in repeats if "embedding" in one]
     record = Profile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=dict(task.versions),
@@ -381,8 +353,8 @@ def _recorded(
         layers=task.layers,
         passes=len(found.passes),
         seconds=found.seconds,
-        outliers=sum(map(num_outliers, repeats)),
-        timings=sum(map(len, repeats)),
+        outliers=sum(map(num_outliers, all_repeats)),
+        timings=sum(map(len, all_repeats)),
         forward=errors["forward"].error,
         backward=errors["backward"].error,
         packs=tuple(pack for direction in DIRECTIONS for pack in _timed_packs(ranks, direction, errors[direction])),
@@ -393,7 +365,7 @@ def _recorded(
     )
     whole = msgspec.structs.replace(
         fitted,
-        embedding_s_per_token=fitted.embedding_s_per_token if embedding is None else embedding,
+        embedding_s_per_token=statistics.median(embedding_s) if embedding_s else fitted.embedding_s_per_token,
         profile=record,
     )
     return msgspec.structs.replace(whole, profile=msgspec.structs.replace(record, digest=digest_of(whole)))

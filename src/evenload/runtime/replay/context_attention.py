@@ -42,7 +42,7 @@ from evenload.attention.range_attention import (
 from evenload.errors import ConfigError
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.stepplan.rank_rows import PackRows, SharedSlice
 from evenload.types.document import Range
 
@@ -71,6 +71,18 @@ class PackAttention(ABC):
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
         self.group, self._label, self._slices = group, label, rows.shared
+        self._ranges: list[list[tuple[slice, Range]]] = []
+        """Of each shared slice this rank's token ranges, with their rows of the pack."""
+        self._rows: list[slice] = []
+        """Rows of each shared slice; those of local documents follow."""
+        row = 0
+        for piece in rows.shared:
+            own = piece.ranges[group.rank]
+            self._ranges.append(list(rows_of(own, row)))
+            self._rows.append(slice(row, row + num_rows(own)))
+            row = self._rows[-1].stop
+        self._shared_rows = slice(0, row)
+        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
 
     @property
     def documents(self) -> tuple[int, ...]:
@@ -87,6 +99,9 @@ class PackAttention(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of q, k and v of own rows; those of k and v are summed over all rows that see them.
         Collective."""
+
+    def _what(self, call: AttentionCall, *, gradients: bool = False) -> str:
+        return f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {call.layer})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +152,10 @@ class LocalAttention:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Places rows of some shared slices (indices) in a gathered buffer: this rank's rows of the pack, the number that
-    every rank sends (that of the fullest), and per slice the gathered row of every token, int64[stop - start]."""
+    """Places rows of some shared slices (indices) in a gathered buffer: the rows that every rank sends (as many as the
+    fullest has), and per slice the gathered row of every token, int64[stop - start]."""
 
     slices: tuple[int, ...]
-    rows: slice
     padded: int
     places: tuple[Tensor, ...]
 
@@ -156,19 +170,13 @@ class GatherAttention(PackAttention):
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
         super().__init__(rows, group, label)
-        self._ranges: list[list[tuple[slice, Range]]] = []
-        row = 0
-        for piece in self._slices:
-            self._ranges.append(list(rows_of(piece.ranges[group.rank], row)))
-            row += _own_rows(piece, group.rank)
-        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
         # Their rows are gathered again in backward.
         self._never_cut = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
         self._all = self._exchange(dict(enumerate(self._slices)), device)
         self._again = self._exchange({index: self._slices[index] for index in self._never_cut}, device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        mine = self._all.rows
+        mine = self._shared_rows
         gather = self._gather(self._all, k[mine], v[mine], call)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
@@ -197,11 +205,10 @@ class GatherAttention(PackAttention):
         first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
         gathered = None if gather is None else gather.wait()
         sums = self._backward_shared(call, gathered, (grad, q, out, lse), dq, like)
-        what = f"the gradients of keys and values of {self._label} (layer {call.layer})"
-        scattered = self.group.reduce_scatter(sums, what)
+        scatter = self.group.reduce_scatter(sums, self._what(call, gradients=True))
         then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
-        mine = self._all.rows
-        own = scattered.wait()[: mine.stop]
+        mine = self._shared_rows
+        own = scatter.wait()[mine]
         dk[mine], dv[mine] = own[:, 0], own[:, 1]
         return dq, dk.to(q.dtype), dv.to(q.dtype)
 
@@ -247,8 +254,7 @@ class GatherAttention(PackAttention):
 
     def _exchange(self, slices: Mapping[int, SharedSlice], device: torch.device) -> _Exchange:
         size = self.group.size
-        counts = [[_own_rows(piece, rank) for piece in slices.values()] for rank in range(size)]
-        padded = max(map(sum, counts))
+        padded = max(sum(num_rows(piece.ranges[rank]) for piece in slices.values()) for rank in range(size))
         places = []
         at = [rank * padded for rank in range(size)]
         for piece in slices.values():
@@ -258,17 +264,16 @@ class GatherAttention(PackAttention):
                     place[start - piece.start : stop - piece.start] = np.arange(at[rank], at[rank] + stop - start)
                     at[rank] += stop - start
             places.append(to_device(torch.from_numpy(place), device))
-        return _Exchange(tuple(slices), slice(0, sum(counts[self.group.rank])), padded, tuple(places))
+        return _Exchange(tuple(slices), padded, tuple(places))
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
-        what = f"the keys and values of {self._label} (layer {call.layer})"
-        return self.group.all_gather(exchange.pad(torch.stack([k, v], dim=1)), what)
+        return self.group.all_gather(exchange.pad(torch.stack([k, v], dim=1)), self._what(call))
 
     def _gather_again(self, call: AttentionCall) -> Transfer | None:
         if not self._again.slices:
             return None
         own = [
-            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self.group.rank))
+            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, num_rows(piece.ranges[self.group.rank]))
             for piece in (self._slices[index] for index in self._again.slices)
         ]
         keys, values = (torch.cat(pieces) for pieces in zip(*own, strict=True))
@@ -277,8 +282,7 @@ class GatherAttention(PackAttention):
     def _keep_own(self, call: AttentionCall, k: Tensor, v: Tensor) -> None:
         """Keep this rank's rows of documents that are never cut; of others it keeps all that arrive."""
         for index in self._never_cut:
-            own, piece = self._ranges[index], self._slices[index]
-            mine = slice(own[0][0].start, own[-1][0].stop) if own else slice(0, 0)
+            mine, piece = self._rows[index], self._slices[index]
             first = piece.document.rows_before(self.group.rank, piece.start)
             call.store.record_keys(piece.document.doc_id, call.layer, first, k[mine], v[mine])
 
@@ -306,10 +310,6 @@ def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice
         row = stop
 
 
-def _own_rows(piece: SharedSlice, rank: int) -> int:
-    return sum(stop - start for _, start, stop in piece.ranges[rank])
-
-
 @dataclass(frozen=True, eq=False)
 class _Visit:
     """Names rows of one of this rank's ranges, and the keys in a rank's sent buffer that all of them see; in the own
@@ -335,25 +335,17 @@ class RingAttention(PackAttention):
         self._new = [piece.document.rows_before(group.rank, piece.start) for piece in rows.shared]
         self._padded = max(map(sum, carried))
         self._visits: list[list[_Visit]] = [[] for _ in range(group.size)]
-        row = 0
-        self._first_rows = []
         for index, piece in enumerate(rows.shared):
-            self._first_rows.append(row)
-            mine = piece.ranges[group.rank]
-            for own, (_, start, stop) in rows_of(mine, row):
+            for own, (_, start, stop) in self._ranges[index]:
                 for rank in range(group.size):
                     before = piece.document.rows_before(rank, stop if rank == group.rank else start)
                     at = sum(carried[rank][:index])
                     if before:
                         self._visits[rank].append(_Visit(own, slice(at, at + before)))
-            row += sum(stop - start for _, start, stop in mine)
-        self._num_shared = row
-        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         require_no_window(call.scoring.window)
-        for piece, first, new in zip(self._slices, self._first_rows, self._new, strict=True):
-            mine = slice(first, first + sum(stop - start for _, start, stop in piece.ranges[self.group.rank]))
+        for piece, mine, new in zip(self._slices, self._rows, self._new, strict=True):
             call.store.record_keys(piece.document.doc_id, call.layer, new, k[mine], v[mine])
         out, lse = torch.zeros_like(q, dtype=work_dtype(q)), q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
         for rank, held in self._rounds(call, lambda: self._local.forward(call, q, k, v, out, lse)):
@@ -368,7 +360,6 @@ class RingAttention(PackAttention):
         own = self._own_rows(call)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dk, dv = (lse.new_empty((q.shape[0], *own.shape[2:])) for _ in range(2))
-        what = f"the gradients of keys and values of {self._label} (layer {call.layer})"
         transfer = None
         for rank, held in self._rounds(
             call, lambda: self._local.backward(call, grad, q, out, lse, (dq, dk, dv)), own=own
@@ -383,14 +374,13 @@ class RingAttention(PackAttention):
                 sums[visit.keys, 1] += part_v
             if transfer is not None:
                 sums += transfer.wait()
-            transfer = self.group.pass_on(sums, what)
+            transfer = self.group.pass_on(sums, self._what(call, gradients=True))
         assert transfer is not None
         home = transfer.wait()
         at = 0
-        for piece, first, new, carried in zip(self._slices, self._first_rows, self._new, self._carried, strict=True):
+        for piece, mine, new, carried in zip(self._slices, self._rows, self._new, self._carried, strict=True):
             part = home[at : at + carried]
             at += carried
-            mine = slice(first, first + carried - new)
             dk[mine], dv[mine] = call.store.add_key_grads(
                 piece.document.doc_id, call.layer, 0, part[:, 0], part[:, 1], new, carried
             )
@@ -399,9 +389,8 @@ class RingAttention(PackAttention):
     def _rounds(self, call: AttentionCall, local, own: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its rows) of every round, the own ones first, while the next ones are sent."""
         held = self._own_rows(call) if own is None else own
-        what = f"the keys and values of {self._label} (layer {call.layer})"
         for turn in range(self.group.size):
-            transfer = self.group.pass_on(held, what) if turn < self.group.size - 1 else None
+            transfer = self.group.pass_on(held, self._what(call)) if turn < self.group.size - 1 else None
             if turn == 0:
                 local()
             yield (self.group.rank - turn) % self.group.size, held
