@@ -158,8 +158,7 @@ def coefficients_of(
 
 
 def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float | None:
-    """Return the share of a linear backward that its weight gradients took, without transfers that come on top under
-    tp; None where the linears are free."""
+    """Return the share of weight gradients in a linear backward, without tp's transfers; None if linears are free."""
     assert fitted.measured_on is not None
     gather_token_s, gather_pack_s = weight_gather_seconds(fitted.measured_on.model, fitted, tp)
     own_s = float(np.median([rank.weight_s for rank in ranks])) - TOKENS * gather_token_s - gather_pack_s

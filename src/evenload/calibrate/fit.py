@@ -34,8 +34,7 @@ class LeftOut(NamedTuple):
 def fit_relative(
     features: Sequence[Sequence[float]] | NDArray[np.float64], seconds: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return the non-negative coefficients that minimise squared *relative* errors of n rows of features to n
-    seconds."""
+    """Return non-negative coefficients that minimise squared *relative* errors of features [n, k] to n seconds."""
     y = np.array(seconds)
     scaled: NDArray[np.float64] = np.array(features) / y[:, None]
     # Columns differ by ten orders of magnitude (pairs against packs); unit columns keep the solver exact.

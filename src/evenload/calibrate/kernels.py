@@ -78,8 +78,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """Make work of everything that a step does to gradients and weights between transfers; also return the parameters
-    of this rank's shard."""
+    """Make work of a step's gradients and weights between transfers; also return the parameters of a rank's shard."""
     count = _OPTIMIZER_PARAMETERS
     gradients = torch.zeros(data_size * count, device=device)
     parameter, shard = torch.zeros(count, device=device), gradients[:count]
@@ -116,8 +115,7 @@ def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
 
 
 def time_weights(stage: PipelineStage, clock: PackClock) -> float:
-    """Time weight gradients once, in seconds of all layers. Adds to gradients. Collective over ranks that share
-    matrices."""
+    """Time weight gradients once, in seconds of all layers. Adds to gradients. Collective with tensor parallelism."""
     (ranges,) = packs = whole(*[_DOCUMENT_TOKENS] * (TOKENS // _DOCUMENT_TOKENS))
     num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)

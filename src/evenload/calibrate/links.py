@@ -54,8 +54,7 @@ class TransferWork:
 
 
 def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
-    """Yield all transfers that this rank takes part in, in one order on all ranks; of groups that may share documents
-    the largest."""
+    """Yield this rank's transfers, in one order on all ranks; of groups that may share documents the largest."""
     if (pipeline := _pipeline(mesh)) is not None:
         yield pipeline
     if mesh.data_size > 1:

@@ -260,8 +260,7 @@ def round_flops(packs: Packs, model: ModelSpec) -> float:
 
 
 def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> PipelineStage:
-    """Return a stage of its first `most` layers, but at least one of every window; `windows` of all layers of the
-    model."""
+    """Return a stage of its first `most` layers, but at least one of each of the model's `windows`."""
     layers = list(stage.model.layers)
     first = {windows[index]: index for index in reversed(layers)}
     chosen = {*layers[:most]} if len({windows[index] for index in layers[:most]}) == len(first) else {*first.values()}

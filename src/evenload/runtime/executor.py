@@ -55,8 +55,7 @@ class RankTrace:
 
 
 class HeadOutput(NamedTuple):
-    """Holds the output of a last stage's head for one backward pack: this rank's share of the loss, fp64 scalar, and
-    the sums of the gradient's rows, [rows]."""
+    """Holds a head's output for a backward pack: this rank's loss share (fp64) and the gradient's row sums, [rows]."""
 
     pack: int
     ranges: tuple[Range, ...]
@@ -281,15 +280,10 @@ def forward_losses(
         if stage.model.is_last:
             losses = stage.losses(batch, hidden)
             if reports and batch.ranges:
-                sums.index_add_(0, _documents_of_rows(batch.ranges, place, mesh.device), losses.double())
+                documents = np.repeat([place[r.doc_id] for r in batch.ranges], [r.stop - r.start for r in batch.ranges])
+                sums.index_add_(0, to_device(torch.from_numpy(documents), mesh.device), losses.double())
         channels.send_hidden(action.stage, action.pack, hidden)
         store.end_pack(action.pack)
     channels.close()
     _check_empty(stores.values(), held)
     return sums.cpu()
-
-
-def _documents_of_rows(ranges: tuple[Range, ...], place: Mapping[int, int], device: torch.device) -> Tensor:
-    """Return for every row of a pack the place of its document in the plan; int64[T]."""
-    documents = np.array([place[r.doc_id] for r in ranges], np.int64)
-    return to_device(torch.from_numpy(np.repeat(documents, [r.stop - r.start for r in ranges])), device)

@@ -54,8 +54,7 @@ def _of_built_in(name: str) -> PretrainedConfig:
 
 
 def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
-    """Return a copy with at most `most` layers a stage, alike on every stage, of each attention window (0 = full) one
-    first."""
+    """Return a copy with at most `most` layers a stage, alike on every stage, with one of each attention window."""
     first_of_kind = [windows.index(window) for window in dict.fromkeys(windows)]
     others = [layer for layer in range(len(windows)) if layer not in first_of_kind]
     chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(windows) // stages))])

@@ -1,4 +1,4 @@
-"""LoRA adapters by `peft` on an unmodified decoder (Hu et al. 2022): only they are trained, checkpointed and exported.
+"""Add LoRA adapters by `peft` to an unmodified decoder (Hu et al. 2022): only they are trained, saved and exported.
 
 `peft` wraps a linear W as  W·x + (alpha / rank)·B·(A·x).  Replay records W·x as for a plain linear and computes the two
 thin products again in backward, under autograd; W itself has no gradient, weight product or optimizer state.
@@ -134,7 +134,7 @@ def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig
 
 
 def _refuse_other_adapters(saved: dict[str, Any], directory: Path) -> None:
-    """Variants that compute something else than W·x + (alpha / rank)·B·(A·x)."""
+    """Refuse variants that compute something else than W·x + (alpha / rank)·B·(A·x)."""
     plain: dict[str, tuple[object, ...]] = {
         "peft_type": ("LORA",),
         "bias": ("none", None),
@@ -149,7 +149,7 @@ def _refuse_other_adapters(saved: dict[str, Any], directory: Path) -> None:
 
 
 def peft_name(name: str) -> str:
-    """A parameter's name in a PEFT file, which leaves the adapter's name out."""
+    """Return a parameter's name in a PEFT file, which leaves the adapter's name out."""
     return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
 
 

@@ -36,8 +36,7 @@ LEFT_OUT = "evenload_left_out"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Locates a stored tensor, with its name in the file ("" = that by which it is looked up); dtype as safetensors
-    names it."""
+    """Locates a stored tensor; `name` in its file, "" = as it is looked up; dtype as safetensors names it."""
 
     file: str
     dtype: str
@@ -46,8 +45,7 @@ class StoredTensor:
 
 
 def stored_weights(directory: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a directory by name, from the index or the single file; `ConfigError` for none, or
-    damage."""
+    """Return all tensors of a directory by name; `ConfigError` where there are none, or files are damaged."""
     index, adapter = directory / INDEX_FILE, directory / "adapter_config.json"
     if adapter.is_file():
         raise ConfigError(f"{adapter}: transformers would load it too; name it in model.lora.path, or move it away")

@@ -74,8 +74,7 @@ class GradientReduction:
             self._put_released()
 
     def finish(self) -> list[Tensor]:
-        """Sum the rest and wait; return this rank's shard of every buffer's gradient, a view [padded / (dp·cp)] each.
-        Collective over the groups of `mesh`."""
+        """Sum the rest and wait; return this rank's shard of every gradient, a view [padded / (dp·cp)]. Collective."""
         buffers, shards, mesh = self._buffers, self._shards, self._mesh
         self._released |= {buffer.unit for buffer in buffers}
         self._put_released()

@@ -140,8 +140,7 @@ class ShardedOptimizer:
     def step(
         self, shards: list[Tensor], grad_norm: float, learning_rate: float, *, is_overlapped: bool = False
     ) -> None:
-        """Clip, update shards and gather the rest, still running on return where `is_overlapped`. Collective (data
-        group)."""
+        """Clip, update shards and gather the rest, which may still run on return (`is_overlapped`). Collective."""
         self.gathers.finish()
         self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
         self.num_steps += 1

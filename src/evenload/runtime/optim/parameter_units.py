@@ -81,7 +81,16 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Se
     stages = [stages] if isinstance(stages, StageModel) else stages
     buffers = []
     for group in buffer_groups(stages):
-        values, grads = _flatten(group.parameters, group.num_elements, padded_size(group.num_elements, dp, *others))
+        like, shapes = group.parameters[0], [parameter.shape for parameter in group.parameters]
+        padded = padded_size(group.num_elements, dp, *others)
+        values = torch.zeros(padded, dtype=like.dtype, device=like.device)
+        grads = torch.zeros_like(values, dtype=work_dtype(values))
+        parts = values[: group.num_elements].split([shape.numel() for shape in shapes])
+        for parameter, part in zip(group.parameters, parts, strict=True):
+            part.copy_(parameter.detach().flatten())
+            parameter.data = part  # frees its memory before the next one is copied
+            add_gradients_of_autograd(parameter)
+        attach(group.parameters, shapes, values, grads)
         buffers.append(group.in_memory(values, grads, dp))
     return buffers
 
@@ -125,20 +134,6 @@ def padded_size(num_elements: int, *data_sizes: int) -> int:
 def frozen_bytes(stages: Sequence[StageModel]) -> int:
     """Return the bytes of weights that one rank holds without gradient or optimizer state."""
     return sum({id(p): p.nbytes for stage in stages for p in stage.frozen_parameters()}.values())
-
-
-def _flatten(parameters: Sequence[nn.Parameter], num_elements: int, padded: int) -> tuple[Tensor, Tensor]:
-    """Make parameters views of new flat values and gradients, [padded] each; return both."""
-    values = torch.zeros(padded, dtype=parameters[0].dtype, device=parameters[0].device)
-    grads = torch.zeros_like(values, dtype=work_dtype(values))
-    shapes = [parameter.shape for parameter in parameters]
-    parts = values[:num_elements].split([shape.numel() for shape in shapes])
-    for parameter, part in zip(parameters, parts, strict=True):
-        part.copy_(parameter.detach().flatten())
-        parameter.data = part  # frees its memory before the next one is copied
-        add_gradients_of_autograd(parameter)
-    attach(parameters, shapes, values, grads)
-    return values, grads
 
 
 def attach(parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor) -> None:

@@ -97,8 +97,7 @@ class PackAttention(ABC):
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of q, k and v of own rows; those of k and v are summed over all rows that see them.
-        Collective."""
+        """Return own rows' gradients of q, k and v; those of k and v summed over all rows that see them. Collective."""
 
     def _what(self, call: AttentionCall, *, gradients: bool = False) -> str:
         return f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {call.layer})"

@@ -68,8 +68,7 @@ def add_embedding_gradient(
 def head_blocks(
     targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
 ) -> Iterator[tuple[slice, RowExchange | None, slice | Tensor]]:
-    """Yield a pack's rows in blocks for the head: own rows, their exchange with other ranks, and the pack's rows that
-    all ranks have in the block."""
+    """Yield blocks of a pack's rows: own rows, their exchange, and the rows that all ranks have in the block."""
     if group is None:
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)

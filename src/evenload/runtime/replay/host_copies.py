@@ -41,8 +41,7 @@ SMALLEST_PIECE_BYTES = 2**20
 
 
 class PageLockedMemory:
-    """Makes segments of page-locked memory, which last until it is closed. torch's own (`pin_memory=True`) rounds every
-    tensor up to a power of two."""
+    """Makes segments of page-locked memory; torch's `pin_memory=True` rounds every tensor up to a power of two."""
 
     def __init__(self) -> None:
         self._cuda: Any = torch.cuda.cudart()
@@ -108,8 +107,7 @@ class HostRows:
 
 
 class HostArena:
-    """Allocates tensors in segments of host memory (uint8, a multiple of `segment_bytes`); tensors may be cut into
-    pieces of `smallest_piece_bytes`."""
+    """Allocates tensors in segments of host memory (uint8), in pieces of at least `smallest_piece_bytes`."""
 
     def __init__(
         self,

@@ -62,8 +62,7 @@ class RankStep:
 
 
 class RankPacks:
-    """Holds one step's packs on one rank; raises `InvalidPlanError` where a pack's group does not exist or its sharding
-    cannot be run."""
+    """Holds one step's packs on one rank; `InvalidPlanError` for an unknown group, or a sharding that cannot run."""
 
     def __init__(
         self,
@@ -112,8 +111,7 @@ class RankPacks:
         return stored
 
     def collate(self, tokens: Mapping[int, NDArray[np.int32]], only: Container[int] | None = None) -> "RankPacks":
-        """Make the tokens of all packs, or of those with some indices, from those of the replica's documents. Return
-        itself."""
+        """Make the tokens of all packs, or those of some indices, from the replica's documents; return itself."""
         documents = table_of(tokens)
         for pack in (*self._packs.forward, *self._packs.backward):
             if only is None or pack.index in only:

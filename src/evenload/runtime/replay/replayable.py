@@ -110,8 +110,7 @@ def linear_with_known_output(
     *,
     is_transposed: bool = False,
 ) -> Tensor:
-    """Return `output` as if it were computed from `input`, for autograd; weight gradients go to `main_grad`, or wait
-    for W in `products`."""
+    """Return `output` as if computed from `input`, for autograd; weight gradients wait in `products`, if given."""
     rows = input.detach()
 
     def backward(grad: Tensor) -> Tensor:
@@ -250,8 +249,7 @@ class _Order:
         return out
 
     def add_weight_gradients(self, weights: Tensor, input_rows: Tensor, grad_rows: Tensor, *, by_token: bool) -> None:
-        """Add to `main_grad` [E, out, in] from input rows, sorted [T·k, in] or by token [T, in], and sorted gradients
-        [T·k, out]."""
+        """Add to `main_grad` from input rows, [T·k, in] sorted or [T, in] by token, and sorted gradients [T·k, out]."""
         if by_token:
             input_rows = input_rows[self.token]
         total: Tensor = weights.main_grad  # type: ignore[attr-defined]

@@ -28,8 +28,7 @@ from evenload.types.document import Direction, Range
 def make_layers_replayable(
     layers: Mapping[int, nn.Module], state: ReplayState, architecture: Architecture, tensor: TensorGroup | None
 ) -> None:
-    """Make decoder layers, by index, replayable; once, in place. Layers of a rank may share a state, because one pass
-    runs at a time."""
+    """Make decoder layers replayable, once, in place. One pass runs at a time, so a rank's layers may share a state."""
     for index, layer in layers.items():
         make_replayable(layer, index, state, architecture)
         if tensor is not None:
@@ -244,8 +243,7 @@ class PipelineStage:
             pack.shared.backward(call, q, q, q, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
-        """Return the loss of every row of a forward pack, [T] in fp32 (fp64), from its final hidden states. Last stage
-        only."""
+        """Return every row's loss of a forward pack, [T] in fp32 (fp64), from final hidden states. Last stage only."""
         if not pack.ranges:
             return hidden.new_zeros(0)
         return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor)
@@ -259,8 +257,7 @@ class PipelineStage:
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the final hidden states [T, hidden], and this rank's share of the loss. Last stage
-        only."""
+        """Return the gradient of final hidden states [T, hidden] and this rank's loss share. Last stage only."""
         grad, loss = head_gradient(self.model, hidden, targets, num_label_tokens, ranges, self._tensor)
         # All ranks of a group know the loss, and one reports it.
         is_reporter = self._tensor is None or self._tensor.shard.rank == 0

@@ -151,8 +151,7 @@ class BlockInput:
 
 @dataclass(eq=False)
 class TensorRows:
-    """Describes the running pack's rows on a tensor-parallel group; `block` is the input of the running block, `again`
-    gathers rows in W."""
+    """Describes the running pack's rows on a tensor-parallel group; `block` runs now, `again` gathers rows in W."""
 
     rows: RowExchange
     ranges: tuple[Range, ...]

@@ -82,8 +82,7 @@ class WeightProducts:
         self._kept: dict[tuple, Tensor] = {}
 
     def defer(self, add: AddRows, input_rows: Tensor, grad_rows: Tensor) -> None:
-        """Call `add(input_rows, grad_rows)` later. The caller must not change the rows afterwards, and `add` must hold
-        no activations, which would not be counted."""
+        """Call `add(input_rows, grad_rows)` later; rows must not change, and `add` must hold no activations itself."""
         self._products.append((add, self._keep(input_rows), self._keep(grad_rows)))
 
     @torch.no_grad()
