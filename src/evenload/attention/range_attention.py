@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 class KeyRange(NamedTuple):
-    """Holds query rows of a pack (at least one; ranges follow each other) and keys and values [s, G, D] that they see: under
-    a causal mask s is at least the number of rows, and the last keys belong to the rows."""
+    """Holds query rows of a pack (at least one; ranges follow each other) and keys and values [s, G, D] that they see:
+    under a causal mask s is at least the number of rows, and the last keys belong to the rows."""
 
     rows: slice
     keys: Tensor

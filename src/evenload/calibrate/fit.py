@@ -120,10 +120,10 @@ def spread_of_repeats(timings: list[list[float]]) -> float:
 
 
 def _ready_without_core_s() -> dict[str, float]:
-    found = {}
+    waits_s = {}
     for task in Path("/proc/self/task").glob("*/schedstat"):
         try:
-            found[task.parent.name] = int(task.read_text().split()[1]) / 1e9
+            waits_s[task.parent.name] = int(task.read_text().split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
             continue  # A thread that has just ended, or a system that does not count.
-    return found
+    return waits_s

@@ -173,14 +173,14 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
         of_keys = held["keys_and_values"]
         # Offloaded tensors that are on the device for a moment count as buffers.
         kept = sum(held[kind] for kind in STORE_KINDS if kind == f"activations_{policy}")
-        for what, found, predicted in (
+        for what, held_bytes, predicted in (
             (f"activations under policy {policy}", kept, activation_bytes_per_token(model, policy, tp)),
             ("keys and values", of_keys, kv_bytes_per_token(model, tp)),
         ):
-            if found != predicted * rows:
+            if held_bytes != predicted * rows:
                 raise EvenloadError(
-                    f"a token of model {model.name} leaves {found / rows:,.1f} bytes of {what} on a layer, and the "
-                    f"cost model says {predicted:,}; predicted memory would be wrong: please report it"
+                    f"a token of model {model.name} leaves {held_bytes / rows:,.1f} bytes of {what} on a layer, and "
+                    f"the cost model says {predicted:,}; predicted memory would be wrong: please report it"
                 )
         counted[policy] = kept // rows
     return counted

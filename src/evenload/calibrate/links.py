@@ -71,11 +71,11 @@ def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
 
 
 def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
-    found = {}
+    links = {}
     for work in transfers_of(mesh):
         seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
-        found[work.kind] = link_from(QUICK_BYTES, seconds)
-    return found
+        links[work.kind] = link_from(QUICK_BYTES, seconds)
+    return links
 
 
 def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:

@@ -245,21 +245,21 @@ def profile(
     """
     stage, last = stages[min(stages)], stages[max(stages)]
     counted = activation_bytes(stage, task.timed, mesh.layout.tp)
-    found, work = _begin(stage, last, task, mesh, say)
-    waits, started_s, before_s = CoreWaits(task.demand), time.perf_counter(), found.seconds
-    while len(found.passes) < MIN_PASSES or (len(found.passes) < MAX_PASSES and not _is_over(found, task, mesh)):
+    partial, work = _begin(stage, last, task, mesh, say)
+    waits, started_s, before_s = CoreWaits(task.demand), time.perf_counter(), partial.seconds
+    while len(partial.passes) < MIN_PASSES or (len(partial.passes) < MAX_PASSES and not _is_over(partial, task, mesh)):
         mine = work.run()
         everyone: list[Pass] = [mine] * mesh.layout.world_size
         dist.all_gather_object(everyone, mine, group=mesh.control)
-        passes = (*found.passes, tuple(everyone))
+        passes = (*partial.passes, tuple(everyone))
         spent_s = before_s + time.perf_counter() - started_s
-        found = msgspec.structs.replace(found, passes=passes, seconds=spent_s)
+        partial = msgspec.structs.replace(partial, passes=passes, seconds=spent_s)
         if mesh.rank == 0:
-            write_partial(task.partial, found)
-        on_pass(len(passes), _expected_passes(found, task))
+            write_partial(task.partial, partial)
+        on_pass(len(passes), _expected_passes(partial, task))
     repeats: list[Repeats] = [
-        {name: [one[rank][name] for one in found.passes] for name in found.passes[0][rank]}
-        for rank in range(len(found.passes[0]))
+        {name: [one[rank][name] for one in partial.passes] for name in partial.passes[0][rank]}
+        for rank in range(len(partial.passes[0]))
     ]
     windows, flops_per_s = windows_of(stage, task.timed), matmul_flops_per_s(stage.device, stage.dtype)
     mine = _measurement(repeats[mesh.rank], work, windows, waits.share(), flops_per_s)
@@ -274,8 +274,8 @@ def profile(
         )
     tile, errors = _best_tile(ranks)
     fitted = coefficients_of(ranks, task.model, task.device_name, mesh.layout, tile, is_cpu=mesh.device.type == "cpu")
-    memory = counted, held_and_counted(stage, GRID[found.rounds[-1]], task.before_bytes, task.static_bytes)
-    written = [_recorded(fitted, errors, ranks, repeats, task, stage.backend.name, found, memory)]
+    memory = counted, held_and_counted(stage, GRID[partial.rounds[-1]], task.before_bytes, task.static_bytes)
+    written = [_recorded(fitted, errors, ranks, repeats, task, stage.backend.name, partial, memory)]
     dist.broadcast_object_list(written, src=0, group=mesh.control)
     return written[0]
 
@@ -287,34 +287,34 @@ def _begin(
     if mesh.rank == 0:
         began[0] = read_partial(task.partial, task.describe(mesh, stage))
     dist.broadcast_object_list(began, src=0, group=mesh.control)
-    found, message = began[0]
+    partial, message = began[0]
     if message:
         say(message)
     start_s = time.perf_counter()
-    if not found.rounds:
+    if not partial.rounds:
         rounds = choose_rounds(stage, task.timed, mesh, task.longest, task.budget_s, task.free_bytes)
-        found = msgspec.structs.replace(found, rounds=tuple(rounds))
-    work = PassWork(stage, last, task.timed, mesh, found.rounds)
+        partial = msgspec.structs.replace(partial, rounds=tuple(rounds))
+    work = PassWork(stage, last, task.timed, mesh, partial.rounds)
     warm_s = time.perf_counter()
     work.run()
     pass_s = time.perf_counter() - warm_s
-    found = msgspec.structs.replace(found, seconds=found.seconds + time.perf_counter() - start_s)
-    left = max(MIN_PASSES, min(MAX_PASSES, int((task.budget_s - found.seconds) / pass_s)))
+    partial = msgspec.structs.replace(partial, seconds=partial.seconds + time.perf_counter() - start_s)
+    left = max(MIN_PASSES, min(MAX_PASSES, int((task.budget_s - partial.seconds) / pass_s)))
     say(
-        f"{len(found.rounds)} rounds of packs, kernels and transfers: a pass takes {pass_s:.1f} s, {left} more of them "
-        f"about {left * pass_s / 60:.1f} min"
+        f"{len(partial.rounds)} rounds of packs, kernels and transfers: a pass takes {pass_s:.1f} s, {left} more of "
+        f"them about {left * pass_s / 60:.1f} min"
     )
-    return found, work
+    return partial, work
 
 
-def _is_over(found: PartialProfile, task: ProfileTask, mesh: Mesh) -> bool:
-    pass_s = found.seconds / (len(found.passes) + 1)
-    return bool(most_of_ranks(found.seconds + pass_s > task.budget_s, mesh))
+def _is_over(partial: PartialProfile, task: ProfileTask, mesh: Mesh) -> bool:
+    pass_s = partial.seconds / (len(partial.passes) + 1)
+    return bool(most_of_ranks(partial.seconds + pass_s > task.budget_s, mesh))
 
 
-def _expected_passes(found: PartialProfile, task: ProfileTask) -> int:
-    done = len(found.passes)
-    by_time = int(done * task.budget_s / found.seconds) if found.seconds else MAX_PASSES
+def _expected_passes(partial: PartialProfile, task: ProfileTask) -> int:
+    done = len(partial.passes)
+    by_time = int(done * task.budget_s / partial.seconds) if partial.seconds else MAX_PASSES
     return max(done, MIN_PASSES, min(MAX_PASSES, by_time))
 
 
@@ -339,7 +339,7 @@ def _recorded(
     repeats: Sequence[Repeats],
     task: ProfileTask,
     backend: str,
-    found: PartialProfile,
+    partial: PartialProfile,
     memory: tuple[dict[str, int], tuple[int, int]],
 ) -> CostCoefficients:
     all_repeats = [seconds for one in repeats for seconds in one.values()]
@@ -351,8 +351,8 @@ def _recorded(
         dtype=task.dtype,
         attention=backend,
         layers=task.layers,
-        passes=len(found.passes),
-        seconds=found.seconds,
+        passes=len(partial.passes),
+        seconds=partial.seconds,
         outliers=sum(map(num_outliers, all_repeats)),
         timings=sum(map(len, all_repeats)),
         forward=errors["forward"].error,
@@ -373,10 +373,10 @@ def _recorded(
 
 def _timed_packs(ranks: Sequence[RankMeasurement], direction: Direction, fit: LeftOut) -> Iterator[TimedPack]:
     _, seconds, samples = pass_timings(ranks, direction, 1)
-    found: dict[tuple[Range, ...], list[tuple[float, float]]] = {}
+    by_ranges: dict[tuple[Range, ...], list[tuple[float, float]]] = {}
     for sample, measured_s, predicted_s in zip(samples, seconds, fit.seconds.tolist(), strict=True):
-        found.setdefault(sample.ranges, []).append((measured_s, predicted_s))
-    for ranges, pairs in found.items():
+        by_ranges.setdefault(sample.ranges, []).append((measured_s, predicted_s))
+    for ranges, pairs in by_ranges.items():
         slices = Counter((r.start, r.stop) for r in ranges)
         measured_s, predicted_s = (statistics.median(column) for column in zip(*pairs, strict=True))
         yield TimedPack(

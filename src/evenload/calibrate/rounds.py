@@ -167,10 +167,10 @@ def whole(*lengths: int) -> Packs:
     return (tuple(Range(doc, 0, length) for doc, length in enumerate(lengths)),)
 
 
-def cut(*cuts: int, beside: Sequence[int] = ()) -> Packs:
-    """Cut a document into packs at (0, ...) `cuts`; whole documents of the lengths `beside` lie in the last one."""
+def cut(*cuts: int, others: Sequence[int] = ()) -> Packs:
+    """Cut a document into packs at (0, ...) `cuts`; whole documents of the lengths `others` lie in the last one."""
     packs: list[tuple[Range, ...]] = [(Range(0, start, stop),) for start, stop in zip((0, *cuts), cuts, strict=False)]
-    packs[-1] += tuple(Range(doc, 0, length) for doc, length in enumerate(beside, start=1))
+    packs[-1] += tuple(Range(doc, 0, length) for doc, length in enumerate(others, start=1))
     return tuple(packs)
 
 
@@ -221,12 +221,12 @@ GRID: tuple[Packs, ...] = (
     whole(*[1024] * 4),
     whole(3000, 1000),
     cut(1024, 2048, 3072, 4096),
-    cut(2048, beside=(300, 200, 100)),
-    cut(3072, 4096, beside=(512, 256, 128, 64)),
+    cut(2048, others=(300, 200, 100)),
+    cut(3072, 4096, others=(512, 256, 128, 64)),
     whole(8192),
     cut(7168, 8192),
     cut(4096, 8192),
-    cut(7936, 8192, beside=(900, 300, 60)),
+    cut(7936, 8192, others=(900, 300, 60)),
     whole(16384),
     cut(8192, 12288, 16384),
     cut(16128, 16384),

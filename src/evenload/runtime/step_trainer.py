@@ -224,26 +224,28 @@ class StepTrainer:
         # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
         can_gather = coefficients.gather_overlap is not None and goes_on
-        found = state.gradients(prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction)
+        gradients = state.gradients(
+            prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction
+        )
         switch, warning = self.settle(), ""
-        if found.is_finite:
+        if gradients.is_finite:
             self.non_finite.record_finite()
-            ended = state.update(found, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
-            found = replace(found, gathers=[*found.gathers, *ended])
+            ended = state.update(gradients, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
+            gradients = replace(gradients, gathers=[*gradients.gathers, *ended])
         else:
-            warning = self.non_finite.skip_or_stop(planned, found, mesh, self._saves.newest)
+            warning = self.non_finite.skip_or_stop(planned, gradients, mesh, self._saves.newest)
         if not plan.num_label_tokens:
             warning = no_label_warning(plan)
         elif plan.step == 0 and not warning:
             warning = untaught_warning(plan.documents, planned.origin)
-        end, measured = self._exchange(found, came_s, zero_s, data_wait_s, stop_signal)
+        end, measured = self._exchange(gradients, came_s, zero_s, data_wait_s, stop_signal)
         if measured is None:
-            return TrainedStep(None, end, not found.is_finite)
+            return TrainedStep(None, end, not gradients.is_finite)
         row = step_row(
             plan,
             measured,
             self._model,
-            update=UpdateValues(found.loss, found.grad_norm, learning_rate),
+            update=UpdateValues(gradients.loss, gradients.grad_norm, learning_rate),
             peaks=DevicePeaks.of(coefficients, self._model, mesh.num_ranks),
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
@@ -252,7 +254,7 @@ class StepTrainer:
         )
         lines = self.non_finite.ledger_lines(planned)
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
-        return TrainedStep(report, end, not found.is_finite)
+        return TrainedStep(report, end, not gradients.is_finite)
 
     def _forget_peaks(self, device: torch.device) -> None:
         """Reset the peaks to those of this step."""
@@ -278,7 +280,7 @@ class StepTrainer:
         return switch
 
     def _exchange(
-        self, found: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
+        self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
     ) -> tuple[RankEnd, Timeline | None]:
         """Return what all ranks report of a step together, and its timeline on rank 0. Collective."""
         mesh, static_bytes = self._mesh, self._state.static_bytes()
@@ -286,7 +288,7 @@ class StepTrainer:
             step_time_s=seconds_now(mesh.device) - zero_s,
             barrier_s=zero_s - came_s,
             # On a CPU the store's own count, without temporary buffers.
-            peak_bytes=measured_peak_bytes(mesh.device) or static_bytes + found.run.held.peak_bytes,
+            peak_bytes=measured_peak_bytes(mesh.device) or static_bytes + gradients.run.held.peak_bytes,
             data_wait_s=data_wait_s,
             stop_signal=stop_signal,
             # By the clock of rank 0; the others follow it.
@@ -297,9 +299,9 @@ class StepTrainer:
         with mesh.watch.waiting("the loss and the timeline"):
             end = own.joined(mesh)
             measured = gather_timeline(
-                found.run.trace,
-                found.sums,
-                found.gathers,
+                gradients.run.trace,
+                gradients.sums,
+                gradients.gathers,
                 zero_s=zero_s,
                 step_time_s=end.step_time_s,
                 static_bytes=static_bytes,

@@ -104,5 +104,5 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
     name = config.model.path if is_hub_name(config.model.path) else name
-    found = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
-    return with_adapters(config.with_run_memory(found), config.model.lora)
+    spec = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
+    return with_adapters(config.with_run_memory(spec), config.model.lora)

@@ -48,11 +48,11 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
     inject_adapters(whole, next(iter(layers.values())), lora)
     for index, layer in layers.items():
         prefix = f"model.layers.{index}"
-        found = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
+        adapters = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
         if lora.path is None:
-            _initialise(found, unit_seed(LAYERS + index, seed))
+            _initialise(adapters, unit_seed(LAYERS + index, seed))
         else:
-            _load(found, Path(lora.path), lora, len(whole.model.layers))  # type: ignore[bad-argument-type]
+            _load(adapters, Path(lora.path), lora, len(whole.model.layers))  # type: ignore[bad-argument-type]
 
 
 def inject_adapters(whole: nn.Module, some_layer: nn.Module, lora: LoraConfig) -> None:

@@ -80,15 +80,15 @@ def _indexed_weights(index: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{index} names other files than {SINGLE_FILE}, which transformers reads; remove one of both")
     metadata = content.get("metadata")
     left_out = metadata.get(LEFT_OUT, ()) if isinstance(metadata, dict) else ()
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     # transformers reads whole files, so a tensor that the index does not name counts as well.
     for tensors in headers.values():
         for name, tensor in tensors.items():
-            if name in found:
-                raise ConfigError(f"{index.parent}: '{name}' is in {found[name].file} and {tensor.file}; remove one")
+            if name in stored:
+                raise ConfigError(f"{index.parent}: '{name}' is in {stored[name].file} and {tensor.file}; remove one")
             if name not in left_out:
-                found[name] = tensor
-    return found
+                stored[name] = tensor
+    return stored
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -101,7 +101,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"a header of {length:,} bytes")
             header = json.loads(stream.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        found = {
+        stored = {
             name: StoredTensor(file.name, entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()
         }
         stop = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
@@ -113,7 +113,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ConfigError(
             f"{file} is damaged: it has {size_bytes:,} bytes and its header says {needed_bytes:,}; fetch it again"
         )
-    return found
+    return stored
 
 
 def require_fitting(

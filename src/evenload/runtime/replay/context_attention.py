@@ -239,8 +239,8 @@ class GatherAttention(PackAttention):
                 KeyRange(rows, keys[low:stop], values[low:stop])
                 for (rows, _), (low, stop) in zip(self._ranges[index], visible, strict=True)
             ]
-            found = call.backend.backward(grad, q, seen, out, lse, call.scoring)
-            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, found, strict=True):
+            parts = call.backend.backward(grad, q, seen, out, lse, call.scoring)
+            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, parts, strict=True):
                 dq[rows] = part_q
                 total_k[low - first : stop - first] += part_k
                 total_v[low - first : stop - first] += part_v

@@ -69,7 +69,7 @@ class _RecordedLinear:
             # Nothing in the layer's backward reads this value, only its shape.
             output = input.new_zeros(()).expand(self.num_rows(input), self.weight.shape[1 if self.is_transposed else 0])
         else:
-            output = self.read_or_remake(input[0].detach())
+            output = self.read_or_recompute(input[0].detach())
         return self.known(input, output[None])
 
     def num_rows(self, input: Tensor) -> int:
@@ -79,8 +79,8 @@ class _RecordedLinear:
         """[T, in] -> [T, out]."""
         return nn.functional.linear(rows, self.weight, self.bias)
 
-    def read_or_remake(self, rows: Tensor) -> Tensor:
-        return self.replay.read_or_remake(self.site, self.product, rows)
+    def read_or_recompute(self, rows: Tensor) -> Tensor:
+        return self.replay.read_or_recompute(self.site, self.product, rows)
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
         """Return the output of a backward pack, for autograd."""
@@ -186,7 +186,7 @@ class ReplayExperts(nn.Module):
             part = order if rows is every_row else _Order(top_k_index[rows], self.gate_up_proj.shape[0])
             return part.by_token(part.products(hidden_states[rows][part.token], self.gate_up_proj))
 
-        recorded = state.read_or_remake(self.site, make, every_row)
+        recorded = state.read_or_recompute(self.site, make, every_row)
         recorded = recorded.reshape(top_k_index.numel(), -1)[order.entry]
         gate_up = self._known_gate_up(hidden_states, order, recorded)
         return self._unused_down(self._gated(gate_up), top_k_weights.flatten()[order.entry], order)

@@ -157,19 +157,19 @@ class TensorRows:
     ranges: tuple[Range, ...]
     block: BlockInput = field(init=False)
     again: GatherOnce = field(init=False)
-    _remade: tuple[RowExchange, Tensor, Tensor] | None = None
+    _recomputed: tuple[RowExchange, Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.again = GatherOnce(self.rows)
 
-    def remade(self, store: ActivationStore) -> tuple[RowExchange, Tensor, Tensor]:
+    def recomputed(self, store: ActivationStore) -> tuple[RowExchange, Tensor, Tensor]:
         """Return the exchange of rows whose products are recomputed, and which of own rows are these, and are not."""
-        if self._remade is None:
-            self._remade = self.rows.divide(_is_remade(store, self.ranges))
-        return self._remade
+        if self._recomputed is None:
+            self._recomputed = self.rows.divide(_is_recomputed(store, self.ranges))
+        return self._recomputed
 
 
-def _is_remade(store: ActivationStore, ranges: tuple[Range, ...]) -> NDArray[np.bool_]:
+def _is_recomputed(store: ActivationStore, ranges: tuple[Range, ...]) -> NDArray[np.bool_]:
     """Return bool[T]: whether the products of each row's document are recomputed."""
     again = [store.policy(doc_id) == "recompute" for doc_id, _, _ in ranges]
     return np.repeat(np.array(again, bool), [stop - start for _, start, stop in ranges])
@@ -183,7 +183,7 @@ class ReplayState:
         direction: of the running pack.
         ranges: of the running pack, in row order; attention: of the rows that no other rank has.
         store: set only while a pass runs; so are tensor_rows, with tensor parallelism.
-        remade: int64[n], rows of the running backward pack whose products are recomputed; None = no rows of it. `kept`
+        recomputed: int64[n], rows of the running backward pack whose products are recomputed; None = no rows. `kept`
             are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
@@ -194,7 +194,7 @@ class ReplayState:
     ranges: tuple[Range, ...] = ()
     attention: LocalAttention = field(default_factory=LocalAttention)
     store: ActivationStore = field(init=False)
-    remade: Tensor | None = None
+    recomputed: Tensor | None = None
     kept: Tensor | None = None
     kept_ranges: tuple[Range, ...] = ()
     products: WeightProducts | None = None
@@ -202,31 +202,31 @@ class ReplayState:
     shared: PackAttention | None = None
     tensor_rows: TensorRows = field(init=False)
 
-    def makes_again(self, site: tuple[int, str]) -> bool:
-        return self.remade is not None or self.store.recomputes(site)
+    def recomputes(self, site: tuple[int, str]) -> bool:
+        return self.recomputed is not None or self.store.recomputes(site)
 
     def divide_rows(self, device: torch.device) -> None:
         """Find the rows of the running pack whose products are not stored."""
-        self.remade, self.kept, self.kept_ranges = None, None, ()
+        self.recomputed, self.kept, self.kept_ranges = None, None, ()
         if self.direction == "forward":
             return
-        is_remade = _is_remade(self.store, self.ranges)
-        if not is_remade.any():
+        is_recomputed = _is_recomputed(self.store, self.ranges)
+        if not is_recomputed.any():
             return
-        self.remade = to_device(torch.from_numpy(np.flatnonzero(is_remade)), device)
-        if not is_remade.all():
-            self.kept = to_device(torch.from_numpy(np.flatnonzero(~is_remade)), device)
+        self.recomputed = to_device(torch.from_numpy(np.flatnonzero(is_recomputed)), device)
+        if not is_recomputed.all():
+            self.kept = to_device(torch.from_numpy(np.flatnonzero(~is_recomputed)), device)
             self.kept_ranges = tuple(r for r in self.ranges if self.store.policy(r[0]) != "recompute")
 
-    def read_or_remake(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    def read_or_recompute(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         """Return the product [T, out] of `input` [T, in] at a site of the backward pack; `make` computes it."""
         recomputes = self.store.recomputes(site)
-        if not recomputes and self.remade is None:
+        if not recomputes and self.recomputed is None:
             return self.store.read(site, self.ranges)
         with torch.no_grad():
             if recomputes or self.kept is None:
                 return make(input)
-            made, stored = make(input[self.remade]), self.store.read(site, self.kept_ranges)
+            made, stored = make(input[self.recomputed]), self.store.read(site, self.kept_ranges)
             output = made.new_empty(input.shape[0], *made.shape[1:])
-            output[self.remade], output[self.kept] = made, stored
+            output[self.recomputed], output[self.kept] = made, stored
             return output

@@ -69,7 +69,7 @@ def _gather_input(
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     block = pack.block = BlockInput(own.detach()[0], pack.rows)
     is_read_later = state.direction == "forward" or (
-        state.products is None and not state.makes_again(site) and not all(is_frozen(one.weight) for one in readers)
+        state.products is None and not state.recomputes(site) and not all(is_frozen(one.weight) for one in readers)
     )
     if has_adapters or not is_read_later:
         block.whole()
@@ -138,14 +138,14 @@ class RowLinear(ReplayLinear):
         return self._sum_product(rows, self.replay.tensor_rows.rows)
 
     @torch.no_grad()
-    def read_or_remake(self, rows: Tensor) -> Tensor:
+    def read_or_recompute(self, rows: Tensor) -> Tensor:
         state, pack = self.replay, self.replay.tensor_rows
-        if state.remade is None or state.kept is None:
-            return super().read_or_remake(rows)
-        exchange, own_remade, own_kept = pack.remade(state.store)
-        made = self._sum_product(rows[state.remade], exchange)
+        if state.recomputed is None or state.kept is None:
+            return super().read_or_recompute(rows)
+        exchange, own_recomputed, own_kept = pack.recomputed(state.store)
+        made = self._sum_product(rows[state.recomputed], exchange)
         output = made.new_empty(pack.rows.num_own, made.shape[1])
-        output[own_remade], output[own_kept] = made, state.store.read(self.site, state.kept_ranges)
+        output[own_recomputed], output[own_kept] = made, state.store.read(self.site, state.kept_ranges)
         return output
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
