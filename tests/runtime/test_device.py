@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from evenload.errors import ConfigError
-from evenload.runtime.device import forget_peak_process_bytes, peak_process_bytes, require_device
+from evenload.runtime.device import peak_process_bytes, require_device, reset_peak_process_bytes
 
 MEBIBYTE = 2**20
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 @pytest.mark.skipif(peak_process_bytes(CPU) is None, reason="this system has no /proc/self/status")
 def test_memory_that_is_written_is_counted_and_its_peak_kept():
-    forget_peak_process_bytes(CPU)
+    reset_peak_process_bytes(CPU)
     before = peak_process_bytes(CPU)
     block = np.ones(200 * MEBIBYTE, np.uint8)
     assert peak_process_bytes(CPU) - before > 180 * MEBIBYTE

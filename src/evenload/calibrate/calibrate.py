@@ -25,6 +25,7 @@ from evenload.calibrate.fit import CoreWaits, fit_relative, median_seconds, spre
 from evenload.calibrate.kernels import TOKENS, copy_work, head_work, matmul_flops_per_s, optimizer_work, weight_seconds
 from evenload.calibrate.links import TransferKind, median_link, median_overlap, overlap_cost, quick_links
 from evenload.calibrate.rounds import (
+    GPU_LAYERS,
     NEEDED_ROUNDS,
     QUICK_ROUNDS,
     PackClock,
@@ -39,7 +40,6 @@ from evenload.calibrate.rounds import (
     part_of,
     rounds_up_to,
     time_round,
-    timed_part,
     whole,
     windows_of,
 )
@@ -308,9 +308,10 @@ def _rounds(
 ) -> list[TimedRound]:
     """Return what to time while time lasts; the same on ranks of one group, whose devices are alike."""
     longest = max(max_document_tokens, longest_of(whole(128)))
-    part = timed_part(stage, model.windows)
+    is_gpu = stage.device.type == "cuda"
+    part = part_of(stage, model.windows, GPU_LAYERS) if is_gpu else stage
     wanted = [(packs, part) for packs in QUICK_ROUNDS if longest_of(packs) <= longest]
-    if stage.device.type == "cuda":
+    if is_gpu:
         headroom_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
         least = part_of(stage, model.windows, 1)
         larger = rounds_up_to(max_pack_tokens, longest)

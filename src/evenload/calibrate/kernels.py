@@ -21,7 +21,7 @@ from evenload.cost.layer_counts import (
     local_kv_heads,
 )
 from evenload.errors import EvenloadError
-from evenload.runtime.device import forget_peak_bytes, resident_bytes, use_deterministic_kernels
+from evenload.runtime.device import reset_peak_bytes, resident_bytes, use_deterministic_kernels
 from evenload.runtime.replay.head import add_embedding_gradient, embed
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
@@ -194,7 +194,7 @@ def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, stat
         before_bytes: resident before the model was made; 0 = not known.
         static_bytes: of weights and gradients.
     """
-    forget_peak_bytes(stage.device)
+    reset_peak_bytes(stage.device)
     if stage.device.type == "cuda":
         for _ in time_round(stage, packs, PackClock(stage.device)):
             pass

@@ -64,19 +64,26 @@ class QueueClock(PackClock):
     Args:
         keep_busy: queues work that takes the device so many seconds.
         meet: queues a wait for the ranks that compute the same packs, so that their devices begin together.
+        host_reads: the layers' host reads from the device, so all seconds count as the device's, and there is no head
+            start, for which the first read would wait.
     """
 
     def __init__(
-        self, device: torch.device, keep_busy: Callable[[float], object], meet: Callable[[], object] = lambda: None
+        self,
+        device: torch.device,
+        keep_busy: Callable[[float], object],
+        meet: Callable[[], object] = lambda: None,
+        *,
+        host_reads: bool = False,
     ) -> None:
         super().__init__(device)
-        self._keep_busy, self._meet = keep_busy, meet
+        self._keep_busy, self._meet, self._host_reads = keep_busy, meet, host_reads
         self._host_s: dict[Hashable, float] = {}
 
     def time(self, pack: Hashable, work: Callable[[], object]) -> PackSeconds:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self._device)
-        before_s = self._host_s.get(pack)
+        before_s = None if self._host_reads else self._host_s.get(pack)
         seconds_now(self._device)
         if before_s is not None:
             self._keep_busy(min(_HEAD_START * before_s, _LONGEST_HEAD_START_S))
@@ -91,26 +98,20 @@ class QueueClock(PackClock):
         # The shortest so far, so that a call that was held up does not lengthen the head start, unless the device was
         # not kept busy for long enough.
         self._host_s[pack] = host_s if before_s is None or not was_ahead else min(before_s, host_s)
-        return PackSeconds(start.elapsed_time(end) / 1e3, host_s)
-
-
-class AskingClock(QueueClock):
-    """Times layers whose host reads from the device: all seconds count as the device's."""
-
-    def time(self, pack: Hashable, work: Callable[[], object]) -> PackSeconds:
-        self._host_s.pop(pack, None)  # no head start, for which the first read would wait
-        return PackSeconds(super().time(pack, work).device_s, 0.0)
+        return PackSeconds(start.elapsed_time(end) / 1e3, 0.0 if self._host_reads else host_s)
 
 
 def pack_clock(stage: PipelineStage, mesh: Mesh) -> PackClock:
-    device = stage.device
+    device, tensor = stage.device, mesh.tensor
     if device.type != "cuda":
         return PackClock(device)
-    kind = QueueClock if stage.model.architecture.experts is None else AskingClock
-    tensor, flag = mesh.tensor, torch.zeros(1, device=device)
-    if tensor is None:
-        return kind(device, _busy_products(device))
-    return kind(device, _busy_products(device), lambda: tensor.all_reduce(flag, "calibration", dist.ReduceOp.MAX))
+    flag = torch.zeros(1, device=device)
+    meet = (
+        (lambda: None)
+        if tensor is None
+        else functools.partial(tensor.all_reduce, flag, "calibration", dist.ReduceOp.MAX)
+    )
+    return QueueClock(device, _busy_products(device), meet, host_reads=stage.model.architecture.experts is not None)
 
 
 def _busy_products(device: torch.device) -> Callable[[float], None]:
@@ -133,7 +134,7 @@ Packs = tuple[tuple[Range, ...], ...]
 Features = tuple[float, float, float, float, float]
 """[tokens, slices, 1, pairs, prefix] of one pack on one layer, on average over the layers of a stage."""
 
-_GPU_LAYERS = 4
+GPU_LAYERS = 4
 """Their forward and backward are some 150 and 420 kernels; a device's queue holds 1,024."""
 
 
@@ -265,10 +266,6 @@ def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> Pipeline
     first = {windows[index]: index for index in reversed(layers)}
     chosen = {*layers[:most]} if len({windows[index] for index in layers[:most]}) == len(first) else {*first.values()}
     return stage if len(chosen) == len(layers) else stage.with_layers(sorted(chosen))
-
-
-def timed_part(stage: PipelineStage, windows: Sequence[int]) -> PipelineStage:
-    return part_of(stage, windows, _GPU_LAYERS) if stage.device.type == "cuda" else stage
 
 
 def time_round(stage: PipelineStage, packs: Packs, clock: PackClock) -> Iterator[Sample]:

@@ -69,7 +69,7 @@ def seconds_now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def forget_peak_bytes(device: torch.device) -> None:
+def reset_peak_bytes(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -90,12 +90,12 @@ def resident_bytes() -> int | None:
 
 
 def peak_process_bytes(device: torch.device) -> int | None:
-    """Return the most bytes since `forget_peak_process_bytes`, on a GPU those that torch reserved; None = not known."""
+    """Return the most bytes since `reset_peak_process_bytes`, on a GPU those that torch reserved; None = not known."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status_bytes("VmHWM")
 
 
-def forget_peak_process_bytes(device: torch.device) -> None:
-    """Reset the peak, where the system allows it. `forget_peak_bytes` does so for a GPU."""
+def reset_peak_process_bytes(device: torch.device) -> None:
+    """Reset the peak, where the system allows it. `reset_peak_bytes` does so for a GPU."""
     if device.type == "cuda" or not _CLEAR_REFS.exists():
         return
     try:

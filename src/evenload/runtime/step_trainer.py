@@ -25,10 +25,10 @@ from evenload.feed.step_maker import PlannedStep
 from evenload.runtime.checkpoint.writer import Saves
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import (
-    forget_peak_bytes,
-    forget_peak_process_bytes,
     measured_peak_bytes,
     peak_process_bytes,
+    reset_peak_bytes,
+    reset_peak_process_bytes,
     resident_bytes,
     seconds_now,
 )
@@ -215,7 +215,7 @@ class StepTrainer:
         with watch.waiting("the barrier at the start"):
             dist.barrier(group=self._mesh.control)
         zero_s = seconds_now(self._mesh.device)
-        self._forget_peaks(self._mesh.device)
+        self._reset_peaks(self._mesh.device)
         if plan.layout != self._state.layout:
             self._state.change_layout(plan.layout, coefficients)
         mesh, state = self._mesh, self._state
@@ -256,13 +256,13 @@ class StepTrainer:
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
         return TrainedStep(report, end, not gradients.is_finite)
 
-    def _forget_peaks(self, device: torch.device) -> None:
+    def _reset_peaks(self, device: torch.device) -> None:
         """Reset the peaks to those of this step."""
-        forget_peak_bytes(device)
+        reset_peak_bytes(device)
         if self._fixed_bytes is None:
             resident = None if device.type == "cuda" else resident_bytes()
             self._fixed_bytes = 0 if resident is None else max(0, resident - self._state.static_bytes())
-        forget_peak_process_bytes(device)
+        reset_peak_process_bytes(device)
 
     def _predicted_process_bytes(self, plan: StepPlan, fixed_bytes: int) -> int | None:
         if not fixed_bytes:
