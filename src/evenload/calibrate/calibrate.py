@@ -89,7 +89,7 @@ class RankMeasurement:
     overlap: OverlapCost | None = None
 
 
-def highest_noise(ranks: Sequence[RankMeasurement]) -> Noise:
+def max_noise(ranks: Sequence[RankMeasurement]) -> Noise:
     return Noise(
         waited_share=max(rank.noise.waited_share for rank in ranks), spread=max(rank.noise.spread for rank in ranks)
     )
@@ -149,7 +149,7 @@ def coefficients_of(
             cp=layout.cp,
             pp=layout.pipeline_ranks,
             tp=layout.tp,
-            noise=highest_noise(ranks),
+            noise=max_noise(ranks),
         ),
     )
     hidden_share = 0.0 if is_cpu else fitted.context_hidden_share
@@ -267,9 +267,9 @@ def calibrate(
     """
     rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
     attempts: list[list[RankMeasurement]] = []
-    while not attempts or (highest_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
+    while not attempts or (max_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
         attempts.append(_measured(stages, model, mesh, rounds, demand))
-    everyone = min(attempts, key=lambda ranks: highest_noise(ranks).size)
+    everyone = min(attempts, key=lambda ranks: max_noise(ranks).size)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
     return Calibration(fitted, largest)

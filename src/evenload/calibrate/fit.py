@@ -24,7 +24,7 @@ from evenload.runtime.device import seconds_now
 FOLDS = 5
 
 
-class LeftOut(NamedTuple):
+class CrossValidation(NamedTuple):
     """Holds predictions of packs that the fit has not seen; `seconds` float64[n], by timing."""
 
     seconds: NDArray[np.float64]
@@ -44,9 +44,9 @@ def fit_relative(
     return tuple((solution / norms).tolist())
 
 
-def left_out(
+def cross_validate(
     features: Sequence[Sequence[float]], seconds: Sequence[float], packs: Sequence[object], folds: int = FOLDS
-) -> LeftOut:
+) -> CrossValidation:
     """Predict every timing by a fit to the other folds. `packs` names the pack of each of the n timings; packs go to
     folds in turn. `ValueError` for fewer than two packs."""
     order = {pack: index for index, pack in enumerate(dict.fromkeys(packs))}
@@ -61,7 +61,7 @@ def left_out(
         predicted[~seen] = x[~seen] @ np.array(fit_relative(x[seen].tolist(), y[seen].tolist()))
     errors = np.abs(predicted / y - 1)
     median, p90 = np.quantile(errors, (0.5, 0.9)).tolist()
-    return LeftOut(predicted, FitError(packs=len(order), folds=folds, median=median, p90=p90))
+    return CrossValidation(predicted, FitError(packs=len(order), folds=folds, median=median, p90=p90))
 
 
 _FAR_DEVIATIONS = 5.0

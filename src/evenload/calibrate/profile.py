@@ -24,8 +24,8 @@ import msgspec
 import torch.distributed as dist
 
 from evenload.calibrate import kernels
-from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, highest_noise, pass_timings
-from evenload.calibrate.fit import CoreWaits, LeftOut, left_out, num_outliers, spread_of_repeats, timed
+from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, max_noise, pass_timings
+from evenload.calibrate.fit import CoreWaits, CrossValidation, cross_validate, num_outliers, spread_of_repeats, timed
 from evenload.calibrate.kernels import activation_bytes, held_and_counted, matmul_flops_per_s, time_weights
 from evenload.calibrate.links import GRID_BYTES, TransferWork, link_from, overlap_cost, transfers_of
 from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
@@ -266,7 +266,7 @@ def profile(
     mine = replace(mine, overlap=overlap_cost(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
-    noise = highest_noise(ranks)
+    noise = max_noise(ranks)
     if noise.is_noisy:
         say(
             f"the machine was disturbed: {noise.describe()}. Medians bear some of that; where predictions matter, "
@@ -318,13 +318,13 @@ def _expected_passes(partial: PartialProfile, task: ProfileTask) -> int:
     return max(done, MIN_PASSES, min(MAX_PASSES, by_time))
 
 
-def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, LeftOut]]:
+def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, CrossValidation]]:
     tried = {}
     for tile in TILES:
         fits = {}
         for direction in DIRECTIONS:
             features, seconds, samples = pass_timings(ranks, direction, tile)
-            fits[direction] = left_out(features, seconds, [sample.ranges for sample in samples])
+            fits[direction] = cross_validate(features, seconds, [sample.ranges for sample in samples])
         tried[tile] = fits
     size = {tile: sum(fit.error.median + fit.error.p90 for fit in fits.values()) for tile, fits in tried.items()}
     best = min(TILES, key=lambda tile: size[tile])
@@ -334,7 +334,7 @@ def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, L
 
 def _recorded(
     fitted: CostCoefficients,
-    errors: Mapping[Direction, LeftOut],
+    errors: Mapping[Direction, CrossValidation],
     ranks: Sequence[RankMeasurement],
     repeats: Sequence[Repeats],
     task: ProfileTask,
@@ -371,7 +371,7 @@ def _recorded(
     return msgspec.structs.replace(whole, profile=msgspec.structs.replace(record, digest=digest_of(whole)))
 
 
-def _timed_packs(ranks: Sequence[RankMeasurement], direction: Direction, fit: LeftOut) -> Iterator[TimedPack]:
+def _timed_packs(ranks: Sequence[RankMeasurement], direction: Direction, fit: CrossValidation) -> Iterator[TimedPack]:
     _, seconds, samples = pass_timings(ranks, direction, 1)
     by_ranges: dict[tuple[Range, ...], list[tuple[float, float]]] = {}
     for sample, measured_s, predicted_s in zip(samples, seconds, fit.seconds.tolist(), strict=True):

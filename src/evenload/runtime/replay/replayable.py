@@ -146,20 +146,16 @@ class _Logits(TorchFunctionMode):
         self._router = router
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and args[1] is self._router.weight:
-            return _router_logits(self._router, args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _router_logits(router: ReplayRouter, rows: Tensor) -> Tensor:
-    state = router.replay
-    if state.direction == "forward":
-        logits = nn.functional.linear(rows, router.weight)
-        state.store.record(router.site, logits)
-        return logits
-    recorded = state.store.read(router.site, state.ranges)
-    logits = linear_with_known_output(rows, router.weight, None, recorded, state.products)
-    return logits if state.balance is None else state.balance.add_to(router.site[0], state.ranges, logits)
+        router, state = self._router, self._router.replay
+        if func is not nn.functional.linear or args[1] is not router.weight:
+            return func(*args, **(kwargs or {}))
+        if state.direction == "forward":
+            logits = nn.functional.linear(args[0], router.weight)
+            state.store.record(router.site, logits)
+            return logits
+        recorded = state.store.read(router.site, state.ranges)
+        logits = linear_with_known_output(args[0], router.weight, None, recorded, state.products)
+        return logits if state.balance is None else state.balance.add_to(router.site[0], state.ranges, logits)
 
 
 class ReplayExperts(nn.Module):
