@@ -3,14 +3,13 @@
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
 from evenload.calibrate.kernels import weight_seconds
-from evenload.calibrate.links import overlap_cost, quick_links
+from evenload.calibrate.links import overlap_cost
 from evenload.calibrate.rounds import PackClock, num_tokens_of, pack_clock, time_round, whole
 from evenload.config.sections import LoraConfig
 from evenload.cost.coefficients import CostCoefficients
@@ -54,10 +53,6 @@ def test_calibration_measures_a_real_stage(gloo_pool):
     assert costs.context_hidden_share == 0
 
 
-def _links_of_a_rank(sizes):
-    return quick_links(create_meshes([even_layout(4, **sizes)], torch.device("cpu"), TIMEOUT_S).start)
-
-
 def _overlap_of_a_rank(sizes):
     found = overlap_cost(create_meshes([even_layout(2, **sizes)], torch.device("cpu"), TIMEOUT_S).start)
     return None if found is None else (found.communication_slowdown, found.compute_slowdown)
@@ -83,16 +78,6 @@ def test_weight_gradients_that_are_put_off_are_timed():
     assert all(one.main_grad.abs().sum() > 0 for one in parameters if one.dim() == 2)
     whole_s = sum(one.seconds for one in time_round(stage, whole(*[128] * 8), clock)) / model.num_layers
     assert 0 < found_s < whole_s
-
-
-def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):
-    """Not over one hop to a neighbour, which is several times faster than gloo's rings."""
-    for sizes in ({"dp": 2}, {"dp": 3}, {"cp": 2}):
-        found = gloo_pool.run(np.prod([*sizes.values()]).item(), _links_of_a_rank, sizes)
-        for kind in ("reduction", "gather"):
-            assert all(links[kind].bandwidth_bytes_per_s > 1e6 for links in found)
-            assert all(links[kind].latency_s >= 0 for links in found)
-    assert all("reduction" not in links for links in gloo_pool.run(2, _links_of_a_rank, {"pp": 2}))
 
 
 def test_cached_costs_are_found_again_only_for_the_same_device_and_layout(tmp_path):
