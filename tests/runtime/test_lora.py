@@ -4,23 +4,19 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
-from adapter_cases import LORA, all_tensors, build_with_adapters, make_adapters_matter, peft_model
-from evenload.attention.backends import select_backend
+from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, build_with_adapters, make_adapters_matter
 from evenload.config.sections import LoraConfig, with_adapters
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.lora import write_adapter
-from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, make_tokens, relative_error, tiny_config
-from single_stage import pack_tokens, sliced_packs, trained
+from single_stage import pack_tokens, sliced_packs, stage_of, trained
 
 # peft asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -33,31 +29,23 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
     """Every linear of every architecture, asymmetric packs; the base gets no gradient at all."""
     config = tiny_config(kind, tied=kind == "llama")
     tokens = make_tokens(LENGTHS, config.vocab_size)
-    model = build_with_adapters(config, LORA)
-    make_adapters_matter(model)
-    tensors = all_tensors(model)
-    adapters = trained(flatten_units(model, dp=1))
+    stage, buffers = stage_of(config, lora=LORA)
+    make_adapters_matter(stage.model)
+    tensors, adapters = all_tensors(stage.model), trained(buffers)
     assert set(adapters) == {n for n in tensors if ".lora_" in n}
-    stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
     store = ActivationStore({d: len(t) for d, t in tokens.items()}, [])
     labels = sum(len(t) - 1 for t in tokens.values())
     forward, backward = sliced_packs(LENGTHS)
     for pack in forward:
         stage.forward(pack_tokens(pack, tokens), None, store)
     loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
-    plain = peft_model(config, tensors, tmp_path)
-    expected = sum(
-        nn.functional.cross_entropy(plain(t[None]).logits[0, :-1], t[1:], reduction="sum") / labels
-        for t in tokens.values()
-    )
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-11)
-    gradients = {n.removeprefix("base_model.model."): p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    plain_loss, gradients = adapter_loss_and_gradients(config, tensors, tmp_path, tokens, torch.float64)
+    assert loss == pytest.approx(plain_loss, rel=1e-11)
     assert set(gradients) == set(adapters)
     for name, parameter in adapters.items():
         assert gradients[name].norm() > 0
         assert relative_error(parameter.main_grad, gradients[name]) <= 1e-11, name
-    assert all(p.grad is None and not hasattr(p, "main_grad") for p in model.frozen_parameters())
+    assert all(p.grad is None and not hasattr(p, "main_grad") for p in stage.model.frozen_parameters())
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
