@@ -96,6 +96,7 @@ class ReplayConv1D(_RecordedLinear, Conv1D):  # type: ignore[inconsistent-inheri
     """Runs transformers' `Conv1D` under replay."""
 
     is_transposed = True
+    bias: nn.Parameter
 
     def product(self, rows: Tensor) -> Tensor:
         return torch.addmm(self.bias, rows, self.weight)
