@@ -269,7 +269,7 @@ def _show_start(
     facts = (
         f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
         f"layout {trainer.mesh.layout.describe()}{', fifo channels' if is_fifo else ''}",
-        f"attention {next(iter(trainer.stages.values())).backend_name}",
+        f"attention {next(iter(trainer.stages.values())).backend.name}",
         f"costs {costs.source} on {costs.device}",
         f"memory limit {format_bytes(memory_cap_bytes)} a process",
     )
