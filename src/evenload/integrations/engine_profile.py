@@ -1,4 +1,4 @@
-"""What a training engine can run of a plan, and how: one typed record an engine, and the refusals that follow from it.
+"""`EngineProfile`: what a training engine can run of a plan, and how; and the refusals that follow from it.
 
 Planning, projection and price read these facts; none of them reads an engine's name.
 """
@@ -15,7 +15,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 BEST = "auto"
-"""Under an engine: the fastest, by its price, of all strategies that it can run (`engine_planner`)."""
+"""Under an engine: the fastest, by its price, of all strategies that it can run (`planner.EnginePlanner`)."""
 
 Topic = Literal["slices", "sharing", "layouts", "pipeline", "virtual", "context", "mixed_context", "counts", "tensor"]
 """What a plan or a loader may need that an engine, or Evenload's adapter to it, lacks."""
@@ -41,7 +41,7 @@ _INSTEAD: Mapping[Topic, str] = {
 
 
 class Limitation(Frozen):
-    """Describes what was requested of an engine (`topic`), why it cannot do it, and the nearest thing that works."""
+    """Describes what an adapter refuses to run (`topic`), why, and what works instead."""
 
     topic: Topic
     why: str
@@ -53,29 +53,26 @@ class EngineProfile(Frozen):
 
     Args:
         name: `--engine NAME`, `PackedLoader(engine=NAME)`.
-        title: with the versions that this was read or run with.
-        formats: of `batch_formats` that its model takes, the usual one first.
+        title: engine and versions that the facts were read from.
+        formats: those of `batch_formats` that its model takes, the usual one first.
         equal_counts: data-parallel ranks run equally many micro-batches a step; ranks short of work get empty ones.
         constant_counts: every step of a run has as many micro-batches as any other; the user gives the number.
         static_pipeline: in a pipeline, `constant_counts` holds and all micro-batches of a step have one length.
         virtual_count_multiple: with virtual stages, the micro-batches are a multiple of the pipeline's ranks.
-        context_parallel: "none"; "fixed": the group shares every document, each cut into chunks; "heads": the group
-        shares
-            every micro-batch, its rows outside of attention and its heads inside (Ulysses), so that no document is
-            padded.
-        document_chunks: under "fixed", the chunks of a document on every rank of the group.
+        context_parallel: "fixed": a group cuts every document into equal chunks; "heads": a group splits the rows of
+            every micro-batch outside of attention and the heads inside (Ulysses); "none".
+        document_chunks: chunks of a document on every rank of the group, under "fixed".
         schedules: names of `schedule.registry` in whose order it runs a pipeline; () = it has none.
-        gathers: when sharded weights are gathered: "never" (every rank has them), "step" (after the update), "pass"
-        (unit
-            by unit in every forward and backward, so that ranks wait for each other in every micro-batch).
+        gathers: when sharded weights are all-gathered: "never" (ranks hold all), "step" (after the update), "pass"
+            (unit by unit in every forward and backward, so that ranks wait for each other in every micro-batch).
         reduces: when gradients are reduced: "step" (once), "pass" (after every backward, where ranks wait).
         overlaps_reduction: the reduction runs during the backward, unit by unit; else after it.
-        reduction_bucket: parameters of a bucket that is reduced at once in every pass; 0 = unit by unit.
+        reduction_bucket: parameters that are reduced at once in every pass; 0 = unit by unit.
         blocking_sends: a rank computes nothing while it sends activations, and sends their shape first.
         sharded_update: a rank updates its share of the weights; else every rank updates all of them.
         slices: it can run packs of parts of documents.
-        cannot: why it cannot do what its user may request.
-        not_adapted: what the engine does and is priced for, but Evenload's adapter refuses, and why.
+        cannot: why it cannot run what a user may request.
+        not_adapted: what the engine runs and is priced for, but Evenload's adapter refuses, and why.
     """
 
     name: str
@@ -99,7 +96,7 @@ class EngineProfile(Frozen):
     not_adapted: Mapping[Topic, str] = {}
 
     def not_adapted_in(self, layout: ParallelLayout) -> tuple[Limitation, ...]:
-        """Return what of a plan in this layout the adapter refuses to run, though the engine would."""
+        """Return what the adapter refuses to run in this layout, though the engine would."""
         needed = {
             "pipeline": layout.num_stages > 1,
             "virtual": layout.num_stages > layout.pp,
@@ -143,7 +140,7 @@ class EngineProfile(Frozen):
 
 
 def require_layout(profile: EngineProfile, layout: ParallelLayout) -> None:
-    """Refuse a layout that the engine does not have, by a `ConfigError`."""
+    """Raise a `ConfigError` for a layout that the engine does not have."""
     name = f"layout {layout.describe()}"
     if layout.has_wide_stages:
         profile.refuse("layouts", f"{name} has stages with different numbers of devices")
@@ -156,7 +153,7 @@ def require_layout(profile: EngineProfile, layout: ParallelLayout) -> None:
 
 
 def require_heads(profile: EngineProfile, model: ModelSpec, layout: ParallelLayout) -> None:
-    """Refuse, by a `ConfigError`, a group whose ranks would have no heads or unequally many."""
+    """Raise a `ConfigError` where ranks that share heads would have none or unequally many."""
     heads, kv_heads, ranks = model.num_heads, model.num_kv_heads, layout.cp * layout.tp
     if profile.context_parallel == "heads" and (heads % ranks or (kv_heads % ranks and ranks % kv_heads)):
         raise ConfigError(
@@ -167,11 +164,7 @@ def require_heads(profile: EngineProfile, model: ModelSpec, layout: ParallelLayo
 
 
 def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, layout: ParallelLayout) -> None:
-    """Refuse a strategy whose plans the engine cannot run in this layout.
-
-    Raises:
-        ConfigError: an unknown strategy; a layout, strategy, schedule or option that the engine does not have.
-    """
+    """Raise a `ConfigError` for a strategy, layout, schedule or option that the engine does not have."""
     require_layout(profile, layout)
     _require_options(profile, options, layout)
     if name == BEST:
@@ -191,27 +184,24 @@ def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, la
 
 def _require_options(profile: EngineProfile, options: PlanOptions, layout: ParallelLayout) -> None:
     def refuse(option: str, why: str) -> NoReturn:
-        value = getattr(options, option)
-        raise ConfigError(f"engine {profile.name}: plan.options.{option} is '{value}'{why}")
+        raise ConfigError(f"engine {profile.name}: plan.options.{option} is '{getattr(options, option)}'{why}")
 
     schedule = options.schedule
     if profile.context_parallel != "none" and options.cp_sharding not in ("mixed", "per_document"):
-        shared = "some heads a rank" if profile.context_parallel == "heads" else "equal parts"
-        refuse("cp_sharding", f". Its context-parallel group shares every document by {shared}; set 'per_document'")
+        refuse("cp_sharding", ". Its context-parallel group shares every document equally; set 'per_document'")
     if schedule != CHOOSE and schedule not in profile.schedules:
         if not profile.schedules:
             profile.refuse("pipeline", f"plan.options.schedule is '{schedule}'")
-        own = ", ".join(profile.schedules)
-        refuse("schedule", f". It orders its pipeline by its own schedules. Use one of {own}, or leave it out")
+        refuse("schedule", f", which it does not have. Use one of {', '.join(profile.schedules)}, or leave it out")
     if schedule != CHOOSE and (schedule == "interleaved") != (layout.num_stages > layout.pp):
-        why = "Interleaved is the order of ranks with several virtual stages, and the only one of them"
+        why = "Ranks with several virtual stages run interleaved, others do not"
         refuse("schedule", f" on layout {layout.describe()}. {why}. Leave the schedule out, or change virtual")
     if options.policy not in ("choose", "replay"):
         refuse("policy", ". Plans do not change what it keeps; leave it out, and set the engine's checkpointing")
 
 
 def require_auto(profile: EngineProfile, options: PlanOptions) -> None:
-    """Refuse what `auto` of an engine ignores: it plans every global batch by itself."""
+    """Raise a `ConfigError` for what an engine's `auto` ignores: it plans every global batch by itself."""
     if options.window > 1:
         raise ConfigError(
             f"engine {profile.name}: plan.options.window is {options.window} with strategy {BEST}, which plans every "
@@ -224,10 +214,8 @@ def runnable(
 ) -> tuple[tuple[str, ...], tuple[LeftOutStrategy, ...]]:
     """Return the strategies that the engine can run in this layout, and why not the others.
 
-    Exact solvers, which take their time limit for every step, run only where they are named.
-
-    Raises:
-        ConfigError: the engine has not this layout or schedule, so nothing runs.
+    Exact solvers, which take their time limit in every step, run only where they are named. Raises a `ConfigError`
+    where nothing runs, for want of the layout or schedule.
     """
     require_strategy(profile, BEST, options, layout)
     names: list[str] = []

@@ -2,9 +2,9 @@
 
     source ─► tokens ─► global batch ─► plan of all ranks ─► exchange ─► packs ─► batches in the loop's own names
 
-All of it happens ahead of the loop, in a thread and in worker processes. The global batch is fixed before anything is
-packed, so strategy, ranks and micro-batches only rearrange inside a step: divide the *sum* of the losses by
-`num_label_tokens` of the step, and loss and gradients are those of one document after the other.
+A thread and worker processes do it before the loop needs it. The global batch is fixed before anything is packed, so
+strategy, ranks and micro-batches only rearrange inside a step: divide the *sum* of the losses by `num_label_tokens` of
+the step, and loss and gradients are those of one document after the other.
 
     loader = PackedLoader("corpus", tokenizer="model", max_tokens=8192, batch_tokens=65536)
     for step in loader.steps():
@@ -12,7 +12,7 @@ packed, so strategy, ranks and micro-batches only rearrange inside a step: divid
             model(**batch).loss.backward()
         optimizer.step(); optimizer.zero_grad()
 
-One iteration is one epoch; an iteration that was left goes on where it was.
+One iteration is one epoch; the next one goes on where an iteration was left.
 """
 
 import logging
@@ -37,8 +37,15 @@ from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.integrations.batch_formats import format_pack
 from evenload.integrations.engine_profile import BEST
-from evenload.integrations.loader_inputs import data_config, require_choice, tokenizer_fact, tokenizer_settings
-from evenload.integrations.loader_options import LoaderOptions, LoaderPlace, find_place
+from evenload.integrations.loader_options import (
+    LoaderOptions,
+    LoaderPlace,
+    data_config,
+    find_place,
+    require_choice,
+    tokenizer_fact,
+    tokenizer_settings,
+)
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
 from evenload.integrations.projection import project
 from evenload.plan.deferral import DelayState
@@ -54,14 +61,14 @@ _log = logging.getLogger("evenload.loader")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedStep:
-    """Holds one optimizer step of this rank. Iterating gives the micro-batches.
+    """Holds one optimizer step of this rank; iterating gives the micro-batches.
 
     Args:
-        planned: plan of all ranks, account and states after this step.
-        packs: forward packs of this rank in the order in which they are trained, those without work last.
+        planned: plan of all ranks, ledger and states after this step.
+        packs: forward packs of this rank in the order in which they are trained, those of padding alone last.
         backward_packs: other cuts of the same documents where the strategy cuts; else the same objects.
         batches: `packs` in the loader's format.
-        num_zero_weight: packs without work.
+        num_zero_weight: packs of padding alone.
     """
 
     planned: PlannedStep
@@ -88,7 +95,7 @@ class PackedStep:
 
 
 class _MidStep(NamedTuple):
-    """Micro-batches given of a step, and the plan that it must have to go on there; none, between two steps."""
+    """Holds the micro-batches given of a step, and the plan that it must have to go on; none, between two steps."""
 
     given: int = 0
     plan_digest: str = ""
@@ -107,13 +114,12 @@ class PackedLoader:
     Attributes:
         options: as given; `format` resolved.
         config: the data settings, as resolved.
-        rank, world_size: of this loader among those that share a global batch; ranks of a sequence group
-            (`sequence_ranks`) have the same.
+        rank, world_size: among those that share a global batch; ranks of a sequence group have the same.
         model_is_assumed: packs are balanced for `ASSUMED_MODEL`, because no model was given.
         start_lines: what was logged at the start.
-        epoch: of the current iteration, or of the next one if none has begun or the last one ended.
-        has_ended: all `epochs` were given out.
-        ledger_lines: what became of all documents and tokens, after the last step that was given out.
+        epoch: of the current iteration, else of the next one.
+        has_ended: all `epochs` were given.
+        ledger_lines: what became of all documents and tokens, after the last step that was given.
 
     Raises:
         ConfigError: settings that cannot work, with the reason. Collective where ranks read together.
@@ -123,13 +129,7 @@ class PackedLoader:
         named = {field.name: settings.pop(field.name) for field in fields(LoaderOptions) if field.name in settings}
         self.options = options = LoaderOptions(max_tokens=max_tokens, **named)
         self._place = place = find_place(options)
-        config, datasets = data_config(
-            data,
-            settings,
-            max_tokens=max_tokens,
-            default_batch_tokens=max_tokens * place.world_size,
-            evaluation=options.evaluation,
-        )
+        config, datasets = data_config(data, settings, options, place.world_size)
         options.check_data(config, place)
         model, tokenizer = options.model, options.tokenizer
         vocab_size = known_vocabulary(model)
@@ -144,9 +144,8 @@ class PackedLoader:
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
             unstopped = stop_warnings(resolved, opened, ends)
         planner = _planner_of(model, options, place)
-        self._maker = StepMaker(
-            self._loader, planner, replicas=lambda layout: place.replicas, max_pack_tokens=max_tokens
-        )
+        replicas = place.replicas
+        self._maker = StepMaker(self._loader, planner, replicas=lambda _: replicas, max_pack_tokens=max_tokens)
         self.config = self._loader.config
         self.rank, self.world_size = place.rank, place.world_size
         self.model_is_assumed = model is None
@@ -163,23 +162,17 @@ class PackedLoader:
                 _log.warning("%s", line)
 
     def balance_for(self, model: Any) -> None:
-        """Balance packs by the times of this model, from the first step on. Collective: all ranks, the same model.
-
-        Args:
-            model: as the constructor's.
+        """Balance packs by the times of this model, given as to the constructor, from the first step on. Collective.
 
         Raises:
-            ConfigError: not a model; no tokeniser was given, and the model's vocabulary is not one of bytes; steps were
-                made already.
+            ConfigError: not a model; a model that needs a tokeniser, and none was given; steps were made already.
         """
         require_choice(self.config, self.options.tokenizer, known_vocabulary(model))
         if self._ahead is not None:
             raise ConfigError(
-                "balance_for(model) after steps were made for another one; call it before the first iteration, or give "
-                "PackedLoader(model=...)"
+                "balance_for(model) after steps were made for another one; call it before the first iteration"
             )
-        planner = _planner_of(model, self.options, self._place)
-        self._maker.planner = planner
+        self._maker.planner = planner = _planner_of(model, self.options, self._place)
         self.model_is_assumed = False
         line = _balance_line(planner.planner.costs, assumed=False)
         self.start_lines = [line, *self.start_lines[1:]]
@@ -203,10 +196,9 @@ class PackedLoader:
             yield replace(step, packs=step.packs[given:], batches=step.batches[given:]) if given else step
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration reads; do nothing where it is that one already.
+        """Choose the epoch of the next iteration; do nothing where it is that one already.
 
-        Raises:
-            ConfigError: no such epoch, or an epoch is in its middle, the rest of which would be left out.
+        Raises a `ConfigError` for no such epoch, and inside of one, the rest of which would be left out.
         """
         if epoch == self.epoch:
             return
@@ -242,11 +234,10 @@ class PackedLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where a state was made. Reads nothing yet.
+        """Go on exactly where a state was made; reads nothing yet.
 
-        Raises:
-            ConfigError: not a state of this loader; other data or settings (named); a state inside a step under another
-                number of ranks.
+        Raises a `ConfigError` for what is no state of this loader, other data or settings, or a state inside a step
+        under another number of ranks.
         """
         missing = {"version", "epoch", "loader", "planner", "given", "world_size", "plan_digest"} - set(state_dict)
         if missing or state_dict["version"] != STATE_VERSION:
@@ -266,9 +257,9 @@ class PackedLoader:
         self._mid_step = _MidStep(given, state_dict["plan_digest"] if given else "")
 
     def close(self) -> None:
-        """End threads and worker processes; iterating again goes on where the loader stands. Collective where ranks
-        read together, after the same step."""
-        # Steps that were made ahead are lost with the thread, so the state is where to read again.
+        """End threads and worker processes; iterating again goes on where the loader is. Collective where ranks read
+        together, after the same step."""
+        # Steps made early are lost with the thread, so they are read again from the state.
         self.load_state_dict(self.state_dict())
 
     def __enter__(self) -> "PackedLoader":
@@ -294,7 +285,7 @@ class PackedLoader:
         self.epoch, self.has_ended = epoch, False
 
     def _current_step(self) -> PackedStep | None:
-        """The step that has micro-batches left, or the next one of this epoch; None at the epoch's end."""
+        """Return the step that has micro-batches left, or the next one of this epoch; None at the epoch's end."""
         if self._open is not None and self._given < len(self._open):
             return self._open
         step, self._peeked = self._peeked or self._next_step(), None
@@ -339,14 +330,14 @@ class PackedLoader:
         try:
             return self._ahead.next()
         except BaseException:
-            # The thread has ended with its error; the next call starts another one where this one stood.
+            # The thread has ended with its error; the next call starts another one at the same step.
             mid = self._mid_step
             self._go_on(*self._after, self.epoch)
             self._mid_step = mid
             raise
 
     def _skipped(self, step: PackedStep) -> int:
-        """Micro-batches of the step that were given out before its state was saved."""
+        """Return how many micro-batches of the step were given before its state was saved."""
         mid, self._mid_step = self._mid_step, _MidStep()
         if mid.given and (mid.plan_digest != step.plan.digest or mid.given > len(step)):
             raise DataError(
@@ -366,8 +357,8 @@ def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPl
 
 
 def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
-    """This rank's micro-batches of a step; on every rank a `ConfigError` where one needs more than `micro_batches`."""
-    _require_room(step.plan, options)
+    """Make this rank's micro-batches; a `ConfigError` on every rank where one needs more than `micro_batches`."""
+    _require_count(step.plan, options)
     micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
     forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
     packs = tuple(
@@ -383,7 +374,7 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
     )
 
 
-def _require_room(plan: StepPlan, options: LoaderOptions) -> None:
+def _require_count(plan: StepPlan, options: LoaderOptions) -> None:
     counts = [len(packs.forward) for packs in plan.pack_plans]
     if (limit := options.micro_batches) is None or max(counts) <= limit:
         return
@@ -401,19 +392,13 @@ def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
 
     It makes a forward and a backward pass like any other, so collectives inside a model meet; its gradient is 0.
     """
-    edges = np.array([0, num_tokens], np.int32)
     return PackBatch(
         doc_ids=np.array([-1], np.int64),
         starts=np.zeros(1, np.int64),
-        stops=np.full(1, num_tokens, np.int64),
+        stops=np.array([num_tokens], np.int64),
         token_ids=np.full(num_tokens, PADDING_TOKEN, np.int64),
         targets=np.full(num_tokens, IGNORE_INDEX, np.int64),
         positions=np.arange(num_tokens, dtype=np.int64),
-        cu_seqlens_q=edges,
-        cu_seqlens_k=edges,
-        max_seqlen_q=num_tokens,
-        max_seqlen_k=num_tokens,
-        num_label_tokens=0,
         num_padding_tokens=num_tokens,
     )
 
@@ -426,26 +411,16 @@ def pad_pack(pack: PackBatch, num_tokens: int) -> PackBatch:
     padding = zero_weight_pack(missing)
     columns = ("doc_ids", "starts", "stops", "token_ids", "targets", "positions")
     joined: dict[str, Any] = {name: np.concatenate([getattr(pack, name), getattr(padding, name)]) for name in columns}
-    return replace(
-        pack,
-        **joined,
-        cu_seqlens_q=np.append(pack.cu_seqlens_q, pack.cu_seqlens_q[-1:] + missing),
-        cu_seqlens_k=np.append(pack.cu_seqlens_k, pack.cu_seqlens_k[-1:] + missing),
-        max_seqlen_q=max(pack.max_seqlen_q, missing),
-        max_seqlen_k=max(pack.max_seqlen_k, missing),
-        num_padding_tokens=pack.num_padding_tokens + missing,
-    )
+    return PackBatch(**joined, num_padding_tokens=pack.num_padding_tokens + missing)
 
 
 def _start_lines(
     config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace, costs: PackCosts
 ) -> list[str]:
-    """What the loader does and does not do, a line a subject, `_balance_line` first."""
+    """Describe what the loader does and does not do, a line a subject, `_balance_line` first."""
     planning, strategy = options.planning(), strategy_named(options.strategy)
     is_engines_auto = options.engine is not None and options.strategy == BEST
     delays = strategy.delays(planning) and not is_engines_auto
-    # Other strategies that defer documents do not read the window.
-    packs_windows = delays and not strategy.delays(msgspec.structs.replace(planning, window=1))
     batch = f"up to {config.batch_tokens} tokens"
     if config.batch_documents:
         batch = counted(config.batch_documents, "document")
@@ -462,55 +437,51 @@ def _start_lines(
     order = "as in the files"
     if config.shuffle_window > 1:
         order = f"shuffled within {counted(config.shuffle_window, 'document')}, seed {config.seed}"
-    if packs_windows:
+    # Other strategies that defer documents do not read the window.
+    if delays and not strategy.delays(msgspec.structs.replace(planning, window=1)):
         order += f", packed over {counted(planning.window, 'batch')}"
     reading = "alone" if place.reads_alone else f"together with {place.peers.size - 1} others"
     workers = counted(config.workers, "process") if config.workers else "a thread"
     not_done = [
         "no document attends to another" + (", and none is cut" if options.keeps_whole else ""),
-        "no attention mask is made",
-        "no special tokens but the end of a document",
-        "tensors stay on the CPU",
+        "no attention mask is made, no special tokens but the end of a document, tensors stay on the CPU",
     ]
     if delays and not options.evaluation and config.epochs is None:
         not_done.append("documents that wait when you stop are not trained (set epochs)")
-    lines = [
-        _balance_line(costs, assumed=options.model is None),
-        *([] if options.engine is None else [f"engine        {options.engine}: {options.profile.title}"]),
-        f"strategy      {options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}"
+    lines = {
+        "engine": f"{options.engine}: {options.profile.title}" if options.engine else "",
+        "strategy": f"{options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}"
         + ("" if options.keeps_whole else "; the loop must follow step.plan"),
-        f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs}",
-        f"tokenizer     {tokenizer}",
-        f"boundaries    format {options.format}: positions and cumulative lengths of documents, no attention_mask",
-        f"order         {order}",
-        f"reading       {reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "
+        "global batch": f"{batch}, rank {place.rank} of {place.world_size}, {packs}",
+        "tokenizer": tokenizer,
+        "boundaries": f"format {options.format}: positions and cumulative lengths of documents, no attention_mask",
+        "order": order,
+        "reading": f"{reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "
         f"{config.overlong}",
-        f"not done      {'; '.join(not_done)}",
-    ]
-    if options.evaluation:
-        lines.append("evaluation    every document once an iteration, none dropped, the last batch short")
-    return lines
+        "not done": "; ".join(not_done),
+        "evaluation": "every document once an iteration, none dropped, the last batch short" * options.evaluation,
+    }
+    balance = _balance_line(costs, assumed=options.model is None)
+    return [balance, *(f"{name:<14}{text}" for name, text in lines.items() if text)]
 
 
 def _balance_line(costs: PackCosts, *, assumed: bool) -> str:
-    line = f"balance       packs of equal time for {costs.model.name}"
-    if assumed:
-        line += ", which is assumed: give the model you train as PackedLoader(model=...), since the share of attention"
-        line += " in a document's time depends on it"
-    return f"{line}; times from {costs.coefficients.source} ({costs.coefficients.device})"
+    why = ", which is assumed: give the model you train as PackedLoader(model=...), since the share of attention in a "
+    why += "document's time depends on it"
+    model, coefficients = costs.model.name + why * assumed, costs.coefficients
+    return f"balance       packs of equal time for {model}; times from {coefficients.source} ({coefficients.device})"
 
 
 def _first_step_line(step: PackedStep, options: LoaderOptions) -> str:
-    """How well the first step's packs are filled and balanced."""
+    """Describe how well the first step's packs are filled and balanced."""
     plan = step.plan
     packs = [pack for packs in plan.pack_plans for pack in packs.forward]
     tokens = sum(pack.num_tokens for pack in packs)
     computed = sum(options.computed_tokens(pack.num_tokens + pack.num_padding_tokens) for pack in packs)
     times = [sum(sum(row) for row in (*times.forward_s, *times.backward_s)) for times in plan.times]
-    mean_s = sum(times) / len(times)
-    uneven = max(times) / mean_s if mean_s else 1.0
+    slowest = max(times) * len(times) / sum(times) if any(times) else 1.0
     return (
         f"first step    {counted(len(plan.documents), 'document')}, {tokens} tokens in {counted(len(packs), 'pack')} "
-        f"({tokens / (len(packs) * options.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not "
-        f"padding, slowest rank {uneven:.3f} of the mean by prediction"
+        f"({tokens / (len(packs) * options.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not padding, "
+        f"slowest rank {slowest:.3f} of the mean by prediction"
     )

@@ -2,15 +2,16 @@
 
     StepPlan ─► project ─► packs as the engine pads them ─► seconds ─► its order ─► its waiting ─► its step's end
 
-What is the engine's own: micro-batches and their lengths (`projection`), the order in which a pipeline runs them,
-whether a rank computes while it sends, whether ranks wait for each other in every micro-batch, when gradients are
-reduced and weights gathered, and who updates what. Seconds of compute are those of Evenload's runtime with all
-activations stored; docs/engines.md lists what that leaves out. O(documents + micro-batches · stages).
+The engine decides micro-batches and their lengths (`projection`), the order in which a pipeline runs them, whether a
+rank computes while it sends, where ranks wait for each other, when gradients are reduced and weights gathered, and who
+updates what. Compute takes what Evenload's runtime takes with all activations stored; docs/engines.md lists what that
+leaves out. O(documents + micro-batches · stages).
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,11 +41,11 @@ class EnginePrice(Frozen):
     Args:
         step_time_s: `packs_s` and `end_s`.
         packs_s: until the slowest rank has computed its last micro-batch.
-        end_s: what comes after: reductions that nothing hides, update, gather of weights.
+        end_s: for what comes after: reductions that nothing hides, update, all-gather of weights.
         idle_fraction: share of all ranks' step time in which no micro-batch is computed.
         padding_fraction: share of the computed tokens that are padding.
-        micro_batches, empty_micro_batches: of all replicas; of these, without documents.
-        max_padded_tokens: of the longest micro-batch.
+        micro_batches, empty_micro_batches: counts over all replicas; the latter have no documents.
+        max_padded_tokens: length of the longest micro-batch.
     """
 
     step_time_s: float
@@ -57,8 +58,7 @@ class EnginePrice(Frozen):
     max_padded_tokens: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Replica:
+class _Replica(NamedTuple):
     columns: SliceColumns
     tasks: PipelineTasks
 
@@ -73,8 +73,7 @@ def engine_price(
         shape: what the run fixes of micro-batches; None = nothing.
         schedule: of the engine's pipeline; "choose" = interleaved where ranks have several stages, else 1F1B.
 
-    Raises:
-        ConfigError: the engine cannot run the plan (`project`).
+    Raises a `ConfigError` as `project`.
     """
     projected = project(plan, profile, shape or StepShape())
     costs, layout = engine_costs(profile, costs), costs.layout
@@ -116,7 +115,7 @@ def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
 
 
 def _with_coefficients(costs: PackCosts, **changes: object) -> PackCosts:
-    """With other coefficients. Engines cut every document of a shared micro-batch, short ones too."""
+    """Replace coefficients. Engines cut every document of a shared micro-batch, short ones too."""
     coefficients = msgspec.structs.replace(costs.coefficients, **changes)
     return PackCosts(costs.model, coefficients, costs.layout, keeps_short_whole=False)
 
@@ -137,44 +136,38 @@ def _replica(profile: EngineProfile, costs: PackCosts, micro_batches: Sequence[E
     )
     tasks = pipeline_tasks(costs, columns, columns, stop)
     if profile.context_parallel == "heads" and costs.layout.cp > 1 and columns.num_packs:
-        tasks = replace(
-            tasks,
-            forward_s=_shared_heads_seconds(costs, columns, "forward"),
-            backward_s=_shared_heads_seconds(costs, columns, "backward"),
-        )
+        forward_s, backward_s = (_shared_heads_seconds(costs, columns, way) for way in ("forward", "backward"))
+        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s)
     return _Replica(columns, tasks)
 
 
 def _slowest(profile: EngineProfile, costs: PackCosts, replicas: Sequence[_Replica]) -> _Replica:
-    """All replicas that wait for each other in every micro-batch, as one that takes the longest of each."""
-    moved = [replace(one, tasks=_with_pass_transfers(costs, one.columns, one.tasks, profile)) for one in replicas]
+    """Join replicas that wait for each other in every micro-batch to one that takes the longest of each."""
+    moved = [one._replace(tasks=_with_pass_transfers(costs, *one, profile)) for one in replicas]
     slowest = max(moved, key=lambda one: float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()))
     columns = ("forward_s", "backward_s", "p2p_forward_s", "p2p_backward_s")
     longest = {name: np.max([getattr(one.tasks, name) for one in moved], axis=0) for name in columns}
-    return replace(slowest, tasks=replace(moved[0].tasks, **longest))
+    return slowest._replace(tasks=replace(moved[0].tasks, **longest))
 
 
 def _simulated(profile: EngineProfile, costs: PackCosts, one: _Replica, schedule: str) -> SimulatedReplica:
-    tasks, layout = one.tasks, costs.layout
+    (columns, tasks), layout = one, costs.layout
     if profile.blocking_sends and layout.num_stages > 1:
-        # The sender's seconds contain the transfer and that of its shape; the receiver may begin when they end.
+        # A sender computes for as long as it sends, the shape first; the receiver may begin when that ends.
         shapes_s = costs.coefficients.p2p_latency_s
         forward_s, backward_s = tasks.forward_s.copy(), tasks.backward_s.copy()
         forward_s[:, :-1] += (tasks.p2p_forward_s + shapes_s)[:, None]
         backward_s[:, 1:] += (tasks.p2p_backward_s + shapes_s)[:, None]
-        sends = {
-            "p2p_forward_s": np.zeros_like(tasks.p2p_forward_s),
-            "p2p_backward_s": np.zeros_like(tasks.p2p_backward_s),
-        }
-        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s, **sends)
+        no_send_s = {name: np.zeros(columns.num_packs) for name in ("p2p_forward_s", "p2p_backward_s")}
+        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s, **no_send_s)
     usual = "interleaved" if layout.num_stages > layout.pp else "1f1b"
     actions = SCHEDULES.named(usual if schedule == CHOOSE else schedule).actions(tasks, None)
-    return SimulatedReplica(one.columns, one.columns, tasks, actions, simulate(tasks, actions))
+    return SimulatedReplica(columns, columns, tasks, actions, simulate(tasks, actions))
 
 
 def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[SimulatedReplica]) -> tuple[float, float]:
-    """End of the last micro-batch, and what comes after it."""
-    # Weights that are gathered in every pass are in its seconds, and not once more at the first packs of a step.
+    """Return the end of the last micro-batch, and the seconds of what comes after it."""
+    # Weights gathered in every pass are in its seconds, and not once more at the first packs of a step.
     end = step_end(_with_coefficients(costs, overlap_gather=False), simulated)
     if profile.sharded_update:
         end_s = costs.optimizer_seconds()
@@ -189,20 +182,17 @@ def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[Simu
     return end.packs_s, end_s
 
 
-# Weights gathered and gradients reduced in every pass (FSDP2, ZeRO-3):
-#
-#     forward    gather   0 | 1   | 2     | 3            backward   gather   3 | 2   | 1     | 0
-#                compute    | 0   | 1     | 2   | 3                 compute    | 3   | 2     | 1     | 0
-#                                                                   reduce           | 3     | 2     | 1   | 0
-#
-# The gather of the next unit and the reduction of the one before overlap a unit's compute, one after the other; nothing
-# hides the first gather of a pass and the last reduction of a backward. All weights of a unit are gathered, those too
-# that LoRA does not train; gradients are of trained ones only.
-
-
 def _with_pass_transfers(
     costs: PackCosts, columns: SliceColumns, tasks: PipelineTasks, profile: EngineProfile
 ) -> PipelineTasks:
+    """Add to each pass the all-gathers and reductions of its units that compute does not hide (FSDP2, ZeRO-3).
+
+        forward    gather   0 | 1   | 2     | 3            backward   gather   3 | 2   | 1     | 0
+                   compute    | 0   | 1     | 2   | 3                 compute    | 3   | 2     | 1     | 0
+                                                                      reduce           | 3     | 2     | 1   | 0
+
+    The gather of the next unit and the reduction of the last one overlap a unit's compute, one after the other.
+    """
     if not columns.num_packs:
         return tasks
     features = pack_features(costs, [(columns, pack) for pack in range(columns.num_packs)])
@@ -217,12 +207,12 @@ def _with_pass_transfers(
         unit_s *= np.divide(pack_s, total_s, out=np.ones_like(pack_s), where=total_s > 0)[:, None]
         gathers_s = [gather_s.get(unit, 0.0) for unit in units]
         reductions_s = [reduce_s.get(unit, 0.0) if direction == "backward" else 0.0 for unit in units]
-        found = np.full(len(pack_s), gathers_s[0] + reductions_s[-1])
+        pass_s = np.full(len(pack_s), gathers_s[0] + reductions_s[-1])
         overlapping = zip([*gathers_s[1:], 0.0], [0.0, *reductions_s[:-1]], strict=True)
         for at, (next_s, last_s) in enumerate(overlapping):
             transfers = (next_s, coefficients.gather_overlap), (last_s, coefficients.reduction_overlap)
-            found += overlapped_seconds(unit_s[:, at], transfers)
-        return found
+            pass_s += overlapped_seconds(unit_s[:, at], transfers)
+        return pass_s
 
     forward_s = seconds("forward", forward_units(costs, 0), tasks.forward_s[:, 0])
     backward_s = seconds("backward", stage_units(costs, 0), tasks.backward_s[:, 0])
@@ -230,35 +220,35 @@ def _with_pass_transfers(
 
 
 def _unit_gathers(costs: PackCosts) -> dict[int, float]:
-    """Seconds in which all weights of each unit of the one stage are gathered, by the unit's number."""
-    model, found = costs.model, {}
-    # As if all were trained: what a unit holds without its adapters; then the adapters.
+    """Return the seconds that gather all weights of a unit of the one stage, trained or not, by the unit's number."""
+    model, gather_s = costs.model, {}
+    # First as if all were trained, without adapters; then the adapters.
     whole = msgspec.structs.replace(model, adapter_parameters_per_layer=0)
     for spec in (whole, model) if model.adapter_parameters_per_layer else (whole,):
         transfers = unit_transfers(spec, costs.coefficients, costs.layout, 0)
         for unit, seconds in zip(transfers.unit.tolist(), transfers.gather_s.tolist(), strict=True):
-            found[unit] = found.get(unit, 0.0) + seconds
-    return found
+            gather_s[unit] = gather_s.get(unit, 0.0) + seconds
+    return gather_s
 
 
 def _bucket_reductions(costs: PackCosts, bucket_parameters: int) -> dict[int, float]:
-    """Seconds in which gradients are reduced, at the unit of a bucket that comes last in a backward.
+    """Return the seconds that reduce a bucket of gradients, by the last of its units in a backward.
 
-    A bucket is reduced when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`), and what is left
-    after the last one's backward. Each unit's own latencies stay in it. 0 = unit by unit.
+    A bucket is reduced when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`), the last one at the
+    end. Each unit's latencies stay in it. 0 = unit by unit.
     """
     transfers = unit_transfers(costs.model, costs.coefficients, costs.layout, 0)
     sum_s = dict(zip(transfers.unit.tolist(), transfers.sum_s.tolist(), strict=True))
     parameters = dict(zip(transfers.unit.tolist(), transfers.parameters.tolist(), strict=True))
-    found: dict[int, float] = {}
+    reduce_s: dict[int, float] = {}
     held, held_s = 0, 0.0
     units = [unit for unit in stage_units(costs, 0) if unit in sum_s]
     for unit, after in itertools.zip_longest(units, units[1:]):
         held, held_s = held + parameters[unit], held_s + sum_s[unit]
         if after is None or held + parameters[after] > bucket_parameters:
-            found[unit] = held_s
+            reduce_s[unit] = held_s
             held, held_s = 0, 0.0
-    return found
+    return reduce_s
 
 
 def overlapped_seconds(
@@ -267,9 +257,8 @@ def overlapped_seconds(
     """Return when compute and transfers that begin together have all ended, the transfers one after the other.
 
     Args:
-        compute_s: float64[n], alone.
-        transfers: seconds alone, and what each and compute cost each other; None, or where overlapping does not pay:
-            compute waits for it.
+        compute_s: float64[n], without transfers.
+        transfers: seconds without compute, and what overlapping costs; None, or where it does not pay: compute waits.
     """
     left_s, now_s = compute_s.copy(), np.zeros_like(compute_s)
     for transfer_s, overlap in transfers:
@@ -294,13 +283,12 @@ _POSITION_BYTES = 8
 
 
 def _shared_heads_seconds(costs: PackCosts, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
-    """Seconds of every pack whose ranks share heads (Ulysses); float64[num_packs, P].
+    """Return the seconds of every pack whose ranks share heads (Ulysses); float64[num_packs, P].
 
-    A rank computes its share of tokens and of whole documents' attention, and all that a document and a pack take
-    anyhow. On every layer, overlapped with nothing, as DeepSpeed waits for each (`UlyssesSPAttentionHF`): all-to-alls,
-    each of which sends (n-1)/n of what a rank has over its link, and in forward an all-gather of positions. Key heads
-    are repeated until every rank has one. Across nodes an all-to-all takes more of the network than a ring, which is
-    not priced.
+    A rank computes its share of tokens and of attention, and the whole fixed costs of documents and packs. On every
+    layer, overlapped with nothing (`UlyssesSPAttentionHF` waits for each): all-to-alls, each of which sends (n-1)/n of
+    what a rank has over its link, and in forward an all-gather of positions. Key heads are repeated until every rank
+    has one. That an all-to-all across nodes takes more of the network than a ring is not priced.
     """
     model, layout = costs.model, costs.layout
     ranks = layout.cp
