@@ -131,7 +131,7 @@ class DeepSpeedLoop(EngineLoop):
 
 
 def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
-    """Raise a `CheckpointError` where a checkpoint (the newest, without a tag) has other ranks in number. Collective."""
+    """Raise a `CheckpointError` where a checkpoint (without a tag the newest) is of other ranks. Collective."""
     folder, saved = from_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
     if saved is not None and saved != ranks:
         raise CheckpointError(
