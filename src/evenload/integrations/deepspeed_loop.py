@@ -122,10 +122,8 @@ class DeepSpeedLoop(EngineLoop):
         path, client_state = self.engine.load_checkpoint(str(directory), tag=tag)
         missing = {LOADER_STATE, _NUM_STEPS} - set(client_state or {})
         if path is None or missing:
-            raise CheckpointError(
-                f"'{directory}' is no checkpoint of this loop (read: {path}, missing: {sorted(missing)}); give the "
-                "folder that save wrote"
-            )
+            what = f"is no checkpoint of this loop (read: {path}, missing: {sorted(missing)})"
+            raise CheckpointError(f"'{directory}' {what}; give the folder that save wrote")
         self.loader.load_state_dict(client_state[LOADER_STATE])
         self.num_steps = client_state[_NUM_STEPS]
 
@@ -162,10 +160,7 @@ def _unfit(engine: Any) -> Iterator[str]:
     """Yield why the engine would train something else, or wait for ever."""
     for name in ("coalesce_grad_reduction", "zero_optimization_stage", "gradient_accumulation_steps"):
         if not hasattr(engine, name):
-            yield (
-                f"{type(engine).__name__} has no {name}: give the engine of deepspeed.initialize, of DeepSpeed 0.19.2 "
-                "or later"
-            )
+            yield f"{type(engine).__name__} has no {name}; give deepspeed.initialize's engine, of 0.19.2 or later"
     if getattr(engine, "pipeline_parallelism", False):
         yield "a PipelineModule makes micro-batches of one shape; train without it, or with 'evenload train'"
     if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
@@ -179,9 +174,8 @@ def _unfit(engine: Any) -> Iterator[str]:
     # With sequence groups the engine shards, sums and counts over both dimensions.
     if (size := engine.seq_dp_world_size) != dist.get_world_size():
         yield (
-            f"gradients are summed over {size} ranks of {dist.get_world_size()}: tensor and expert parallel ranks, and "
-            "sequence_parallel_size in the configuration, are not tested with packs; leave all ranks data-parallel, or "
-            "use mpu = share_sequences(model, ranks)"
+            f"gradients are summed over {size} ranks of {dist.get_world_size()}, and tensor, expert and other sequence "
+            "parallel ranks are not tested; leave all data-parallel, or use mpu = share_sequences(model, ranks)"
         )
 
 
@@ -190,10 +184,7 @@ def _place_among(engine: Any, ranks: int) -> int:
     members, rank = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), dist.get_rank()
     neighbours = [*range(rank // ranks * ranks, (rank // ranks + 1) * ranks)]
     if members != neighbours:
-        raise ConfigError(
-            f"rank {rank} shares sequences with the ranks {members}, and the loader gives the same packs to "
-            f"{neighbours}; make groups of neighbours, as share_sequences does"
-        )
+        raise ConfigError(f"rank {rank} shares sequences with {members}; groups are of neighbours, here {neighbours}")
     return rank % ranks
 
 
@@ -208,15 +199,10 @@ def _averaged_over(engine: Any) -> int:
         return world_size // ranks
     version = importlib.metadata.version("deepspeed")
     if not engine.zero_reduce_scatter():
-        raise ConfigError(
-            "reduce_scatter is false under ZeRO-3 with sequence groups, where DeepSpeed divides gradients of large and "
-            "small parameters by different numbers; leave it out, or use ZeRO-2"
-        )
+        raise ConfigError("reduce_scatter is false under ZeRO-3 with sequence groups; leave it out, or use ZeRO-2")
     if not version.startswith("0.19."):
-        raise ConfigError(
-            f"DeepSpeed {version} under ZeRO-3 with sequence groups may divide gradients by another number than 0.19; "
-            "install deepspeed==0.19.8, or use ZeRO-2"
-        )
+        fix = "install deepspeed==0.19.8, or use ZeRO-2"
+        raise ConfigError(f"DeepSpeed {version} is not tested under ZeRO-3 with sequence groups; {fix}")
     return world_size
 
 
@@ -258,10 +244,7 @@ def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
         AttentionInterface.register(DOCUMENTS, _transformers_attention)
     model.set_attn_implementation(DOCUMENTS)
     if model.config._attn_implementation != DOCUMENTS:
-        raise ConfigError(
-            f"the attention of {type(model).__name__} cannot be set; use a model of transformers that has "
-            "set_attn_implementation, or sequence_ranks=1"
-        )
+        raise ConfigError(f"the attention of {type(model).__name__} cannot be set; use sequence_ranks=1")
     try:
         groups = UlyssesSPAttentionHF.register_with_transformers(model, DOCUMENTS, ranks, micro_batch_size=1)
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -308,10 +291,8 @@ def _transformers_attention(
     [1, T, H, D], and no weights."""
     unknown = [name for name in _OTHER_ATTENTION if isinstance(settings.get(name), Tensor) or settings.get(name)]
     if unknown:
-        raise ConfigError(
-            f"{type(module).__name__} attends with {', '.join(unknown)}, which attention '{DOCUMENTS}' does not have; "
-            "train without it, or with sequence_ranks=1"
-        )
+        what = f"{type(module).__name__} attends with {', '.join(unknown)}"
+        raise ConfigError(f"{what}, which attention '{DOCUMENTS}' does not have; use sequence_ranks=1")
     edges = settings.get("cu_seq_lens_q")
     if edges is None or attention_mask is not None or query.shape[0] != 1:
         raise ConfigError(

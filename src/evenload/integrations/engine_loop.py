@@ -127,10 +127,8 @@ class EngineLoop(ABC):
 
     def _require_equal_counts(self, reason: str) -> None:
         if self.loader.world_size > 1 and not self.loader.options.has_equal_counts:
-            raise ConfigError(
-                f"equal_micro_batches is off, but {self._engine_name} {reason}, so ranks would wait for ever for one "
-                "with fewer micro-batches; leave it on"
-            )
+            why = f"{self._engine_name} {reason}, so ranks would wait for ever for one with fewer micro-batches"
+            raise ConfigError(f"equal_micro_batches is off, but {why}; leave it on")
 
 
 def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, sequence_ranks: int) -> None:
@@ -140,26 +138,21 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, seq
     if not options.keeps_whole:
         raise ConfigError(
             f"strategy '{options.strategy}' cuts documents, and {engine} would miss keys of earlier slices; choose one "
-            f"of {', '.join(whole_strategies())}, or train with 'evenload train'"
+            f"of {', '.join(whole_strategies())}"
         )
     if loss is None and options.format != "hf":
-        raise ConfigError(
-            f'the loader has format "{options.format}", the loop\'s own loss reads "hf"; make it with format="hf", or '
-            "give loss=function(model, batch)"
-        )
+        fix = 'make it with format="hf", or give loss=function(model, batch)'
+        raise ConfigError(f"the loader has format '{options.format}', which the loop's own loss does not read; {fix}")
     if shared != sequence_ranks:
-        raise ConfigError(
-            f"the loader's sequence_ranks is {shared}, and {engine} has sequence groups of {sequence_ranks}; give both "
-            "the same number, on DeepSpeed by mpu = share_sequences(model, ranks); other loops share no sequences"
-        )
+        fix = "give both the same, on DeepSpeed by mpu = share_sequences(model, ranks)"
+        groups = f"{engine} has sequence groups of {sequence_ranks}"
+        raise ConfigError(f"the loader's sequence_ranks is {shared}, and {groups}; {fix}")
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
     if (loader.rank, loader.world_size * shared) != (rank // shared, world_size):
         raise ConfigError(
-            f"the loader is rank {loader.rank} of {loader.world_size}, torch.distributed has {rank} of {world_size}"
-            + (f", {shared} of which share sequences" if shared > 1 else "")
-            + "; make the loader after the process group, without rank, world_size and group. Tensor, context, expert "
-            f"and pipeline parallel ranks are not tested with {engine}"
+            f"the loader is rank {loader.rank} of {loader.world_size}, torch.distributed has {rank} of {world_size}; "
+            f"make it after the process group, without a place. Model-parallel ranks are not tested with {engine}"
         )
 
 

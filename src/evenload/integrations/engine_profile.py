@@ -205,7 +205,7 @@ def require_auto(profile: EngineProfile, options: PlanOptions) -> None:
     if options.window > 1:
         raise ConfigError(
             f"engine {profile.name}: plan.options.window is {options.window} with strategy {BEST}, which plans every "
-            "global batch by itself. Name fixed_greedy, which packs over several, or leave it out"
+            "batch by itself. Name fixed_greedy, which packs over several, or leave it out"
         )
 
 

@@ -168,16 +168,11 @@ def _require_sharded(model: nn.Module, world_size: int) -> None:
         if not parameter.requires_grad:
             continue
         if not isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"parameter '{name}' is not sharded, so its gradient would not be summed over ranks; leave "
-                "ignored_params out of fully_shard"
-            )
+            raise ConfigError(f"parameter '{name}' is not sharded; leave ignored_params out of fully_shard")
         mesh = parameter.device_mesh
         if mesh.size() != world_size:
-            raise ConfigError(
-                f"parameter '{name}' is sharded over {mesh.size()} ranks, the loader has {world_size}; give "
-                "fully_shard a mesh of all ranks"
-            )
+            sizes = f"over {mesh.size()} ranks, the loader has {world_size}"
+            raise ConfigError(f"parameter '{name}' is sharded {sizes}; give fully_shard a mesh of all ranks")
         # fully_shard makes one dimension of shards, behind those of replicas (HSDP). Another one is of tensor-parallel
         # ranks, which need the same packs.
         *replicas, shards = parameter.placements

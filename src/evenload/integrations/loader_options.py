@@ -174,10 +174,8 @@ class LoaderOptions:
     def check_data(self, config: DataConfig, place: "LoaderPlace") -> None:
         """Raise a `ConfigError` for data settings or a place that contradict the options."""
         if config.max_document_tokens > self.max_tokens and self.keeps_whole:
-            raise ConfigError(
-                f"max_document_tokens is {config.max_document_tokens}, max_tokens of a pack {self.max_tokens}: such a "
-                "document fits no pack; raise max_tokens, or lower max_document_tokens and choose overlong"
-            )
+            lengths = f"max_document_tokens is {config.max_document_tokens}, max_tokens of a pack {self.max_tokens}"
+            raise ConfigError(f"{lengths}: such a document fits no pack; change one of them, and choose overlong")
         if self.micro_batches is not None and config.batch_tokens is not None:
             most = self.micro_batches * place.world_size * self.max_tokens
             if config.batch_tokens > most:
@@ -188,14 +186,12 @@ class LoaderOptions:
                 )
         if strategy_named(self.strategy).needs_solver and place.reads_alone and place.world_size > 1:
             raise ConfigError(
-                f"strategy '{self.strategy}' depends on the time its solver takes, so ranks that do not communicate "
-                "(rank and world_size given) would plan differently; use fixed_greedy, or group"
+                f"strategy '{self.strategy}' depends on the time its solver takes, so ranks that read alone (rank and "
+                "world_size given) would plan differently; use fixed_greedy, or group"
             )
         if self.evaluation and (self.micro_batches is not None or not self.equal_micro_batches):
-            raise ConfigError(
-                f"evaluation=True with micro_batches = {self.micro_batches}, equal_micro_batches = "
-                f"{self.equal_micro_batches}; every rank runs as many as the rank with the most: leave both out"
-            )
+            given = f"micro_batches = {self.micro_batches}, equal_micro_batches = {self.equal_micro_batches}"
+            raise ConfigError(f"evaluation=True with {given}; all ranks run equally many: leave both out")
 
     def _check_engine(self, engine: EngineProfile) -> None:
         planning = self.planning()
@@ -237,8 +233,7 @@ class LoaderOptions:
         if self.pack_multiple > 1 or self.fixed_shapes:
             raise ConfigError(
                 f"pack_multiple is {self.pack_multiple}, fixed_shapes {self.fixed_shapes}, and {cuts}, so that later "
-                "packs attend to tokens of earlier ones; packs can be padded only where documents stay whole: choose "
-                f"one of {whole}, or leave both out"
+                f"packs attend to earlier ones; padding goes only where documents stay whole: choose one of {whole}"
             )
         if not self.accept_slices:
             raise ConfigError(
@@ -247,10 +242,8 @@ class LoaderOptions:
                 "them and follows step.plan"
             )
         if self.format not in PREFIX_FORMATS:
-            raise ConfigError(
-                f"{cuts}, and format '{self.format}' cannot express that a slice attends to more keys than it has "
-                f"queries; use format {' or '.join(PREFIX_FORMATS)}"
-            )
+            fix = f"use format {' or '.join(PREFIX_FORMATS)}"
+            raise ConfigError(f"{cuts}, and format '{self.format}' cannot express keys of earlier packs; {fix}")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -304,10 +297,7 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
         rank, world_size = peers.rank, peers.size
     shared = options.sequence_ranks
     if world_size % shared:
-        raise ConfigError(
-            f"sequence_ranks is {shared}, which does not divide {counted(world_size, 'rank')}; every rank belongs to a "
-            "group of so many"
-        )
+        raise ConfigError(f"sequence_ranks is {shared}, which does not divide {counted(world_size, 'rank')}; change it")
     return LoaderPlace(
         rank=rank // shared,
         world_size=world_size // shared,
@@ -389,10 +379,8 @@ def data_config(
     elif isinstance(data, Sequence) and all(isinstance(source, str | Path) for source in data):
         base["sources"] = tuple(str(source) for source in data)
     else:
-        raise ConfigError(
-            f"data is a {type(data).__name__}; give a path or URL, a list of them, a DataConfig, or a Hugging Face "
-            "Dataset or IterableDataset"
-        )
+        kinds = "a path or URL, a list of them, a DataConfig, or a Hugging Face Dataset or IterableDataset"
+        raise ConfigError(f"data is a {type(data).__name__}; give {kinds}")
     if options.evaluation:
         base |= _evaluation_settings(data, base | settings, settings, options.max_tokens * world_size)
     return DataConfig(**(base | settings)), datasets
@@ -405,10 +393,8 @@ def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     kinds = [kind for kind, needed in _KIND_COLUMNS.items() if needed <= columns]
     if len(kinds) == 1:
         return {"record": kinds[0]}
-    raise ConfigError(
-        f"the data set's columns {sorted(columns)} could be records of {', '.join(kinds) or 'none of the kinds'}; set "
-        f"record to one of {', '.join(_KIND_COLUMNS)}, and the names of its columns where they are others"
-    )
+    matches, kinds = ", ".join(kinds) or "none of the kinds", ", ".join(_KIND_COLUMNS)
+    raise ConfigError(f"columns {sorted(columns)} could be records of {matches}; set record to one of {kinds}")
 
 
 def _evaluation_settings(
@@ -418,10 +404,9 @@ def _evaluation_settings(
         # The order and the epochs of a configuration are those of training; what it leaves out counts here too.
         counts = isinstance(data, DataConfig) and name in ("overlong", "on_corrupt", "mixture_end")
         if (name in settings or counts) and given[name] not in allowed:
-            raise ConfigError(
-                f"evaluation=True with {name} = {given[name]!r}; evaluation leaves nothing out and keeps the order, so "
-                f"it must be {' or '.join(map(repr, allowed))}"
-            )
+            why = "evaluation leaves nothing out and keeps the order"
+            must = " or ".join(map(repr, allowed))
+            raise ConfigError(f"evaluation=True with {name} = {given[name]!r}; {why}, so it must be {must}")
     fixed: dict[str, Any] = {"shuffle_window": 1, "streams": None, "epochs": None}
     if given.get("batch_documents") is None and given.get("batch_tokens") is None:
         fixed["batch_tokens"] = batch_tokens
@@ -443,18 +428,14 @@ def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[Dat
         yield config, tokenizer
     elif hasattr(tokenizer, "save_pretrained"):
         if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise ConfigError(
-                f"tokenizer {type(tokenizer).__name__} is a slow one, without a tokenizer.json; load it with "
-                "use_fast=True, or convert it once and give the path"
-            )
+            name, fix = type(tokenizer).__name__, "load it with use_fast=True, or give the path of its tokenizer.json"
+            raise ConfigError(f"tokenizer {name} is a slow one, without a tokenizer.json; {fix}")
         with tempfile.TemporaryDirectory() as directory:
             tokenizer.save_pretrained(directory)
             yield msgspec.structs.replace(config, tokenizer=directory), None
     else:
-        raise ConfigError(
-            f'tokenizer is a {type(tokenizer).__name__}; give "bytes", a tokenizer.json or its directory, a fast '
-            "tokeniser of transformers, or a DocumentTokenizer"
-        )
+        kinds = '"bytes", a tokenizer.json or its directory, a fast tokeniser of transformers, or a DocumentTokenizer'
+        raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}; give {kinds}")
 
 
 def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -> None:

@@ -178,10 +178,7 @@ def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: tor
     dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
     total, count, missing = sums.tolist()
     if missing:
-        raise ConfigError(
-            f"the loss function of forward_step returned no '{_LOSS}' for {missing:.0f} packs; return that of "
-            "megatron_step.sum_of_losses"
-        )
+        raise ConfigError(f"forward_step returned no '{_LOSS}' for {missing:.0f} packs; return that of sum_of_losses")
     if count != step.num_label_tokens:
         raise DataError(
             f"step {step.plan.step}: the losses are of {count:.0f} label tokens, the plan has {step.num_label_tokens}; "
@@ -230,25 +227,16 @@ def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
     if (stages := config.pipeline_model_parallel_size) > 1 and not config.variable_seq_lengths:
         yield f"variable_seq_lengths is False, so {stages} stages would expect packs of one length; set it to True"
     if (ranks := config.context_parallel_size) > 1:
-        yield (
-            f"context_parallel_size is {ranks}, and every rank would train whole packs as its part; set it "
-            "to 1, or train with 'evenload train'"
-        )
+        yield f"context_parallel_size is {ranks}, which packs are not cut for; use 1, or train with 'evenload train'"
     if options.pack_multiple % (multiple := rows_multiple(config)):
         yield (
             f"sequence_parallel divides the rows of a pack among {multiple} tensor-parallel ranks, and pack_multiple "
             f"of the loader is {options.pack_multiple}; give PackedLoader pack_multiple={multiple}"
         )
     if (experts := config.num_moe_experts) is not None:
-        yield (
-            f"num_moe_experts is {experts}: a router counts the tokens of a micro-batch, so gradients depend on "
-            "packing; train a dense model here, mixtures of experts with 'evenload train'"
-        )
+        yield f"num_moe_experts is {experts}, whose router depends on packing; train experts with 'evenload train'"
     if (virtual := config.virtual_pipeline_model_parallel_size) is not None:
-        yield (
-            f"virtual_pipeline_model_parallel_size is {virtual}, whose schedule waits for ever for shapes; leave it "
-            "out, so that 1F1B runs"
-        )
+        yield f"virtual_pipeline_model_parallel_size is {virtual}, which waits for ever; leave it out, for 1F1B"
 
 
 def model_of(model: Any, config: Any) -> ModelSpec:
@@ -292,10 +280,8 @@ def document_layer_spec(config: Any) -> Any:
     """
     for name, plain in _PLAIN_ATTENTION.items():
         if getattr(config, name) != plain:
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}, and document_layer_spec has no such attention; set it to {plain}, "
-                "or use Transformer Engine's layers"
-            )
+            fix = f"set it to {plain}, or use Transformer Engine's layers"
+            raise ConfigError(f"{name} is {getattr(config, name)}, which document_layer_spec does not have; {fix}")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[missing-import]
 
     spec: Any = get_gpt_layer_local_spec(

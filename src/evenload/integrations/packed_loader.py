@@ -209,10 +209,8 @@ class PackedLoader:
         loader, planner = self._after
         untouched = self._open is None and not any(part.documents for part in loader.parts)
         if not (untouched or self._peeked is not None or self.has_ended):
-            raise ConfigError(
-                f"set_epoch({epoch}) in the middle of epoch {self.epoch} would leave out the rest of it; iterate to "
-                "the end, or make a new loader"
-            )
+            where = f"set_epoch({epoch}) in the middle of epoch {self.epoch}"
+            raise ConfigError(f"{where} would leave out the rest of it; iterate to the end, or make a new loader")
         self._go_on(state_at_epoch(loader, epoch), planner, epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,10 +239,8 @@ class PackedLoader:
         """
         missing = {"version", "epoch", "loader", "planner", "given", "world_size", "plan_digest"} - set(state_dict)
         if missing or state_dict["version"] != STATE_VERSION:
-            raise ConfigError(
-                f"not a state of PackedLoader (version {state_dict.get('version')}, this one reads {STATE_VERSION}; "
-                f"missing: {sorted(missing)})"
-            )
+            version = f"version {state_dict.get('version')}, this one reads {STATE_VERSION}"
+            raise ConfigError(f"not a state of PackedLoader ({version}; missing: {sorted(missing)})")
         given = int(state_dict["given"])
         if given and state_dict["world_size"] != self.world_size:
             raise ConfigError(
@@ -381,9 +377,9 @@ def _require_count(plan: StepPlan, options: LoaderOptions) -> None:
     tokens, ranks, longest = sum(document.num_tokens for document in plan.documents), len(counts), options.max_tokens
     raise ConfigError(
         f"step {plan.step}: rank {counts.index(max(counts))} needs {max(counts)} packs of at most max_tokens = "
-        f"{longest}, micro_batches is {limit}. The batch has {tokens} tokens in {len(plan.documents)} documents; "
-        f"{ranks} ranks x {limit} x {longest} hold at most {limit * ranks * longest}, and less where whole documents "
-        "leave gaps. Lower batch_tokens or batch_documents, or raise max_tokens or micro_batches"
+        f"{longest}, micro_batches is {limit}. The batch has {tokens} tokens, and {ranks} ranks x {limit} x {longest} "
+        f"hold at most {limit * ranks * longest}, less where whole documents leave gaps. Lower batch_tokens or "
+        "batch_documents, or raise max_tokens or micro_batches"
     )
 
 

@@ -212,7 +212,7 @@ def model_spec_of(model: Any) -> ModelSpec:
     config = getattr(model, "config", model)
     if hasattr(config, "to_dict"):
         return model_from_hf_config(config.to_dict(), config.to_dict().get("model_type") or type(model).__name__)
-    raise ConfigError(
-        f"model is a {type(model).__name__}; give a built-in name such as '{ASSUMED_MODEL}', a config.json or its "
-        "directory, a ModelSpec, or a transformers model or configuration"
+    kinds = (
+        f"a built-in name such as '{ASSUMED_MODEL}', a config.json or its directory, a ModelSpec, a transformers model"
     )
+    raise ConfigError(f"model is a {type(model).__name__}; give {kinds}")

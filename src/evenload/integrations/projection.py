@@ -67,9 +67,9 @@ def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> tuple[t
     if length is None and profile.pads_in(plan.layout):
         length = max(1, longest)
     if length is not None and longest > length:
+        at = f"engine {profile.name}: step {plan.step}"
         raise ConfigError(
-            f"engine {profile.name}: step {plan.step} has a micro-batch of {longest} tokens, and all have {length}; "
-            "raise it, or lower max_pack_tokens to it"
+            f"{at} has a micro-batch of {longest} tokens, and all have {length}; lower max_pack_tokens to it"
         )
     multiple = math.lcm(shape.pack_multiple, group_rows)
 

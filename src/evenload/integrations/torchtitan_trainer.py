@@ -102,9 +102,8 @@ class PackedDataLoader(BaseDataLoader):
             raise DataloaderExhaustedError
         if not step.num_label_tokens:
             raise DataError(
-                f"step {step.plan.step} has no token with a loss, and torchtitan divides by their number (documents "
-                f"{[document.doc_id for document in step.plan.documents[:5]]} ...); check the labels of the source, "
-                "or make batches larger"
+                f"step {step.plan.step} has no token with a loss, by whose number torchtitan divides (documents "
+                f"{[document.doc_id for document in step.plan.documents[:5]]} ...); check the labels of the source"
             )
         return len(step) - self._given
 
@@ -118,19 +117,15 @@ class PackedDataLoader(BaseDataLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands between two steps, in one string; the same on all ranks."""
         if self._step is not None and self._given < len(self._step):
-            raise ConfigError(
-                f"state_dict() in step {self._step.plan.step}, after {self._given} of {len(self._step)} micro-batches; "
-                "save between two steps"
-            )
+            place = f"step {self._step.plan.step}, after {self._given} of {len(self._step)} micro-batches"
+            raise ConfigError(f"state_dict() in {place}; save between two steps")
         return {_STATE: json.dumps(self.loader.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the state was made, also with other ranks; a `ConfigError` for one of other data or loaders."""
         if _STATE not in state_dict:
-            raise ConfigError(
-                f"the checkpoint's loader has keys {sorted(state_dict)}, so it is none of ours; to train on from its "
-                'weights alone set checkpoint.exclude_from_loading = ["dataloader"]'
-            )
+            fix = 'to train on from its weights alone set checkpoint.exclude_from_loading = ["dataloader"]'
+            raise ConfigError(f"the checkpoint's loader has keys {sorted(state_dict)}, so it is none of ours; {fix}")
         self.loader.load_state_dict(json.loads(state_dict[_STATE]))
         self._step, self._given = None, 0
 
@@ -158,9 +153,9 @@ def _loader_settings(given: dict[str, Any], tokenizer: Any, sizes: dict[str, Any
         raise ConfigError(f"this torchtitan builds its loader with {sorted(sizes)}, without seq_len; install 0.3.0")
     settings: dict[str, Any] = {"max_tokens": longest, "engine": "torchtitan"} | given
     if settings["max_tokens"] > longest:
+        longer = settings["max_tokens"]
         raise ConfigError(
-            f"max_tokens is {settings['max_tokens']}, and torchtitan's rotary embedding has {longest} positions; set "
-            f"training.seq_len = {settings['max_tokens']}, or lower max_tokens"
+            f"max_tokens is {longer}, torchtitan has {longest} positions; set training.seq_len = {longer}"
         )
     if (path := getattr(tokenizer, "tokenizer_path", None)) is not None:
         settings.setdefault("tokenizer", path)
@@ -205,10 +200,8 @@ def packed_config(config: Any, loader: dict[str, Any]) -> Any:
         own: Any = config  # its fields are torchtitan's
         return replace(own, dataloader=PackedDataLoader.Config(loader=settings))
     if type(config) is not Trainer.Config:
-        raise ConfigError(
-            f"{type(config).__qualname__} is the configuration of another trainer; derive that trainer from "
-            "PackedTrainer, and its Config from PackedTrainer.Config"
-        )
+        name, fix = type(config).__qualname__, "derive it and its Config from PackedTrainer and its Config"
+        raise ConfigError(f"{name} is the configuration of another trainer; {fix}")
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return PackedTrainer.Config(**values | {"dataloader": PackedDataLoader.Config(loader=settings)})
 
@@ -240,10 +233,8 @@ def _untrainable(config: Any) -> Iterator[str]:
         )
     multiple, chunks = config.dataloader.loader.get("pack_multiple", 1), _loss_chunks(config)
     if multiple % chunks:
-        yield (
-            f"loader['pack_multiple'] is {multiple}, and ChunkedLossWrapper cuts a pack into {chunks} equal parts; set "
-            f"loader['pack_multiple'] = {chunks}, or take the loss that it wraps"
-        )
+        cut = f"ChunkedLossWrapper cuts a pack into {chunks} equal parts"
+        yield f"loader['pack_multiple'] is {multiple}, and {cut}; set loader['pack_multiple'] = {chunks}"
     if not training.disable_cuda_graphs and torch.cuda.is_available():
         yield "training.disable_cuda_graphs is off: a CUDA graph replays one shape, and packs differ in length; set it"
     for name, reason in _PARALLEL.items():

@@ -96,8 +96,7 @@ class PackedTrainerMixin:
         """Return the evaluation loader's batches; a `ConfigError` where there is none, or another data set is given."""
         if self._eval_loader is None or eval_dataset not in (None, self.eval_dataset):  # type: ignore[missing-attribute]
             raise ConfigError(
-                f"evaluate({'' if eval_dataset is None else '...'}): give the data to PackedTrainer as "
-                "eval_loader=PackedLoader(..., evaluation=True)"
+                "evaluate() has no data; give PackedTrainer eval_loader=PackedLoader(..., evaluation=True)"
             )
         return self._eval_loader
 
@@ -113,9 +112,8 @@ class PackedTrainerMixin:
         counts = [sample.pop(_COUNT) for sample in samples]
         if len({int(count) for count in counts}) > 1 or len(samples) != num_batches:
             raise ConfigError(
-                f"the Trainer requested {num_batches} micro-batches and got {len(samples)}, with "
-                f"{[int(count) for count in counts]} label tokens: it is inside a step; resume from a checkpoint that "
-                "was saved after one"
+                f"the Trainer requested {num_batches} micro-batches and got {len(samples)}, inside a step; resume from "
+                "a checkpoint that was saved after one"
             )
         return samples, counts[0].to(rest[0] if rest else self.args.device)  # type: ignore[missing-attribute]
 
@@ -224,10 +222,8 @@ def _refuse_settings(
             raise ConfigError(f"{name} has no meaning with train_loader and eval_loader; leave it out")
     steps, micro_batches = args.gradient_accumulation_steps, train_loader.options.micro_batches
     if micro_batches != steps:
-        raise ConfigError(
-            f"gradient_accumulation_steps is {steps}, the loader makes {micro_batches or 'any number of'} "
-            f"micro-batches a step; make it with micro_batches={steps}"
-        )
+        made = f"the loader makes {micro_batches or 'any number of'} micro-batches a step"
+        raise ConfigError(f"gradient_accumulation_steps is {steps}, {made}; make it with micro_batches={steps}")
     if args.max_steps <= 0:
         raise ConfigError("the steps of an epoch are not known before it is read; set max_steps, not num_train_epochs")
     for option in dataclasses.fields(args):
@@ -246,17 +242,14 @@ def _refuse_trainer(trainer: Any, loader: PackedLoader) -> None:
     if (loader.rank, loader.world_size) != (accelerator.process_index, ranks):
         raise ConfigError(
             f"the loader is rank {loader.rank} of {loader.world_size}, the Trainer {accelerator.process_index} of "
-            f"{ranks}; make the loader after TrainingArguments, or give it rank and world_size; no tensor, context or "
-            "sequence parallel ranks"
+            f"{ranks}; make it after TrainingArguments, or give rank and world_size; model-parallel ranks do not work"
         )
     for size in ("get_tp_size", "get_cp_size", "get_sp_size"):
         if hasattr(trainer, size) and getattr(trainer, size)() > 1:
             raise ConfigError(f"{size[4:6]} = {getattr(trainer, size)()} is not tested with packs; leave it at 1")
     if not trainer.model_accepts_loss_kwargs:
-        raise ConfigError(
-            f"{type(trainer.model).__name__} takes no num_items_in_batch, so its loss would be a mean of means; use a "
-            "model whose forward takes it"
-        )
+        name = type(trainer.model).__name__
+        raise ConfigError(f"{name} takes no num_items_in_batch, so its loss would be a mean of means; use another")
     if ranks > 1 and not args.average_tokens_across_devices:
         raise ConfigError(f"average_tokens_across_devices is off: gradients would be {ranks} times too small; set it")
 
@@ -267,10 +260,8 @@ def _refuse_model(model: Any, loader: PackedLoader) -> None:
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
         for key, value in vars(module).items():
             if type(value) in (int, float) and value > 0 and (is_dropout or re.search("drop|jitter|noise", key)):
-                raise UnsupportedModelError(
-                    f"{key} of {path or 'the model'} ({type(module).__name__}) is {value}: losses would be random; set "
-                    "it to 0 in the configuration of model or adapter"
-                )
+                where = f"{path or 'the model'} ({type(module).__name__})"
+                raise UnsupportedModelError(f"{key} of {where} is {value}: losses would be random; set it to 0")
     if not hasattr(config := getattr(model, "config", None), "get_text_config"):
         return
     config = config.get_text_config()
