@@ -46,7 +46,6 @@ _ENGINES = (
         title="Megatron-Core 0.16.1",
         formats=("megatron",),
         equal_counts=False,
-        virtual_count_multiple=True,
         context_parallel="fixed",
         document_chunks=2,
         schedules=("1f1b", "interleaved"),
@@ -67,7 +66,6 @@ _ENGINES = (
         formats=("torchtitan",),
         equal_counts=True,
         static_pipeline=True,
-        virtual_count_multiple=True,
         schedules=("1f1b", "interleaved", "gpipe"),
         # Its Trainer never turns FSDP2's set_requires_gradient_sync off; the stages of a pipeline do.
         gathers="pass",

@@ -58,7 +58,6 @@ class EngineProfile(Frozen):
         equal_counts: data-parallel ranks run equally many micro-batches a step; ranks short of work get empty ones.
         constant_counts: every step of a run has as many micro-batches as any other; the user gives the number.
         static_pipeline: in a pipeline, `constant_counts` holds and all micro-batches of a step have one length.
-        virtual_count_multiple: with virtual stages, the micro-batches are a multiple of the pipeline's ranks.
         context_parallel: "fixed": a group cuts every document into equal chunks; "heads": a group splits the rows of
             every micro-batch outside of attention and the heads inside (Ulysses); "none".
         document_chunks: chunks of a document on every rank of the group, under "fixed".
@@ -81,7 +80,6 @@ class EngineProfile(Frozen):
     equal_counts: bool
     constant_counts: bool = False
     static_pipeline: bool = False
-    virtual_count_multiple: bool = False
     context_parallel: Literal["none", "fixed", "heads"] = "none"
     document_chunks: int = 1
     schedules: tuple[str, ...] = ()
@@ -130,8 +128,8 @@ class EngineProfile(Frozen):
         return self.constant_counts or self.pads_in(layout)
 
     def count_multiple_in(self, layout: ParallelLayout) -> int:
-        """Return the number of which a rank's micro-batches are a multiple."""
-        return layout.pp if self.virtual_count_multiple and layout.num_stages > layout.pp > 1 else 1
+        """Return of what a rank's micro-batches are a multiple: with virtual stages, of the pipeline's ranks."""
+        return layout.pp if layout.num_stages > layout.pp > 1 else 1
 
     def refuse(self, topic: Topic, request: str) -> NoReturn:
         """Raise a `ConfigError` that names the request, why the engine cannot, and the nearest thing that works."""

@@ -42,14 +42,14 @@ _PLAIN_ATTENTION = {
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronReport:
-    """Describes one step, the same on every rank but `num_micro_batches` and `num_without_work`.
+    """Describes one step, the same on every rank but `num_micro_batches`.
 
     Args:
         loss: mean over the label tokens of the global batch, before the update.
         num_label_tokens: of the global batch.
         was_updated: False where Megatron left the update out, because gradients overflowed in fp16.
         grad_norm: of all parameters, before clipping; None where the optimizer does not compute it.
-        num_micro_batches, num_without_work: that this replica ran; the latter are of padding alone.
+        num_micro_batches: that this replica ran, those of padding alone included.
     """
 
     loss: float
@@ -57,7 +57,6 @@ class MegatronReport:
     was_updated: bool
     grad_norm: float | None
     num_micro_batches: int
-    num_without_work: int
 
 
 class MegatronTrainStep:
@@ -103,7 +102,6 @@ class MegatronTrainStep:
             was_updated=was_updated,
             grad_norm=grad_norm,
             num_micro_batches=max(1, len(step)),
-            num_without_work=step.num_zero_weight if len(step) else 1,
         )
 
     def accumulate(self, step: PackedStep) -> float:

@@ -152,7 +152,7 @@ class PackedLoader:
         self.ledger_lines: tuple[str, ...] = ()
         self._ahead: ReadAhead[PackedStep] | None = None
         self._has_logged = False
-        self._stand_at(self._loader.state(), DelayState(), 0)
+        self._go_on(self._loader.state(), DelayState(), 0)
         fact = tokenizer_fact(config, tokenizer, opened, vocab_size)
         self.start_lines: Sequence[str] = _start_lines(config, fact, options, place, planner.planner.costs)
         if place.is_first:
@@ -169,9 +169,7 @@ class PackedLoader:
         """
         require_choice(self.config, self.options.tokenizer, known_vocabulary(model))
         if self._ahead is not None:
-            raise ConfigError(
-                "balance_for(model) after steps were made for another one; call it before the first iteration"
-            )
+            raise ConfigError("balance_for(model) after steps were made for another one; call it before the first step")
         self._maker.planner = planner = _planner_of(model, self.options, self._place)
         self.model_is_assumed = False
         line = _balance_line(planner.planner.costs, assumed=False)
@@ -243,11 +241,9 @@ class PackedLoader:
             raise ConfigError(f"not a state of PackedLoader ({version}; missing: {sorted(missing)})")
         given = int(state_dict["given"])
         if given and state_dict["world_size"] != self.world_size:
-            raise ConfigError(
-                f"the state was saved inside a step, after {counted(given, 'micro-batch')}, with "
-                f"{counted(state_dict['world_size'], 'rank')}; now there are {self.world_size}. Save between two steps "
-                "to go on with another number"
-            )
+            place = f"after {counted(given, 'micro-batch')}, with {counted(state_dict['world_size'], 'rank')}"
+            fix = f"now there are {self.world_size}; save between two steps to go on with another number"
+            raise ConfigError(f"the state was saved inside a step, {place}; {fix}")
         planner = msgspec.json.decode(state_dict["planner"], type=DelayState)
         self._go_on(decode_state(state_dict["loader"].encode()), planner, int(state_dict["epoch"]))
         self._mid_step = _MidStep(given, state_dict["plan_digest"] if given else "")
@@ -270,9 +266,6 @@ class PackedLoader:
             self._ahead = None
         self._loader.load_state(loader)
         self._maker.planner_state = planner
-        self._stand_at(loader, planner, epoch)
-
-    def _stand_at(self, loader: LoaderState, planner: DelayState, epoch: int) -> None:
         self._before = self._after = (loader, planner)
         self._open: PackedStep | None = None
         self._peeked: PackedStep | None = None
@@ -302,12 +295,11 @@ class PackedLoader:
                 _log.warning("%s", untaught)
         self._has_logged = True
         if not step.num_label_tokens:
-            _log.warning(
-                "step %d has no token with a loss, so its gradient is 0 (documents %s ...); check the labels of the "
-                "source",
-                step.plan.step,
-                [document.doc_id for document in step.plan.documents[:5]],
+            documents = [document.doc_id for document in step.plan.documents[:5]]
+            text = (
+                "step %d has no token with a loss (documents %s ...), so its gradient is 0; check the source's labels"
             )
+            _log.warning(text, step.plan.step, documents)
         return step
 
     def _next_step(self) -> PackedStep | None:
@@ -337,9 +329,8 @@ class PackedLoader:
         mid, self._mid_step = self._mid_step, _MidStep()
         if mid.given and (mid.plan_digest != step.plan.digest or mid.given > len(step)):
             raise DataError(
-                f"step {step.plan.step} was planned anew as {step.plan.digest}, when its state was saved as "
-                f"{mid.plan_digest}; strategy, max_tokens, micro_batches, model and the sources must be those of the "
-                "saved run to go on inside a step"
+                f"step {step.plan.step} was planned anew as {step.plan.digest}, and saved as {mid.plan_digest}; to go on "
+                "inside a step, strategy, max_tokens, micro_batches, model and sources must be the same"
             )
         return mid.given
 
