@@ -68,14 +68,12 @@ class PackedStep:
         packs: forward packs of this rank in the order in which they are trained, those of padding alone last.
         backward_packs: other cuts of the same documents where the strategy cuts; else the same objects.
         batches: `packs` in the loader's format.
-        num_zero_weight: packs of padding alone.
     """
 
     planned: PlannedStep
     packs: tuple[PackBatch, ...]
     backward_packs: tuple[PackBatch, ...]
     batches: tuple[Any, ...]
-    num_zero_weight: int
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
@@ -296,9 +294,7 @@ class PackedLoader:
         self._has_logged = True
         if not step.num_label_tokens:
             documents = [document.doc_id for document in step.plan.documents[:5]]
-            text = (
-                "step %d has no token with a loss (documents %s ...), so its gradient is 0; check the source's labels"
-            )
+            text = "step %d has no token with a loss (documents %s ...), so its gradient is 0; check the labels"
             _log.warning(text, step.plan.step, documents)
         return step
 
@@ -329,8 +325,8 @@ class PackedLoader:
         mid, self._mid_step = self._mid_step, _MidStep()
         if mid.given and (mid.plan_digest != step.plan.digest or mid.given > len(step)):
             raise DataError(
-                f"step {step.plan.step} was planned anew as {step.plan.digest}, and saved as {mid.plan_digest}; to go on "
-                "inside a step, strategy, max_tokens, micro_batches, model and sources must be the same"
+                f"step {step.plan.step} was planned anew as {step.plan.digest}, and saved as {mid.plan_digest}; to go "
+                "on inside a step, strategy, max_tokens, micro_batches, model and sources must be the same"
             )
         return mid.given
 
@@ -357,7 +353,6 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
         packs=packs,
         backward_packs=backward,
         batches=tuple(format_pack(pack, options.batch_format, step.plan.num_label_tokens) for pack in packs),
-        num_zero_weight=sum(not one.doc_ids for one in micro_batches),
     )
 
 
