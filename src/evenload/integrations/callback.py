@@ -24,14 +24,8 @@ EndReason = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunStart:
-    """Describes a run, or a start of it.
-
-    Args:
-        config: as resolved; model: as the cost model sees it.
-        layout: in which training begins, such as "dp=2 pp=2".
-        num_ranks: processes of the run.
-        steps_done: before this start; 0 = the run begins.
-    """
+    """Describes a start of a run: its resolved configuration, the layout in which it begins ("dp=2 pp=2"), its
+    processes, and the steps done before."""
 
     config: TrainConfig
     model: ModelSpec

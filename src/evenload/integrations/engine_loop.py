@@ -1,7 +1,4 @@
-"""What loops over engines share: `EngineLoop`, the loss of a pack, attention inside documents, values read by rank 0.
-
-    for trained in loop.train(1000):
-        print(trained.number, trained.loss.item())
+"""What adapters to engines share: `EngineLoop`, the loss of a pack, attention inside documents, what rank 0 reads.
 
 A global batch becomes one update with the gradient of its documents one by one, so neither ranks nor packs nor the
 strategy change what is trained.
@@ -28,10 +25,9 @@ from evenload.plan.strategies.registry import whole_strategies
 from evenload.types.model import ModelSpec
 
 PackLoss = Callable[[nn.Module, Any], Tensor]
-"""`loss(model, batch)`: a scalar with a graph; the model is to be called once, as `model(...)`.
-
-It is the sum over the micro-batch's label tokens, divided by those of the whole global batch, so that the sum over all
-micro-batches of all ranks is the mean over the global batch, whatever packed it."""
+"""`loss(model, batch)`: a scalar with a graph, from one call of the model: the sum over the micro-batch's label tokens,
+divided by those of the global batch, so that all micro-batches of all ranks add up to the mean over the global
+batch."""
 
 Value = TypeVar("Value")
 _log = logging.getLogger("evenload.loader")
@@ -41,11 +37,10 @@ class TrainedStep(NamedTuple):
     """Describes one update.
 
     Args:
-        number: of updates made, from 1, counted over resumes.
+        number: of updates made, counted over resumes.
         loss: float[], on the device: mean over the label tokens of the global batch, before the update.
-        num_label_tokens: of the global batch.
         num_micro_batches: that this rank ran, those of padding alone included.
-        was_updated: False where gradients overflowed in fp16; `number` is then that of the step before, once more.
+        was_updated: False where gradients overflowed in fp16; `number` is then that of the step before.
     """
 
     number: int
@@ -59,16 +54,14 @@ class EngineLoop(ABC):
     """Trains the steps of a loader; a subclass runs micro-batches, applies gradients and writes checkpoints.
 
     Args:
-        model: that is trained; packs are balanced for its `config` where the loader was made without a model.
-        loader: of this rank; whole documents, `format="hf"` unless `loss` is given.
+        model: packs are balanced for its `config` where the loader was made without a model.
+        loader: of this rank; whole documents, `format="hf"` unless `loss` is given. A `ConfigError` for one from which
+            the engine would train something else, or wait for ever.
         loss: of one micro-batch; default: `hf_pack_loss`.
         engine: its name, for messages; device: where batches go; sequence_ranks: of its groups that share every pack.
 
     Attributes:
         num_steps: updates made, over resumes.
-
-    Raises:
-        ConfigError: a loader from which the engine would train something else, or would wait for ever.
     """
 
     def __init__(
@@ -88,11 +81,8 @@ class EngineLoop(ABC):
         self.num_steps = 0
 
     def accumulate(self, step: PackedStep) -> Tensor:
-        """Run forward and backward of one global batch. Collective.
-
-        Returns:
-            The loss of the global batch, float[]; its gradients are where the engine's optimizer takes them from.
-        """
+        """Run forward and backward of one global batch, and return its loss, float[]; gradients wait for `update`.
+        Collective."""
         options, total = self.loader.options, torch.zeros((), device=self._device)
         # A rank without any gradient would leave out the reductions that the others wait in.
         padding = zero_weight_pack(options.row_multiple)
@@ -174,14 +164,11 @@ def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec])
 
 
 def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the cross-entropy of a transformers causal model's logits, in float32 at least: the sum over the batch's
-    label tokens, divided by those of its global batch.
-
-    The model's own loss may take no `num_items_in_batch`. Auxiliary losses (routers of MoE) are not in it.
+    """Return the cross-entropy of a transformers causal model's logits (`PackLoss`), in float32 at least, without
+    auxiliary losses (routers of MoE). The model's own loss may take no `num_items_in_batch`.
 
     Args:
-        batch: of format `hf`, on the model's device; or a rank's share of one (`deepspeed_loop.sequence_share`), whose
-            losses add up to the batch's.
+        batch: of format `hf`, on the model's device; or a rank's share of one, whose losses add up to the batch's.
     """
     logits = model(**model_inputs(batch)).logits[0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -205,7 +192,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scal
 
     Args:
         q: [T, H, D]; k, v: [T, G, D], H a multiple of G.
-        cu_seqlens: where documents begin: 0, ..., T. Reading it waits for the device once a pack, not once a layer.
+        cu_seqlens: where documents begin: 0, ..., T; read from the device once a pack, not once a layer.
         scale: factor of q·k.
 
     Returns:
@@ -243,16 +230,10 @@ def _documents(k: Tensor, v: Tensor, edges: Sequence[int]) -> list[KeyRange]:
 
 
 def from_rank_zero(read: Callable[[], Value], failure: str) -> Value:
-    """Return on all ranks what `read` returns on rank 0, the only one that calls it. Collective; without a process
-    group, alone. Ranks that each read for themselves could see different things, and wait for ever for those that
-    raise.
+    """Return on all ranks what `read` returns on rank 0, the only one that calls it, or raise its `CheckpointError`,
+    with `failure` before the text of an `OSError`. Collective, if there is a process group.
 
-    Args:
-        read: returns something that can be pickled.
-        failure: what could not be done, for messages.
-
-    Raises:
-        CheckpointError: on all ranks, where `read` raises one or an `OSError` on rank 0.
+    Ranks that each read for themselves could see different files, and wait for ever for those that raise.
     """
     is_alone = not (dist.is_available() and dist.is_initialized())
     reply: list[Any] = [None, None]

@@ -54,31 +54,25 @@ class LoaderOptions:
     Args:
         max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` has less.
         tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or a
-            `DocumentTokenizer`; default: that of a `DataConfig`, else bytes. Required where `model` is the caller's own
-            and records are tokenised.
+            `DocumentTokenizer`; default: a `DataConfig`'s, else bytes. Required where texts are for the caller's model.
         strategy: `balanced` (equal predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb`
             (may defer documents), `padded` (for comparison).
         micro_batches: packs of every rank and step, exactly (a Trainer's `gradient_accumulation_steps`); None = as many
             as the plan needs.
-        equal_micro_batches: where `micro_batches` is None, ranks short of work get packs of padding without a loss, so
-            that all ranks make equally many passes; default: yes, or as the engine needs.
-        pack_multiple: the tokens of every pack are padded to a multiple of it: the tensor-parallel ranks where the loop
-            splits sequences over them (Megatron-Core's sequence parallelism).
-        sequence_ranks: neighbouring ranks that share every pack, each 1 / sequence_ranks of its tokens (DeepSpeed's
-            Ulysses).
+        equal_micro_batches: ranks short of work get packs of padding, so that all make equally many passes; default:
+            yes, or as the engine needs.
+        pack_multiple: packs are padded to a multiple of so many tokens (ranks of Megatron-Core's sequence parallelism).
+        sequence_ranks: neighbouring ranks that share the tokens of every pack (DeepSpeed's Ulysses).
         fixed_shapes: every pack is padded to `max_tokens` tokens (what a pipeline of torch.distributed needs).
-        engine: the engine that trains the batches, a name of `catalog`: sets what is left out here, refuses the rest,
-            and balances packs for how it runs them; `strategy="auto"` is then the fastest by its price. None = unknown.
+        engine: the engine that trains the batches, a name of `catalog`: sets what is left out here, refuses what it
+            cannot run, and balances packs for how it runs them; `strategy="auto"` is then the fastest by its price.
         format: of the batches, see `batch_formats`; default: the engine's, else "hf".
         model, costs: cost model for the balance, see `planner.make_planner`. Token ids beyond the vocabulary of the
             caller's own model are corrupt records.
-        plan_options: further options of planning, as `[plan.options]` of a training configuration:
-            `{"window": 4}`, `{"wlb": {"release": "queues"}}`.
+        plan_options: as `[plan.options]` of a training configuration: `{"window": 4, "wlb": {"release": "queues"}}`.
         accept_slices: the loop can run slices that attend to keys of earlier packs.
         evaluation: everything exactly once an iteration, in order; the last batch is short.
-        rank, world_size: place among the ranks that share a global batch, each of which then reads all data; default:
-            `torch.distributed`'s, if it is initialised, else alone.
-        group: the ranks that share a global batch, such as the data-parallel group; they read together.
+        rank, world_size, group: of the ranks that share a global batch, see the table of this module.
         peer_timeout_s: seconds that a rank waits for another.
 
     Raises:
@@ -267,11 +261,10 @@ class LoaderPlace:
 
 
 def find_place(options: LoaderOptions) -> LoaderPlace:
-    """Return this process's place. Collective: ranks that read together get a group of their own with a CPU backend,
-    because a thread uses it while training communicates.
+    """Return this process's place; a `ConfigError` for half of one, two of them, or a sequence group that is not whole.
 
-    Raises:
-        ConfigError: half of a place, two of them, or a sequence group that is not whole.
+    Collective: ranks that read together get a group of their own with a CPU backend, because a thread uses it while
+    training communicates.
     """
     rank, world_size, group = options.rank, options.world_size, options.group
     is_distributed = dist.is_available() and dist.is_initialized()
@@ -350,7 +343,6 @@ def data_config(
     """Return the data settings, and the data set objects that they name.
 
     Args:
-        data: see `PackedLoader`.
         settings: fields of `DataConfig`; those of a configuration are replaced.
         world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
 
@@ -415,11 +407,8 @@ def _evaluation_settings(
 
 @contextmanager
 def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[DataConfig, DocumentTokenizer | None]]:
-    """Yield data settings that name the tokeniser, and the tokeniser where settings cannot name it.
-
-    Files of a tokeniser of transformers exist inside the `with` block only. Raises a `ConfigError` for a slow tokeniser
-    and for what is none.
-    """
+    """Yield data settings that name the tokeniser, whose files may exist inside the `with` block only, and the
+    tokeniser where settings cannot name it. Raises a `ConfigError` for a slow tokeniser and for what is none."""
     if tokenizer is None:
         yield config, None
     elif isinstance(tokenizer, str | Path):

@@ -105,7 +105,6 @@ class PackedLoader:
     Args:
         data: a path, directory, glob or fsspec URL, or a list of them; a `DataConfig` (mixtures); a Hugging Face
             `Dataset` or `IterableDataset`.
-        max_tokens: most tokens of a pack.
         settings: all other `LoaderOptions`, and fields of `DataConfig`: `batch_documents` or `batch_tokens` (of the
             global batch), `seed`, `epochs`, `shuffle_window`, `overlong`, `workers`, `prefetch_steps`, `record`, ...
 
@@ -161,10 +160,7 @@ class PackedLoader:
 
     def balance_for(self, model: Any) -> None:
         """Balance packs by the times of this model, given as to the constructor, from the first step on. Collective.
-
-        Raises:
-            ConfigError: not a model; a model that needs a tokeniser, and none was given; steps were made already.
-        """
+        Raises a `ConfigError` for what is none or needs a tokeniser, and after the first step."""
         require_choice(self.config, self.options.tokenizer, known_vocabulary(model))
         if self._ahead is not None:
             raise ConfigError("balance_for(model) after steps were made for another one; call it before the first step")
@@ -183,19 +179,15 @@ class PackedLoader:
                 yield step.batches[self._given - 1]
 
     def steps(self) -> Iterator[PackedStep]:
-        """Iterate over the steps of an epoch, or of the rest of one that was left, from its next micro-batch on.
-
-        `state_dict` in the loop's body is that after the step.
-        """
+        """Iterate over the steps of an epoch, or of the rest of one that was left, from its next micro-batch on. In the
+        loop's body `state_dict` is that after the step."""
         while (step := self._current_step()) is not None:
             given, self._given = self._given, len(step)
             yield replace(step, packs=step.packs[given:], batches=step.batches[given:]) if given else step
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; do nothing where it is that one already.
-
-        Raises a `ConfigError` for no such epoch, and inside of one, the rest of which would be left out.
-        """
+        """Choose the epoch of the next iteration. Raises a `ConfigError` for no such epoch, and inside of another one,
+        the rest of which would be left out."""
         if epoch == self.epoch:
             return
         if epoch < 0 or (self.config.epochs is not None and epoch >= self.config.epochs):
@@ -210,10 +202,8 @@ class PackedLoader:
         self._go_on(state_at_epoch(loader, epoch), planner, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, as plain values: the same on all ranks at the end of a step.
-
-        Between two steps it may be loaded with any number of ranks; inside a step with the same number only.
-        """
+        """Return where the loader is, as plain values, the same on all ranks at the end of a step. With another number
+        of ranks it can be loaded between two steps only."""
         mid = self._mid_step
         if not mid.given and self._open is not None and self._given < len(self._open):
             mid = _MidStep(self._given, self._open.plan.digest)
@@ -228,11 +218,8 @@ class PackedLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where a state was made; reads nothing yet.
-
-        Raises a `ConfigError` for what is no state of this loader, other data or settings, or a state inside a step
-        under another number of ranks.
-        """
+        """Go on exactly where a state was made; reads nothing yet. Raises a `ConfigError` for what is no state, and for
+        one of other data or settings, or inside a step of another number of ranks."""
         missing = {"version", "epoch", "loader", "planner", "given", "world_size", "plan_digest"} - set(state_dict)
         if missing or state_dict["version"] != STATE_VERSION:
             version = f"version {state_dict.get('version')}, this one reads {STATE_VERSION}"
@@ -370,10 +357,7 @@ def _require_count(plan: StepPlan, options: LoaderOptions) -> None:
 
 
 def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
-    """Return one document of padding tokens without a loss.
-
-    It makes a forward and a backward pass like any other, so collectives inside a model meet; its gradient is 0.
-    """
+    """Return one document of padding tokens without a loss: it runs like any other, and its gradient is 0."""
     return PackBatch(
         doc_ids=np.array([-1], np.int64),
         starts=np.zeros(1, np.int64),
