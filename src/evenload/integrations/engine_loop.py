@@ -86,7 +86,7 @@ class EngineLoop(ABC):
         options, total = self.loader.options, torch.zeros((), device=self._device)
         # A rank without any gradient would leave out the reductions that the others wait in.
         padding = zero_weight_pack(options.row_multiple)
-        batches = step.batches or (format_pack(padding, options.batch_format, step.num_label_tokens),)
+        batches = step.batches or (format_pack(padding, options.format, step.num_label_tokens),)
         for index, batch in enumerate(batches):
             loss = self._run(move_batch(batch, self._device), index == len(batches) - 1)
             total = total + loss.detach()
@@ -139,11 +139,15 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, seq
         raise ConfigError(f"the loader's sequence_ranks is {shared}, and {groups}; {fix}")
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-    if (loader.rank, loader.world_size * shared) != (rank // shared, world_size):
-        raise ConfigError(
-            f"the loader is rank {loader.rank} of {loader.world_size}, torch.distributed has {rank} of {world_size}; "
-            f"make it after the process group, without a place. Model-parallel ranks are not tested with {engine}"
-        )
+    fix = f"make it after the process group, without a place. Model-parallel ranks are not tested with {engine}"
+    require_place(loader, rank // shared, world_size // shared, "torch.distributed has", fix)
+
+
+def require_place(loader: PackedLoader, rank: int, world_size: int, other: str, fix: str) -> None:
+    """Raise a `ConfigError` where the loader has another place than the engine."""
+    if (loader.rank, loader.world_size) != (rank, world_size):
+        own = f"the loader is rank {loader.rank} of {loader.world_size}"
+        raise ConfigError(f"{own}, {other} {rank} of {world_size}; {fix}")
 
 
 def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec]) -> None:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class LoaderOptions:
     sequence_ranks: int = 1
     fixed_shapes: bool = False
     engine: str | None = None
-    format: BatchFormat | None = None
+    format: BatchFormat = None  # type: ignore[bad-assignment]
     model: Any = None
     costs: CostCoefficients | str | Path | None = None
     plan_options: dict[str, Any] | None = None
@@ -103,7 +103,7 @@ class LoaderOptions:
         if self.engine is not None:
             self._check_engine(self.profile)
         self.format = self.format or self.profile.formats[0]  # type: ignore[bad-assignment]
-        require_format(self.batch_format)
+        require_format(self.format)
         if self.equal_micro_batches is None:
             self.equal_micro_batches = self.engine is None or self.profile.equal_counts
         for name in ("max_tokens", "micro_batches", "pack_multiple", "sequence_ranks"):
@@ -124,12 +124,6 @@ class LoaderOptions:
     def profile(self) -> EngineProfile:
         """Return the engine's profile, `LOOP` where none is named; a `ConfigError` for an unknown name."""
         return LOOP if self.engine is None else engine_named(self.engine)
-
-    @property
-    def batch_format(self) -> BatchFormat:
-        """Return `format`, which is set when the options are made."""
-        assert self.format is not None
-        return self.format
 
     @property
     def shape(self) -> StepShape:
@@ -240,14 +234,11 @@ class LoaderOptions:
             raise ConfigError(f"{cuts}, and format '{self.format}' cannot express keys of earlier packs; {fix}")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LoaderPlace:
-    """Holds a rank's place.
+class LoaderPlace(NamedTuple):
+    """Holds a rank's place among the shares of a global batch, which ranks of a sequence group have in common.
 
     Args:
-        rank, world_size: among the shares of a global batch; ranks of a sequence group have the same.
-        peers: the ranks that read together.
-        replicas: the place whose packs each of `peers` trains.
+        peers: the ranks that read together; replicas: the place whose packs each of them trains.
         reads_alone: this rank does not communicate with the others.
         is_first: of all ranks, this one logs.
     """

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from evenload.errors import ConfigError, DataError
 from evenload.integrations.batch_formats import megatron_batch, megatron_packed_seq_params, move_batch
-from evenload.integrations.engine_loop import balance_for_trained, document_attention
+from evenload.integrations.engine_loop import balance_for_trained, document_attention, require_place
 from evenload.integrations.loader_options import LoaderOptions
 from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
 from evenload.types.model import ModelSpec
@@ -78,13 +78,16 @@ class MegatronTrainStep:
     def __init__(
         self, model: torch.nn.Module, optimizer: Any, loader: PackedLoader, *, forward_step: ForwardStep | None = None
     ) -> None:
+        from megatron.core import parallel_state  # type: ignore[missing-import]
         from megatron.core.utils import get_model_config  # type: ignore[missing-import]
 
         self._model: Any = model
         self._optimizer, self._forward_step = optimizer, forward_step or gpt_forward_step
         self._config = config = get_model_config(model)
         require_runnable(config, loader.options)
-        _require_place(loader)
+        fix = "make it with PackedLoader(group=parallel_state.get_data_parallel_group())"
+        place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        require_place(loader, *place, "Megatron-Core's data-parallel rank is", fix)
         balance_for_trained(loader, lambda: model_of(model, config))
         if config.grad_scale_func is None:
             config.grad_scale_func = optimizer.scale_loss
@@ -183,18 +186,6 @@ def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: tor
             "make the loader with group= the data-parallel group, and mask no further tokens in forward_step"
         )
     return total / max(1, count)
-
-
-def _require_place(loader: PackedLoader) -> None:
-    """Raise a `ConfigError` where ranks of a replica would train different packs, or replicas the same."""
-    from megatron.core import parallel_state  # type: ignore[missing-import]
-
-    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
-    if (loader.rank, loader.world_size) != place:
-        raise ConfigError(
-            f"the loader is rank {loader.rank} of {loader.world_size}, Megatron-Core's data-parallel rank is "
-            f"{place[0]} of {place[1]}; make it with PackedLoader(group=parallel_state.get_data_parallel_group())"
-        )
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

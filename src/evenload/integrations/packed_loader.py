@@ -339,7 +339,7 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
         planned=step,
         packs=packs,
         backward_packs=backward,
-        batches=tuple(format_pack(pack, options.batch_format, step.plan.num_label_tokens) for pack in packs),
+        batches=tuple(format_pack(pack, options.format, step.plan.num_label_tokens) for pack in packs),
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, DataError
-from evenload.integrations.engine_loop import balance_for_trained
+from evenload.integrations.engine_loop import balance_for_trained, require_place
 from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.types.model import ModelSpec
 
@@ -84,11 +84,7 @@ class PackedDataLoader(BaseDataLoader):
         # With tensor or pipeline ranks the group that shares a batch is not known, so each rank reads by itself.
         place: dict[str, Any] = {} if together else {"rank": dp_rank, "world_size": dp_world_size}
         self.loader = PackedLoader(**(settings | place))
-        if (self.loader.rank, self.loader.world_size) != (dp_rank, dp_world_size):
-            raise ConfigError(
-                f"torchtitan calls this data-parallel rank {dp_rank} of {dp_world_size}, torch.distributed rank "
-                f"{self.loader.rank} of {self.loader.world_size}; this mesh is not supported"
-            )
+        require_place(self.loader, dp_rank, dp_world_size, "torchtitan's mesh has", "this mesh is not supported")
         self._step: PackedStep | None = None
         self._given = 0
 

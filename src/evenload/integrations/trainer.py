@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from evenload.errors import CheckpointError, ConfigError, UnsupportedModelError
-from evenload.integrations.engine_loop import balance_for_trained
+from evenload.integrations.engine_loop import balance_for_trained, require_place
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.planner import model_spec_of
 from evenload.runtime.model.supported import rope_settings
@@ -239,11 +239,8 @@ def _refuse_trainer(trainer: Any, loader: PackedLoader) -> None:
     ranks = accelerator.num_processes
     if args.n_gpu > 1:
         raise ConfigError(f"one process has {args.n_gpu} GPUs (DataParallel); start one process a GPU with torchrun")
-    if (loader.rank, loader.world_size) != (accelerator.process_index, ranks):
-        raise ConfigError(
-            f"the loader is rank {loader.rank} of {loader.world_size}, the Trainer {accelerator.process_index} of "
-            f"{ranks}; make it after TrainingArguments, or give rank and world_size; model-parallel ranks do not work"
-        )
+    fix = "make it after TrainingArguments, or give rank and world_size; model-parallel ranks do not work"
+    require_place(loader, accelerator.process_index, ranks, "the Trainer", fix)
     for size in ("get_tp_size", "get_cp_size", "get_sp_size"):
         if hasattr(trainer, size) and getattr(trainer, size)() > 1:
             raise ConfigError(f"{size[4:6]} = {getattr(trainer, size)()} is not tested with packs; leave it at 1")
@@ -270,10 +267,9 @@ def _refuse_model(model: Any, loader: PackedLoader) -> None:
         if not re.search("dynamic|longrope", kind := str(rope.get("rope_type"))):
             continue
         if longest > (known := rope.get("original_max_position_embeddings") or config.max_position_embeddings):
-            raise UnsupportedModelError(
-                f"rope_type '{kind}' turns a whole pack by its longest document beyond {known} tokens, and documents "
-                f"may have {longest}; make the loader with max_document_tokens = {known}"
-            )
+            why = f"turns a whole pack by its longest document beyond {known} tokens"
+            fix = f"documents may have {longest}: make the loader with max_document_tokens = {known}"
+            raise UnsupportedModelError(f"rope_type '{kind}' {why}; {fix}")
     if getattr(config, "attn_temperature_tuning", None) and loader.options.max_tokens >= config.floor_scale:
         raise UnsupportedModelError(
             f"attn_temperature_tuning scales attention by places in the pack, from floor_scale = {config.floor_scale} "
