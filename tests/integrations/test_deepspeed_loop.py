@@ -9,7 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed_case import deepspeed_case, refusals_of_deepspeed, refusals_of_ulysses, shared_epoch
+from deepspeed_case import (
+    deepspeed_case,
+    refusals_of_deepspeed,
+    refusals_of_ulysses,
+    shared_epoch,
+    updates_that_overflow,
+)
 from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
 from engine_records import EngineCase, plain_adam
 from evenload.errors import CheckpointError, ConfigError
@@ -17,7 +23,6 @@ from evenload.integrations.deepspeed_loop import DeepSpeedLoop, require_same_ran
 from evenload.integrations.engine_loop import balance_for_trained, hf_pack_loss
 from evenload.integrations.fsdp2_loop import Fsdp2Loop
 from evenload.integrations.planner import model_spec_of
-from overflowing_engine import updates_that_overflow
 from packed_cases import (
     all_documents,
     batch_fingerprint,
