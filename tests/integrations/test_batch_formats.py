@@ -62,9 +62,8 @@ NAMES = {
         "labels": [[6, 7, 0, 0, 2, 3, 4, 0]],
         "loss_mask": [[1, 1, 0, 0, 1, 1, 1, 0]],
         "attention_mask": None,
-        "packed_seq_params": dict(
-            qkv_format="thd", cu_seqlens_q=EDGES, cu_seqlens_kv=EDGES, max_seqlen_q=4, max_seqlen_kv=4
-        ),
+        "packed_seq_params": {"qkv_format": "thd"}
+        | {"cu_seqlens_q": EDGES, "cu_seqlens_kv": EDGES, "max_seqlen_q": 4, "max_seqlen_kv": 4},
         "num_label_tokens": 5,
     },
 }
@@ -78,6 +77,7 @@ def test_names_and_labels_of_a_format(format):
             return part.tolist()
         if isinstance(part, dict):
             return {name: plain(value) for name, value in part.items()}
+        assert not hasattr(part, "dtype"), "host integers, so that no kernel waits for the device"
         return tuple(map(plain, part)) if isinstance(part, tuple) else part
 
     batch = format_pack(pack_of(DOCUMENTS), format, 5)
