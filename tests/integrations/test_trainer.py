@@ -167,20 +167,6 @@ def test_bytes_that_nobody_asked_for_are_refused_for_the_trainers_model(corpus, 
     PackedTrainer(model, arguments(tmp_path), train_loader=loader)
 
 
-def test_a_model_whose_costs_are_not_known_is_named(corpus, tmp_path, caplog):
-    model = tiny_model()
-
-    class Unknown(type(model.config)):
-        def to_dict(self):
-            return {"model_type": "unheard_of"}
-
-    model.config.__class__ = Unknown
-    train = loader_of(corpus, micro_batches=4)
-    PackedTrainer(model, arguments(tmp_path), train_loader=train)
-    assert train.model_is_assumed
-    assert "packs are not balanced for the model that is trained" in caplog.text
-
-
 def test_a_model_that_cannot_take_the_count_is_refused(corpus, tmp_path):
     class Old(torch.nn.Module):
         def __init__(self):

@@ -295,23 +295,19 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
 DATASET_NAME = "dataset"
 """Source name of a data set object."""
 
-_KNOWN_ELSEWHERE = {
-    **dict.fromkeys(("packing", "sample_packing"), "packing is what this loader does; leave it out"),
-    "packing_strategy": "it is called strategy here",
-    "padding_free": "packs are always free of padding, but for strategy padded; leave it out",
-    "neat_packing": "documents never attend to each other; leave it out",
-    **dict.fromkeys(("max_length", "max_seq_length", "sequence_len", "cutoff_len"), "it is called max_tokens here"),
-    "batch_size": "a step is batch_documents or batch_tokens, over all ranks",
-    "num_workers": "it is called workers here",
-    "prefetch_factor": "it is called prefetch_steps here",
-    "drop_last": "nothing is dropped: the last batch is short",
-    "shuffle": "set shuffle_window; 1 keeps the order",
-    "collate_fn": "set format",
-    "completion_only_loss": 'set loss_on = "completion"',
-    "assistant_only_loss": 'set record = "messages" and loss_on = "completion"',
-    "dataset_text_field": "it is called text_column here",
+_NAMES_ELSEWHERE = {
+    "strategy": "packing_strategy",
+    "max_tokens": "max_length max_seq_length sequence_len cutoff_len",
+    "batch_documents or batch_tokens, over all ranks,": "batch_size",
+    "workers": "num_workers",
+    "prefetch_steps": "prefetch_factor",
+    "shuffle_window (1 keeps the order)": "shuffle",
+    "format": "collate_fn",
+    'loss_on = "completion"': "completion_only_loss assistant_only_loss",
+    "text_column": "dataset_text_field",
 }
-"""Options of other loaders, and what to do here."""
+"""Settings, and what other loaders call them."""
+_ALWAYS_SO = ("packing", "sample_packing", "padding_free", "neat_packing", "drop_last")
 _KIND_COLUMNS = {
     "tokens": {"input_ids"},
     "messages": {"messages"},
@@ -341,8 +337,11 @@ def data_config(
         ConfigError: unknown or contradicting settings; a data set whose columns do not show what a record is.
     """
     for name in settings:
-        if name in _KNOWN_ELSEWHERE:
-            raise ConfigError(f"PackedLoader has no '{name}': {_KNOWN_ELSEWHERE[name]}")
+        if name in _ALWAYS_SO:
+            raise ConfigError(f"PackedLoader has no '{name}': it packs whole documents, and drops none; leave it out")
+        for own, names in _NAMES_ELSEWHERE.items():
+            if name in names.split():
+                raise ConfigError(f"PackedLoader has no '{name}': it is called {own} here")
         if name not in DataConfig.__struct_fields__:
             hint = did_you_mean(name, DataConfig.__struct_fields__)
             raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
