@@ -8,8 +8,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
 from evenload.explore.batches import SampledBatch
-from evenload.integrations.catalog import ENGINES
-from evenload.integrations.engine_profile import runnable
+from evenload.integrations.catalog import ENGINES, runnable
 from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
 from evenload.plan.deferral import DelayState

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import OverlapCost
-from evenload.integrations.catalog import ENGINES
-from evenload.integrations.engine_profile import EngineProfile
-from evenload.integrations.price import engine_costs, engine_price, overlapped_seconds
-from evenload.integrations.projection import StepShape
+from evenload.integrations.catalog import ENGINES, EngineProfile
+from evenload.integrations.price import StepShape, engine_costs, engine_price, overlapped_seconds
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document

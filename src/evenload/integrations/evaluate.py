@@ -13,7 +13,7 @@ import numpy as np
 
 from evenload.errors import ConfigError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
-from evenload.integrations.engine_profile import BEST, Limitation, require_strategy, runnable
+from evenload.integrations.catalog import BEST, Limitation, require_strategy, runnable
 from evenload.integrations.planner import PLANNING_ERRORS, EnginePlanner
 from evenload.integrations.price import EnginePrice
 from evenload.plan.planner import Proposal

@@ -36,9 +36,8 @@ from evenload.data.hf_dataset import is_iterable_dataset
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, require_format
-from evenload.integrations.catalog import LOOP, engine_named
-from evenload.integrations.engine_profile import BEST, EngineProfile, require_auto, require_strategy
-from evenload.integrations.projection import StepShape
+from evenload.integrations.catalog import BEST, LOOP, EngineProfile, engine_named, require_auto, require_strategy
+from evenload.integrations.price import StepShape
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.collectives import TorchPeers

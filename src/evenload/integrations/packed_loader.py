@@ -36,7 +36,7 @@ from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.integrations.batch_formats import format_pack
-from evenload.integrations.engine_profile import BEST
+from evenload.integrations.catalog import BEST
 from evenload.integrations.loader_options import (
     LoaderOptions,
     LoaderPlace,
@@ -47,7 +47,7 @@ from evenload.integrations.loader_options import (
     tokenizer_settings,
 )
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
-from evenload.integrations.projection import project
+from evenload.integrations.price import project
 from evenload.plan.deferral import DelayState
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.registry import strategy_named

@@ -21,7 +21,7 @@ from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.validity import completed_from_cluster, in_measured_precision
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.integrations.engine_profile import (
+from evenload.integrations.catalog import (
     BEST,
     EngineProfile,
     require_auto,
@@ -29,8 +29,7 @@ from evenload.integrations.engine_profile import (
     require_strategy,
     runnable,
 )
-from evenload.integrations.price import EnginePrice, engine_price
-from evenload.integrations.projection import StepShape
+from evenload.integrations.price import EnginePrice, StepShape, engine_price
 from evenload.plan.planner import AskedStep, Proposal, StepPlanner
 from evenload.plan.problem import CHOOSE, PlanOptions
 from evenload.plan.strategies.baselines import BALANCED
