@@ -98,10 +98,6 @@ def _reported_metrics(report: "StepReport") -> dict[str, float]:
     return metrics | ({} if report.validation is None else report.validation.metrics())
 
 
-TENSORBOARD_DIRECTORY = "tensorboard"
-_FLUSH_EVERY_S = 10
-
-
 class TensorBoardLog(Callback):
     """Writes a run's steps as event files of TensorBoard, in `output_dir`/tensorboard.
 
@@ -115,12 +111,12 @@ class TensorBoardLog(Callback):
         """Open a file."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        directory = run.output_dir / TENSORBOARD_DIRECTORY
+        directory = run.output_dir / "tensorboard"
         if run.steps_done == 0 and directory.is_dir():
             # The run begins anew in its directory, as its metrics do.
             for file in directory.glob("events.out.tfevents.*"):
                 file.unlink()
-        self._writer = SummaryWriter(str(directory), purge_step=run.steps_done or None, flush_secs=_FLUSH_EVERY_S)
+        self._writer = SummaryWriter(str(directory), purge_step=run.steps_done or None, flush_secs=10)
 
     def on_step(self, report: "StepReport") -> None:
         """Log its row."""
@@ -133,9 +129,6 @@ class TensorBoardLog(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-IDENTITY_FILE = "wandb.json"
 
 
 class WandbLog(Callback):
@@ -153,7 +146,7 @@ class WandbLog(Callback):
         """Open the run, or go on with it."""
         wandb: Any = import_module("wandb")
 
-        log, file = run.config.log, run.output_dir / IDENTITY_FILE
+        log, file = run.config.log, run.output_dir / "wandb.json"
         run.output_dir.mkdir(parents=True, exist_ok=True)
         # A run that begins anew in the same directory is a new one.
         known = msgspec.json.decode(file.read_bytes())["id"] if run.steps_done and file.is_file() else None

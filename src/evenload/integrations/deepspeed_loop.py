@@ -129,31 +129,30 @@ class DeepSpeedLoop(EngineLoop):
 
 
 def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
-    """Raise a `CheckpointError` where a checkpoint (without a tag the newest) is of other ranks. Collective."""
-    folder, saved = from_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
-    if saved is not None and saved != ranks:
-        raise CheckpointError(
-            f"'{folder}' was saved by {counted(saved, 'rank')}, and there are {ranks}; make it universal: python -m "
-            f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
-            f'{folder}-universal, and set "checkpoint": {{"load_universal": true}} in the engine\'s configuration'
-        )
+    """Raise a `CheckpointError` where a checkpoint (without a tag the newest) is of other ranks, by what it states:
+    files of other ranks may lie on the disks of other nodes. Collective."""
 
-
-def _folder_and_ranks(directory: Path, tag: str | None) -> tuple[Path, int | None]:
-    """Return a checkpoint's folder and the number of ranks that it states, as files of other ranks may lie on the disks
-    of other nodes; None where there is no checkpoint."""
-    latest = directory / "latest"
-    folder = directory / (tag or (latest.read_text().strip() if latest.is_file() else ""))
-    # Of ZeRO-1 and 2, and of ZeRO-3.
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        if (folder / name).is_file():
+    def check() -> None:
+        latest = directory / "latest"
+        folder = directory / (tag or (latest.read_text().strip() if latest.is_file() else ""))
+        # Of ZeRO-1 and 2, and of ZeRO-3.
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            if not (folder / name).is_file():
+                continue
             try:
                 # DeepSpeed unpickles it next in any case. With mmap, weights stay on the disk.
                 state = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=False)
             except (RuntimeError, EOFError, UnpicklingError) as error:
                 raise CheckpointError(f"'{folder / name}' cannot be read: {error}; give another tag") from error
-            return folder, state.get("dp_world_size")
-    return folder, None
+            if (saved := state.get("dp_world_size")) not in (None, ranks):
+                raise CheckpointError(
+                    f"'{folder}' was saved by {counted(saved, 'rank')}, and there are {ranks}; make it universal: "
+                    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+                    f'{folder} --output_folder {folder}-universal, and set "checkpoint": '
+                    '{"load_universal": true} in the engine\'s configuration'
+                )
+
+    from_rank_zero(check, f"'{directory}' cannot be read")
 
 
 def _unfit(engine: Any) -> Iterator[str]:
