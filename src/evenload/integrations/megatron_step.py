@@ -12,9 +12,8 @@ replica (pipeline, tensor) needs the same packs: make the loader with `group=` t
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,13 +39,11 @@ _PLAIN_ATTENTION = {
 """Settings of a `TransformerConfig` that change attention, with the values that `document_layer_spec` supports."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MegatronReport:
+class MegatronReport(NamedTuple):
     """Describes one step, the same on every rank but `num_micro_batches`.
 
     Args:
         loss: mean over the label tokens of the global batch, before the update.
-        num_label_tokens: of the global batch.
         was_updated: False where Megatron left the update out, because gradients overflowed in fp16.
         grad_norm: of all parameters, before clipping; None where the optimizer does not compute it.
         num_micro_batches: that this replica ran, those of padding alone included.
@@ -99,24 +96,15 @@ class MegatronTrainStep:
         """Make one update: gradients of the global batch, summed over replicas, and the optimizer's step."""
         loss = self.accumulate(step)
         was_updated, grad_norm = self.update()
-        return MegatronReport(
-            loss=loss,
-            num_label_tokens=step.num_label_tokens,
-            was_updated=was_updated,
-            grad_norm=grad_norm,
-            num_micro_batches=max(1, len(step)),
-        )
+        return MegatronReport(loss, step.num_label_tokens, was_updated, grad_norm, max(1, len(step)))
 
     def accumulate(self, step: PackedStep) -> float:
-        """Run forward and backward of all packs of this replica, and sum over replicas.
-
-        Returns the loss of the global batch; its gradients are in every parameter's `main_grad`. Raises a `DataError`
-        where the losses are of other label tokens than the plan's.
-        """
+        """Run forward and backward of all packs, sum over replicas, and return the loss of the global batch; gradients
+        are in every parameter's `main_grad`. Raises a `DataError` for losses of other label tokens than the plan's."""
         from megatron.core.pipeline_parallel import get_forward_backward_func  # type: ignore[missing-import]
 
-        without_work = megatron_batch(zero_weight_pack(rows_multiple(self._config)), step.num_label_tokens)
-        batches = step.batches or (without_work,)
+        padding = zero_weight_pack(rows_multiple(self._config))
+        batches = step.batches or (megatron_batch(padding, step.num_label_tokens),)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         results = get_forward_backward_func()(
@@ -138,10 +126,8 @@ class MegatronTrainStep:
 
 
 def gpt_forward_step(batches: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
-    """Run one pack of format `megatron` through a `GPTModel` stage, as the schedules of Megatron-Core call it.
-
-    Returns hidden states [T, 1, width] for the next stage, or the losses of all tokens [1, T]; and `sum_of_losses`.
-    """
+    """Run one pack of format `megatron` through a `GPTModel` stage, as the schedules of Megatron-Core call it. Returns
+    hidden states [T, 1, width] for the next stage, or the losses of all tokens [1, T]; and `sum_of_losses`."""
     batch = move_batch(next(batches), _device_of(model))
     packed = megatron_packed_seq_params(batch)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
@@ -149,13 +135,11 @@ def gpt_forward_step(batches: Iterator[dict[str, Any]], model: torch.nn.Module) 
 
 
 def sum_of_losses(losses: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the loss of a pack as `calculate_per_token_loss` wants it.
+    """Return the loss of a pack as `calculate_per_token_loss` wants it: the sum over label tokens; their number,
+    int32[]; both as float64[2].
 
     Args:
         losses: [1, T] of tokens; loss_mask: [1, T], 0 where a token has no label.
-
-    Returns:
-        The sum over label tokens; their number, int32[]; both as float64[2].
     """
     total, count = (losses * loss_mask).sum(), loss_mask.sum()
     sums = torch.stack([total.detach().double(), count.double()])
