@@ -13,7 +13,7 @@ replica (pipeline, tensor) needs the same packs: make the loader with `group=` t
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class MegatronTrainStep:
         from megatron.core import parallel_state  # type: ignore[missing-import]
         from megatron.core.utils import get_model_config  # type: ignore[missing-import]
 
-        self._model: Any = model
+        self._model = wrapped = cast(Any, model)
         self._optimizer, self._forward_step = optimizer, forward_step or gpt_forward_step
         self._config = config = get_model_config(model)
         require_runnable(config, loader.options)
@@ -89,8 +89,8 @@ class MegatronTrainStep:
         if config.grad_scale_func is None:
             config.grad_scale_func = optimizer.scale_loss
         # Without it Megatron sums a bucket over replicas after as many micro-batches as the first step had.
-        if self._model.ddp_config.overlap_grad_reduce and config.no_sync_func is None:
-            config.no_sync_func = self._model.no_sync
+        if wrapped.ddp_config.overlap_grad_reduce and config.no_sync_func is None:
+            config.no_sync_func = wrapped.no_sync
 
     def __call__(self, step: PackedStep) -> MegatronReport:
         """Make one update: gradients of the global batch, summed over replicas, and the optimizer's step."""

@@ -275,8 +275,8 @@ def _simulated(profile: EngineProfile, costs: PackCosts, one: _Replica, schedule
         forward_s, backward_s = tasks.forward_s.copy(), tasks.backward_s.copy()
         forward_s[:, :-1] += (tasks.p2p_forward_s + shapes_s)[:, None]
         backward_s[:, 1:] += (tasks.p2p_backward_s + shapes_s)[:, None]
-        no_send_s = {name: np.zeros(columns.num_packs) for name in ("p2p_forward_s", "p2p_backward_s")}
-        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s, **no_send_s)
+        no_s = np.zeros(columns.num_packs)
+        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s, p2p_forward_s=no_s, p2p_backward_s=no_s)
     usual = "interleaved" if layout.num_stages > layout.pp else "1f1b"
     actions = SCHEDULES.named(usual if schedule == CHOOSE else schedule).actions(tasks, None)
     return SimulatedReplica(columns, columns, tasks, actions, simulate(tasks, actions))
