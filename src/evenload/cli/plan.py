@@ -36,11 +36,10 @@ from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_str
 from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.explore.worst_batch import WorstBatch, find_worst
-from evenload.integrations.catalog import engine_named
-from evenload.integrations.engine_profile import BEST, require_heads, require_strategy
+from evenload.integrations.catalog import BEST, engine_named, require_heads, require_strategy
 from evenload.integrations.evaluate import EngineEvaluation, evaluate_engine
 from evenload.integrations.planner import EnginePlanner
-from evenload.integrations.projection import StepShape
+from evenload.integrations.price import StepShape
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.layout import ParallelLayout
