@@ -41,11 +41,10 @@ from evenload.explore.evaluate import Evaluation, Headline, StrategyPlanners, ev
 from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult, layout_sizes
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.explore.worst_batch import WorstBatch, find_worst
-from evenload.integrations.catalog import engine_named
-from evenload.integrations.engine_profile import BEST, EngineProfile, require_heads, require_strategy
+from evenload.integrations.catalog import BEST, EngineProfile, engine_named, require_heads, require_strategy
 from evenload.integrations.evaluate import EngineEvaluation, evaluate_engine
 from evenload.integrations.planner import EnginePlanner
-from evenload.integrations.projection import StepShape
+from evenload.integrations.price import StepShape
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.baselines import BEST_FIT

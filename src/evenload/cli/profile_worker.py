@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
-from evenload.calibrate.kernels import resident_bytes
 from evenload.calibrate.profile import ProfileTask, partial_path, profile
 from evenload.cli.options import parse_layout
 from evenload.cli.worker_setup import RankSetup, device_name, joined_rank
@@ -21,7 +20,7 @@ from evenload.config.train_config import BYTES_PER_ELEMENT
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.runtime.device import require_device
+from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.configured import config_from, spec_of, with_few_layers
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
@@ -97,7 +96,7 @@ def _profiled(
 ) -> CostCoefficients:
     mesh, device = setup.mesh, setup.mesh.device
     dtype: torch.dtype = getattr(torch, options.dtype)
-    before_bytes = resident_bytes()
+    before_bytes = resident_bytes() or 0
     few = _few_layers(config, model, setup)
     timed = spec_of(few, model.name, model.bytes_per_element)
     stages_of_all = mesh.layout.num_stages
