@@ -8,7 +8,7 @@ from cost_samples import documents, reduction_seconds, sample_coefficients, samp
 from evenload.cost.switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
-from evenload.explore.evaluate import evaluate_strategies
+from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
 from evenload.explore.timelines import split_proposal
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.layouts.fmop import FlexState
@@ -167,7 +167,7 @@ def test_unknown_links_are_refused_by_name() -> None:
 def test_row_counts_switches_and_their_seconds() -> None:
     flex = make(4, 1, NARROW, overhead_s=0.5)
     batches = [SampledBatch(documents(lengths), (), 0) for lengths in (LONG, LONG, SHORT)]
-    found = evaluate_strategies(flex.start, batches, ["balanced", "flexpipe"], flex)
+    found = evaluate_strategies(StrategyPlanners(planner=flex.start, flexible=flex), batches, ["balanced", "flexpipe"])
     balanced, flexpipe = found.results
     steps = found.proposals["flexpipe"]
     assert not balanced.feasible
@@ -181,7 +181,7 @@ def test_row_counts_switches_and_their_seconds() -> None:
     assert flexpipe.time_split.switch_s == pytest.approx(np.mean([step.switch_s for step in steps]))
     assert steps[0].switch_s > 0
     with pytest.raises(ConfigError, match="give evaluate_strategies a FlexPlanner"):
-        evaluate_strategies(flex.start, batches, ["flexpipe"])
+        evaluate_strategies(StrategyPlanners(planner=flex.start), batches, ["flexpipe"])
 
 
 def test_strategies_and_layouts_that_do_not_go_together_are_refused() -> None:
@@ -241,7 +241,12 @@ def test_auto_plans_inside_layouts_that_change() -> None:
     alone = make(4, 1, ROOM).start.propose(0, documents(SHORT), "auto").plan.predicted.step_time_s
     assert plan.predicted.step_time_s == pytest.approx(alone + found.proposal.switch_s)
     batches = [SampledBatch(documents(SHORT), (), 0)] * 2
-    rows = {row.name: row for row in evaluate_strategies(flex.start, batches, ["auto", "flexpipe"], given).results}
+    rows = {
+        row.name: row
+        for row in evaluate_strategies(
+            StrategyPlanners(planner=flex.start, flexible=given), batches, ["auto", "flexpipe"]
+        ).results
+    }
     assert [one.action for one in rows["auto"].layout_decisions] == ["shrink", "stay"]
 
 

@@ -15,7 +15,6 @@ from evenload.cost.memory import ReplicaPacks
 from evenload.data.lengths import read_lengths
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.host_memory import host_excess_bytes, ordered_within_host
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem
@@ -96,7 +95,7 @@ def test_what_host_memory_there_is_is_used() -> None:
     (batch,) = rule.sample(read_lengths(str(LENGTHS_TABLE)), steps=1, seed=0)
     options, host = PlanOptions(max_pack_tokens=65_536, policy="choose", dp_merge=True), host_memory(cluster)
     costs = analytic_coefficients(model, cluster, layout)
-    planner = StepPlanner(model, costs, layout, usable_bytes(cluster), options, host=host)
+    planner = StepPlanner(model, costs, layout, cluster.device.usable_bytes, options, host=host)
     found = planner.propose(0, batch.documents, "auto").require_feasible().predicted
     assert host.limit_bytes is not None
     assert 0.7 * host.limit_bytes < found.peak_host_bytes_per_node <= host.limit_bytes

@@ -1,14 +1,17 @@
+"""Bytes that ranks hold, event by event and in timelines."""
+
 import numpy as np
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import ReplicaPacks, bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.schedule.packflow import packflow_static
 from evenload.schedule.simulate import memory_ledger, simulate, to_timeline
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
 from evenload.types.timeline import MEMORY_KINDS
-from pipeline_cases import columns_of
+from pipeline_cases import columns_of, random_tasks
 
 
 def test_hand_ledger_event_by_event():
@@ -44,3 +47,17 @@ def test_hand_ledger_event_by_event():
     timeline = to_timeline(tasks, actions, simulation, 0, simulation.makespan_s)
     assert found.sum(axis=1).tolist() == timeline.memory_bytes.tolist()
     assert found.sum(axis=1).max() == simulation.peak_bytes[0]
+
+
+def test_samples_hold_the_simulated_peak_in_time_order():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        tasks = random_tasks(rng)
+        actions = packflow_static(tasks, inject=False)
+        simulation = simulate(tasks, actions)
+        timeline = to_timeline(tasks, actions, simulation, dp_rank=0, step_time_s=simulation.makespan_s)
+        for rank, peak in enumerate(simulation.peak_bytes):
+            own = timeline.memory_rank == rank
+            assert timeline.memory_bytes[own].max() == peak
+            assert (np.diff(timeline.memory_time_s[own]) >= 0).all()
+        assert timeline.num_tasks == len(actions.kind)

@@ -134,8 +134,8 @@ class RankUnderTest:
         by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
         after = run.trace.memory_bytes.tolist()
         stored = StoredBytes(
-            *(run.peak_bytes, run.peak_by_kind, after, by_kind),
-            *(run.peak_host_bytes, run.most_sends_kept, run.context_bytes),
+            *(run.held.peak_bytes, run.held.peak_by_kind, after, by_kind),
+            *(run.held.peak_host_bytes, run.most_sends_kept, run.context_bytes),
         )
         return run.loss, gradients, norm, stored
 

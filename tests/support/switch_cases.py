@@ -45,15 +45,12 @@ class ScriptedTrainer(Trainer):
 
     script: Sequence[int] = (0,)
 
-    def planner(self, coefficients, memory_cap_bytes):
+    def planners(self, coefficients, memory_cap_bytes):
         planners = [
             run_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)
             for layout in self.meshes.layouts
         ]
-        return ScriptedPlanner(planners, self.script)
-
-    def flex_planner(self, planner):
-        return None
+        return ScriptedPlanner(planners, self.script), None
 
 
 def scripted_run(

@@ -86,13 +86,14 @@ def plain_losses(
     for step in range(config.train.steps):
         batch = loader.next_batch()
         assert batch is not None
+        num_label_tokens = sum(document.num_label_tokens for document in batch.documents)
         kept.zero_grad()
         total = 0.0
         for doc_id, tokens in batch.tokens.items():
             labels = torch.from_numpy(batch.tokens.labels_of(doc_id)[1:]).long()
             logits = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1]
             logits = logits.float() if precision == torch.bfloat16 else logits
-            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / batch.num_label_tokens
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_label_tokens
             loss.backward()
             total += loss.item()
             if kept is not model:

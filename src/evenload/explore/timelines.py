@@ -73,7 +73,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
 
 
 def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) -> Iterator[SideTasks]:
-    ranks = np.arange(len(end.sums))
+    ranks = np.arange(len(end.reductions))
     stages = np.array([layout.stages_of_rank(rank)[0] for rank in ranks.tolist()])
 
     def of_rank(kind: str, rank: int, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> SideTasks:
@@ -81,8 +81,8 @@ def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) 
         same = np.full(int(runs.sum()), rank)
         return side_tasks(kind, dp_rank, same, stages[same], -1, start_s[runs], end_s[runs])
 
-    for rank, sums in enumerate(end.sums):
-        yield of_rank("reduction", rank, sums.start_s, sums.end_s)
+    for rank, reductions in enumerate(end.reductions):
+        yield of_rank("reduction", rank, reductions.start_s, reductions.end_s)
     for rank, gathers in enumerate(end.gathers):
         yield of_rank("gather", rank, gathers.start_s, gathers.end_s)
         yield of_rank("weight_wait", rank, gathers.wait_start_s, gathers.wait_end_s)
@@ -228,9 +228,9 @@ def _times(planned: PackTimes, replica: SimulatedReplica, end: StepEnd) -> PackT
     fields = {kind: field for kind, field in _FIELDS.items() if getattr(planned, field)}
     seconds = {field: np.array(getattr(planned, field)) for field in fields.values()}
     actions, simulation = replica.actions, replica.simulation
-    for rank, sums in enumerate(end.sums):
+    for rank, reductions in enumerate(end.reductions):
         own = slice(*actions.rank_offset[rank : rank + 2].tolist())
-        took_s = sums.put_off(simulation.end_s[own]) - sums.put_off(simulation.start_s[own])
+        took_s = reductions.overlapped(simulation.end_s[own]) - reductions.overlapped(simulation.start_s[own])
         for kind, field in fields.items():
             of_kind = actions.kind[own] == KINDS.index(kind)
             seconds[field][actions.pack[own][of_kind], actions.stage[own][of_kind]] = took_s[of_kind]

@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face decoders, cut into the units a pipeline stage owns.
+"""Cut unmodified Hugging Face decoders into the units that a pipeline stage owns.
 
 A *unit* is the embedding, one layer, or the head (final norm and output projection): the granularity of stages,
 optimizer shards, checkpoints and live moves. The model is built without memory, cut to the stage's units, and only
@@ -40,14 +40,14 @@ from evenload.types.layout import ParallelLayout
 
 @dataclass(eq=False)
 class StageModel:
-    """The part of a decoder that one stage runs.
+    """Holds the part of a decoder that one stage runs.
 
     Args:
         layers: by global layer index.
         rotary: makes rotary positions; None = the model learns a table, `positions`, which the first stage has.
         embedding: on the first stage (and on the last when tied), else None.
         norm, head: on the last stage, else None.
-        router_aux_loss_coef: factor of the routers' load-balancing loss; 0 = not trained.
+        router_aux_loss_coef: factor of the load-balancing loss; 0 = not trained.
     """
 
     config: PretrainedConfig
@@ -87,14 +87,14 @@ class StageModel:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Numbers of its units in the order of `unit_parameters`: 0 = embedding, then layers, then the head."""
+        """Return the numbers of its units in the order of `unit_parameters`: 0 = embedding, then layers, head."""
         first = (0,) if self.is_first else ()
         last = (1 + self.config.num_hidden_layers,) if self.is_last else ()
         return (*first, *(1 + index for index in self.layers), *last)
 
     def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Rotary cosines and sines by layer index, for positions int64[1, T]; `like` [1, T, hidden] is of the compute
-        precision and device. Empty where positions are learned."""
+        """Return rotary cosines and sines by layer index, for positions int64[1, T]; `like` [1, T, hidden] has the
+        compute precision and device. Empty where positions are learned."""
         if self.rotary is None:
             return {}
         kinds: tuple[str, ...] | None = getattr(self.rotary, "layer_types", None)
@@ -132,7 +132,7 @@ def _named(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Paramete
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The whole model without memory; `ConfigError` where transformers cannot make it from this configuration."""
+    """Make the whole model without memory; `ConfigError` where transformers cannot make it of this configuration."""
     pad, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
     if pad is not None and not -vocab_size <= pad < vocab_size:
         raise ConfigError(
@@ -148,7 +148,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # whatever a module does with a number it cannot use
+    except Exception as error:  # transformers has no common class
         raise ConfigError(
             f"config.json: transformers cannot make a {type(config).__name__.removesuffix('Config')} of it "
             f"({type(error).__name__}: {' '.join(str(error).split())}); compare it with the published one"
@@ -156,7 +156,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def require_model(config: PretrainedConfig, weights: str | None) -> None:
-    """Refuse a configuration that makes no model, and weights that are not exactly the model's, see `weight_files`."""
+    """Refuse a configuration that makes no model, and weights that are not exactly the model's (`weight_files`)."""
     whole = empty_model(config)
     if weights is not None:
         _fitting_weights(config, whole, Path(weights))
@@ -226,8 +226,8 @@ def build_stage_model(
             assert stage.embedding is not None
             unit.weight = stage.embedding.weight
             continue
-        # One unit after the other, so that no more than one is whole where each is cut.
-        # Random weights are made on the CPU, so that every device starts from the same ones.
+        # Units are filled one by one, so that only one is whole under tp. Random weights are made on the CPU, so that
+        # every device starts from the same ones.
         unit.to_empty(device="cpu" if weights is None else device)
         if weights is None:
             initialise_weights(whole, number, unit, seed)
@@ -246,7 +246,7 @@ def build_stage_model(
 
 
 def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
-    """Yield what is filled by itself: the number of its seed, its name in the whole model, the module."""
+    """Yield the modules that are filled one by one: the number of a seed, a name in the whole model, the module."""
     names = stage.architecture.names
     for index, layer in stage.layers.items():
         yield LAYERS + index, names.layer_path(index), layer
@@ -263,7 +263,7 @@ def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
 def build_rank_models(
     config: PretrainedConfig, layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]
 ) -> dict[int, StageModel]:
-    """Models of a pipeline rank's virtual stages, ascending, each made by `build(layers=, tp=)`. A tied embedding whose
+    """Make the models of a pipeline rank's virtual stages, ascending, by `build(layers=, tp=)`. A tied embedding whose
     first and last stage lie on one rank is one parameter there, as in the whole model."""
     models = {
         stage: build(config, layers=layers, tp=layout.tp)
