@@ -23,6 +23,9 @@ PROMPTS = ("document ", "a")
 SAMPLES = [f"samples.prompts={list(PROMPTS)}", "samples.every_steps=2", "samples.max_new_tokens=12"]
 
 
+DATA = DataConfig(sources=("x",), max_document_tokens=64, batch_documents=1)
+
+
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     return write_training_config(tmp_path, (f"document {i} " * (1 + (i * 7) % 13) for i in range(40)))
@@ -73,11 +76,11 @@ def test_prompts_that_the_model_cannot_write_on_from_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"'abc' of 3 tokens and samples.max_new_tokens 10 are more than the model's 12"
     ):
-        Sampler(settings, DataConfig(sources=("x",)), ByteTokenizer(), 12)
-    Sampler(settings, DataConfig(sources=("x",)), ByteTokenizer(), 13)
+        Sampler(settings, DATA, ByteTokenizer(), 12)
+    Sampler(settings, DATA, ByteTokenizer(), 13)
     words = Tokenizer(WordLevel({"abc": 0, "<eos>": 1}))
     words.pre_tokenizer = WhitespaceSplit()
     words.save(str(tmp_path / "tokenizer.json"))
     blank = SamplesConfig(prompts=("abc", " "), every_steps=1)
     with pytest.raises(ConfigError, match=r"prompt ' ' is no token of tokenizer 'tokenizer.json"):
-        Sampler(blank, DataConfig(sources=("x",)), FileTokenizer(tmp_path, "<eos>"), None)
+        Sampler(blank, DATA, FileTokenizer(tmp_path, "<eos>"), None)
