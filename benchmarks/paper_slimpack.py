@@ -22,9 +22,10 @@ from typing import NamedTuple
 import msgspec
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule, SampledBatch
-from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, search_layouts
+from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, LayoutSearch
 from evenload.explore.timelines import split_step_time
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AutoOptions
@@ -61,15 +62,17 @@ def run_cell(name: str, context: int, batch: SampledBatch) -> dict[str, Best | N
     model, cluster = model_from(name), cluster_from(f"h100x{DEVICES[name]}")
     options = PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True)
     best: dict[str, Best | None] = {}
+    search = LayoutSearch(
+        model=model,
+        cluster=cluster,
+        batches=[batch],
+        coefficients_of=partial(analytic_coefficients, model, cluster),
+        options=options,
+        memory_bytes=cluster.device.usable_bytes,
+        host=host_memory(cluster),
+    )
     for strategy in STRATEGIES:
-        results = search_layouts(
-            model,
-            cluster,
-            [batch],
-            lambda layout: analytic_coefficients(model, cluster, layout),
-            strategy=strategy,
-            options=options,
-        )
+        results = search.rank(strategy)
         fitting = sorted((one for one in results if one.feasible), key=lambda one: one.mean_step_time_s or 0.0)
         replan = partial(planned_again, name, batch, strategy, options)
         best[strategy] = replan(fitting)

@@ -21,10 +21,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.explore.batches import BatchRule
-from evenload.explore.strategy_layouts import search_strategies
+from evenload.explore.layout_search import LayoutSearch
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
@@ -110,16 +111,17 @@ def layout_search(quick: bool) -> Iterator[Row]:
         model, cluster = model_from("llama-13b"), cluster_from(f"h100x{gpus}")
         rule = BatchRule(num_documents=gpus, context=131_072, overlong="truncate")
         started_s = time.process_time()
-        found = search_strategies(
-            model,
-            cluster,
-            rule.sample(table_lengths("github_dirs"), steps=1, seed=0),
-            partial(analytic_coefficients, model, cluster),
-            ("best_fit", "balanced", "slimpack", "auto"),
-            PlanOptions(max_pack_tokens=131_072, dp_merge=True),
-            limit_s=limit_s,
-            clock=time.process_time,
+        search = LayoutSearch(
+            model=model,
+            cluster=cluster,
+            batches=rule.sample(table_lengths("github_dirs"), steps=1, seed=0),
+            coefficients_of=partial(analytic_coefficients, model, cluster),
+            options=PlanOptions(max_pack_tokens=131_072, dp_merge=True),
+            memory_bytes=cluster.device.usable_bytes,
+            host=host_memory(cluster),
         )
+        strategies = ("best_fit", "balanced", "slimpack", "auto")
+        found = search.strategies(strategies, limit_s=limit_s, clock=time.process_time)
         case = f"llama-13b on {gpus:,} H100, {gpus:,} documents, at most {limit_s:g} s"
         yield Row("layouts", case, "processor time", time.process_time() - started_s, "s")
         for one in found:

@@ -12,7 +12,6 @@ from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import ClusterSpec, cluster_from
@@ -77,5 +76,5 @@ def planner_in(
     """The same in a layout."""
     model = model_from(model_name)
     costs = analytic_coefficients(model, cluster, layout)
-    cap, host = (usable_bytes(cluster), host_memory(cluster)) if limited else (None, "unlimited")
+    cap, host = (cluster.device.usable_bytes, host_memory(cluster)) if limited else (None, "unlimited")
     return StepPlanner(model, costs, layout, cap, options, host=host)

@@ -17,7 +17,6 @@ from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule
-from evenload.explore.stage_layers import usable_bytes
 from evenload.explore.timelines import detailed_timeline
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -54,7 +53,12 @@ def panels() -> list[Panel]:
     layout = even_layout(model.num_layers, dp=DP, pp=PP, tp=TP)
     costs = analytic_coefficients(model, cluster, layout)
     planner = StepPlanner(
-        model, costs, layout, usable_bytes(cluster), PlanOptions(max_pack_tokens=CONTEXT), host=host_memory(cluster)
+        model,
+        costs,
+        layout,
+        cluster.device.usable_bytes,
+        PlanOptions(max_pack_tokens=CONTEXT),
+        host=host_memory(cluster),
     )
     rule = BatchRule(num_documents=DOCUMENTS, context=CONTEXT, overlong="truncate")
     (batch,) = rule.sample(read_lengths(str(LENGTHS)), steps=1, seed=0)

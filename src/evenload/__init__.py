@@ -1,11 +1,10 @@
 """Evenload: train large language models fast on documents of very different lengths.
 
-    found = evenload.plan("lengths.npy", model="llama3-8b", cluster="h100x32")    # a Comparison; needs no torch
-    run = evenload.train("config.toml", callbacks=[...])                          # a TrainedRun
-    loader = evenload.PackedLoader("corpus", tokenizer="model", max_tokens=8192)  # for a loop of one's own
+    comparison = evenload.plan("lengths.npy", model="llama3-8b", cluster="h100x32")  # a Comparison; needs no torch
+    run = evenload.train("config.toml", callbacks=[...])                             # a TrainedRun
+    loader = evenload.PackedLoader("corpus", tokenizer="model", max_tokens=8192)     # for a loop of one's own
 
-What needs torch is imported when it is asked for, because planning does not. `__version__` is the installed
-distribution's, looked up when it is asked for.
+Names are imported at their first use, because planning does not need torch.
 """
 
 from importlib import import_module
@@ -24,19 +23,17 @@ __all__ = ["Callback", "Comparison", "PackedLoader", "TrainedRun", "__version__"
 __version__: str
 
 
+_MODULES = {
+    "Callback": "evenload.integrations.callback",
+    "Comparison": "evenload.cli.plan_call",
+    "TrainedRun": "evenload.cli.train_call",
+    "train": "evenload.cli.train_call",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("TrainedRun", "train"):
-        from evenload.cli import train_call
-
-        return getattr(train_call, name)
-    if name == "Callback":
-        from evenload.integrations.callback import Callback
-
-        return Callback
-    if name == "Comparison":
-        from evenload.cli.plan_call import Comparison
-
-        return Comparison
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     if name == "PackedLoader":
         with needs_train_extra("evenload.PackedLoader"):
             from evenload.integrations.packed_loader import PackedLoader

@@ -1,7 +1,6 @@
-"""Every error Evenload raises on purpose.
+"""Define every error Evenload raises on purpose: one line with values, limit and fix that needs no traceback.
 
-A message says what is wrong, the values, the limit and the fix, so that it can be shown to a
-user as one line without a traceback. `exit_code` is what the command line returns for it.
+`exit_code` is what the command line returns for it.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ class ConfigError(EvenloadError, ValueError):
 
 
 def unreadable(what: str, error: OSError) -> ConfigError:
-    """Of a file that a user names: `what` says which."""
+    """Return the error of a file that a user names; `what` says which."""
     return ConfigError(f"{what} cannot be read: {error.strerror or error}")
 
 
@@ -45,7 +44,7 @@ class NonFiniteStepError(EvenloadError):
 
 
 class CallbackError(EvenloadError):
-    """Code that a user gave a run to be told how it goes raised an exception, which stopped the run."""
+    """A callback of the user raised an exception, which stopped the run."""
 
 
 class UnsupportedModelError(EvenloadError):
@@ -70,15 +69,8 @@ class ScheduleDeadlockError(InvalidPlanError):
 
 @contextmanager
 def needs_train_extra(what: str) -> Iterator[None]:
-    """Around imports of what trains.
-
-    Args:
-        what: is imported, as the user calls it: "evenload train".
-
-    Raises:
-        MissingPackageError: one of the packages is not installed or cannot be loaded, with the command that installs
-            all of them.
-    """
+    """Turn a failed import of what trains into a `MissingPackageError` with the command that installs it; `what` is
+    imported, as the user calls it: "evenload train"."""
     try:
         yield
     except ImportError as error:
@@ -91,11 +83,7 @@ def needs_train_extra(what: str) -> Iterator[None]:
 
 
 def require_train_extra(what: str) -> None:
-    """The same at once and without importing them, which takes seconds.
-
-    Raises:
-        MissingPackageError: as `needs_train_extra`.
-    """
+    """Raise as `needs_train_extra`, without importing the packages, which takes seconds."""
     with needs_train_extra(what):
         for name in ("torch", "transformers"):
             if find_spec(name) is None:

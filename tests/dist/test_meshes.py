@@ -14,8 +14,7 @@ from gloo_pool import TIMEOUT_S
 
 
 def transfers(sizes: dict, channels: ChannelMode = "directed") -> int:
-    mesh = create_meshes([even_layout(8, **sizes)], torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels).start
-    return warm_up(mesh)
+    return warm_up(create_meshes([even_layout(8, **sizes)], torch.device("cpu"), TIMEOUT_S, channels=channels))
 
 
 @pytest.mark.parametrize(

@@ -76,3 +76,10 @@ def test_the_readmes_picture_is_of_todays_plans(glance):
     assert auto.step_s < best_fit.step_s
     assert auto.idle_share < best_fit.idle_share
     assert glance["TARGET"].read_text(encoding="utf-8") == glance["picture"](panels)
+
+
+def test_the_page_of_accuracy_its_picture_and_the_intervals_are_made_of_the_rows():
+    script = tool("make_accuracy")
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"]()
+    assert script["PICTURE"].read_text(encoding="utf-8") == script["picture"](script["held"]())
+    assert script["INTERVALS"].read_bytes() == script["intervals"]()

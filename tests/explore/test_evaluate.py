@@ -1,11 +1,21 @@
+"""Figures of strategies on sampled batches, best_fit in the windows that suit it best, and the headline."""
+
 import msgspec
 import numpy as np
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import ConfigError
-from evenload.explore.batches import BatchRule
-from evenload.explore.evaluate import StrategyResult, evaluate_strategies
+from evenload.explore.batches import BatchRule, planned_steps
+from evenload.explore.evaluate import (
+    Evaluation,
+    StrategyPlanners,
+    StrategyResult,
+    best_window,
+    evaluate_strategies,
+    headline,
+    with_window,
+)
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.layout import even_layout
@@ -14,16 +24,9 @@ from evenload.types.timeline import TimeSplit
 FIXED_KEYS = [
     *("name", "feasible", "why", "step_time_s", "mean_step_time_s", "step_time_interval_s"),
     *("lower_bound_s", "fraction_of_bound", "speedup_over_best_fit", "tokens_per_s_per_device"),
-    "bubble_fraction",
-    *("imbalance_forward", "imbalance_backward", "imbalance_dp", "max_pack_tokens", "cap_violations"),
-    *(
-        "peak_memory_bytes",
-        "peak_host_bytes_per_node",
-        "num_packs_forward",
-        "num_packs_backward",
-        "plan_time_s",
-        "deferred_tokens",
-    ),
+    *("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp", "max_pack_tokens"),
+    *("cap_violations", "peak_memory_bytes", "peak_host_bytes_per_node", "num_packs_forward", "num_packs_backward"),
+    *("plan_time_s", "deferred_tokens"),
     *("dropped_tokens", "mean_token_delay_steps", "layout"),
     *("cuts", "schedule", "sharding", "note", "time_split", "layout_decisions"),
     *("physical_bound_s", "mfu", "layout_bound_s", "fraction_of_layout_bound"),
@@ -31,25 +34,24 @@ FIXED_KEYS = [
 ]
 
 
-def make_planner(cap: int | None = None, **model) -> StepPlanner:
-    return StepPlanner(
-        sample_model(**model),
-        sample_coefficients(),
-        even_layout(3, dp=2, pp=3),
-        cap,
-        PlanOptions(max_pack_tokens=256, candidates=3),
-        host="unlimited",
-    )
+def make_planner(max_pack_tokens: int = 256, cap: int | None = None, **model) -> StepPlanner:
+    options = PlanOptions(max_pack_tokens=max_pack_tokens, candidates=3)
+    layout, costs = even_layout(3, dp=2, pp=3), sample_coefficients()
+    return StepPlanner(sample_model(**model), costs, layout, cap, options, host="unlimited")
 
 
-def batches(steps: int = 2):
+def evaluated(planner: StepPlanner, sampled, strategies: list[str]) -> Evaluation:
+    return evaluate_strategies(StrategyPlanners(planner=planner), sampled, strategies)
+
+
+def batches(steps: int = 2, context: int = 256):
     lengths = np.random.default_rng(0).integers(1, 300, 64)
-    return BatchRule(num_documents=20, context=256, overlong="truncate").sample(lengths, steps=steps, seed=0)
+    return BatchRule(num_documents=20, context=context, overlong="truncate").sample(lengths, steps=steps, seed=0)
 
 
 def test_time_split_adds_up_to_the_mean_step_time_and_holds_the_bound() -> None:
     """Table, bound and loss split speak of the same seconds; `wlb` defers documents, all are trained at the end."""
-    found = evaluate_strategies(make_planner(), batches(3), ["padded", "wlb", "slimpack", "auto"])
+    found = evaluated(make_planner(), batches(3), ["padded", "wlb", "slimpack", "auto"])
     for result in found.results:
         assert result.time_split is not None
         assert result.time_split.total_s() == pytest.approx(result.mean_step_time_s, rel=1e-9)
@@ -63,7 +65,7 @@ def test_result_has_exactly_the_fixed_keys() -> None:
 
 
 def test_figures_are_consistent_with_each_other() -> None:
-    found = evaluate_strategies(make_planner(), batches(), ["padded", "best_fit", "slimpack"])
+    found = evaluated(make_planner(), batches(), ["padded", "best_fit", "slimpack"])
     by_name = {result.name: result for result in found.results}
     best_fit, slimpack = by_name["best_fit"], by_name["slimpack"]
     assert best_fit.speedup_over_best_fit == 1.0
@@ -78,13 +80,13 @@ def test_figures_are_consistent_with_each_other() -> None:
 
 
 def test_beyond_memory_keeps_figures_but_is_not_best() -> None:
-    found = evaluate_strategies(make_planner(cap=1000), batches(1), ["padded", "slimpack"])
+    found = evaluated(make_planner(cap=1000), batches(1), ["padded", "slimpack"])
     assert found.best is None
     assert all(not r.feasible and r.why and r.mean_step_time_s for r in found.results)
 
 
 def test_strategy_that_does_not_apply_does_not_hide_the_others() -> None:
-    found = evaluate_strategies(make_planner(causal=False), batches(1), ["slimpack", "balanced"])
+    found = evaluated(make_planner(causal=False), batches(1), ["slimpack", "balanced"])
     slimpack, balanced = found.results
     assert (slimpack.feasible, slimpack.step_time_s, slimpack.mean_step_time_s) == (False, (), None)
     assert "bidirectional" in slimpack.why
@@ -94,4 +96,69 @@ def test_strategy_that_does_not_apply_does_not_hide_the_others() -> None:
 
 def test_misspelt_strategy_is_an_error() -> None:
     with pytest.raises(ConfigError, match="did you mean"):
-        evaluate_strategies(make_planner(), batches(1), ["balanced", "bestfit"])
+        evaluated(make_planner(), batches(1), ["balanced", "bestfit"])
+
+
+def mean_s(planner: StepPlanner, window_tokens: int) -> float:
+    proposals, _, _ = planned_steps(with_window(planner, window_tokens), batches(context=4096), "best_fit")
+    return float(np.mean([one.plan.predicted.step_time_s for one in proposals]))
+
+
+def test_a_pipeline_wants_more_micro_batches_than_the_largest_windows_make() -> None:
+    """All documents of a replica in one window leave three stages to wait for each other."""
+    planner = make_planner(4096)
+    judged = best_window(planner, batches(context=4096))
+    assert judged is not None
+    window = judged.window_tokens
+    assert window < 4096
+    assert judged.mean_step_time_s == mean_s(planner, window)
+    assert all(mean_s(planner, window) <= mean_s(planner, 4096 >> k) for k in range(5))
+
+
+def test_the_users_own_window_is_tried() -> None:
+    """Halvings and what lies between them never come to it."""
+    usual = best_window(make_planner(4096), batches(context=4096))
+    assert usual is not None
+    times_s = {window: mean_s(make_planner(4096), window) for window in range(150, 1300, 37)}
+    own = min(times_s, key=times_s.__getitem__)
+    assert times_s[own] < usual.mean_step_time_s
+    judged = best_window(with_window(make_planner(4096), own), batches(context=4096))
+    assert judged is not None
+    assert judged.mean_step_time_s <= times_s[own]
+
+
+def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
+    found = evaluated(make_planner(4096), batches(context=4096), ["best_fit", "auto"])
+    best_fit, auto = found.results
+    baseline = found.baseline
+    assert baseline is not None
+    judged = best_window(make_planner(4096), batches(context=4096))
+    assert judged is not None
+    assert baseline.window_tokens == judged.window_tokens
+    times = [one.mean_step_time_s or 0.0 for one in (best_fit, baseline, auto)]
+    assert times[0] > times[1] >= times[2]
+    assert best_fit.speedup_over_baseline == pytest.approx(times[1] / times[0])
+    assert auto.speedup_over_baseline == pytest.approx(times[1] / times[2])
+    assert auto.speedup_over_best_fit == pytest.approx(times[0] / times[2])
+    assert baseline.speedup_over_baseline == 1.0
+    assert evaluated(make_planner(4096), batches(context=4096), ["auto"]).baseline is None
+
+
+def test_headline_has_the_best_its_factor_and_what_the_baseline_loses_more_to() -> None:
+    found = evaluated(make_planner(4096), batches(context=4096), ["best_fit", "auto"])
+    said = headline(found)
+    assert said is not None
+    auto, baseline = found.results[1], found.baseline
+    assert baseline is not None
+    assert baseline.time_split is not None
+    assert auto.time_split is not None
+    assert (said.best, said.factor) == ("auto", auto.speedup_over_baseline)
+    assert said.reasons
+    lost, kept = dict(baseline.time_split.parts()), dict(auto.time_split.parts())
+    more = {cause: lost[cause] - kept[cause] for cause in lost if cause != "useful work"}
+    assert [one.cause for one in said.reasons] == sorted(more, key=more.__getitem__, reverse=True)[: len(said.reasons)]
+    for one in said.reasons:
+        assert one.baseline_share == pytest.approx(lost[one.cause] / baseline.time_split.total_s())
+    nothing_fits = evaluated(make_planner(4096, cap=1000), batches(context=4096), ["best_fit"])
+    assert headline(nothing_fits) is None
+    msgspec.json.encode(said)

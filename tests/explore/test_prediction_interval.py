@@ -7,11 +7,7 @@ import pytest
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import MeasuredOn, Noise
 from evenload.explore import prediction_interval as intervals
-from evenload.explore.prediction_interval import (
-    ANY_LAYOUT,
-    KindInterval,
-    prediction_interval,
-)
+from evenload.explore.prediction_interval import ANY_LAYOUT, KindInterval, prediction_interval
 from evenload.types.layout import even_layout
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
-from evenload.cost.coefficients import CostCoefficients
+from cost_samples import reduction_seconds, sample_coefficients, sample_model
+from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.explore.stage_layers import STATIC_SHARE, balanced_layout
@@ -30,7 +30,7 @@ def step_seconds(model: ModelSpec, coefficients: CostCoefficients, layout: Paral
         stage_s[stage] = (costs.features.of_slices(np.zeros_like(tokens), tokens) @ one)[:, stage].sum()
     rank_s = np.zeros(layout.pp)
     np.add.at(rank_s, np.array(layout.stage_to_rank), stage_s)
-    return float(rank_s.max()) / layout.dp + costs.reduction_seconds() + costs.optimizer_seconds()
+    return float(rank_s.max()) / layout.dp + reduction_seconds(costs) + costs.optimizer_seconds()
 
 
 def splits(num_layers: int, stages: int):
@@ -41,18 +41,13 @@ def splits(num_layers: int, stages: int):
 def test_head_worth_two_layers_takes_two_layers_from_the_last_stage() -> None:
     """Layers cost 3 s a token without attention, the head 6 s: 10 layers and a head on three ranks are four each."""
     model = sample_model(num_layers=10)
-    plain = sample_coefficients(
-        embedding_s_per_token=0.0,
-        head_s_per_token=6.0,
-        optimizer_s_per_parameter=0.0,
-    )
     free = {"attention_s_per_pair": 0.0, "slice_s": 0.0}
     coefficients = sample_coefficients(
         embedding_s_per_token=0.0,
         head_s_per_token=6.0,
         optimizer_s_per_parameter=0.0,
-        forward=type(plain.forward)(linear_s_per_token=1.0, **free),
-        backward=type(plain.backward)(linear_s_per_token=2.0, **free),
+        forward=PassCoefficients(linear_s_per_token=1.0, **free),
+        backward=PassCoefficients(linear_s_per_token=2.0, **free),
     )
     layout = balanced(model, coefficients, [7, 1], pp=3)
     assert layout.stage_counts == (4, 4, 2)

@@ -25,12 +25,7 @@ LAYOUTS = [
 
 def propose(layout: ParallelLayout, strategy: str, lengths: list[int], **options):
     coefficients = sample_coefficients(
-        source="analytic",
-        intra_node=LINK,
-        inter_node=LINK,
-        host_link=HOST,
-        devices_per_node=64,
-        attention_tile=4,
+        source="analytic", intra_node=LINK, inter_node=LINK, host_link=HOST, devices_per_node=64, attention_tile=4
     )
     model = sample_model(num_layers=layout.num_layers)
     settings = {"max_pack_tokens": 400, "dp_merge": True, "fixed_exact": {"solver_time_limit_s": 1.0}} | options

@@ -7,7 +7,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
-from evenload.explore.evaluate import evaluate_strategies
+from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.stepplan.validate import validate_plan
@@ -25,7 +25,7 @@ def row(strategy: str, layout: dict, steps: int = 1, **options):
     batches = BatchRule(num_documents=48, num_tokens=None, context=256, overlong="error").sample(
         LENGTHS, steps=steps, seed=1
     )
-    evaluation = evaluate_strategies(planner, batches, [strategy])
+    evaluation = evaluate_strategies(StrategyPlanners(planner=planner), batches, [strategy])
     for proposal in evaluation.proposals[strategy]:
         validate_plan(proposal.plan)
     return evaluation.results[0]

@@ -14,7 +14,6 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
@@ -81,7 +80,7 @@ def test_never_worse_than_any_strategy_on_every_table(table, dp, pp, tp, model, 
         spec,
         analytic_coefficients(spec, cluster, layout),
         layout,
-        usable_bytes(cluster),
+        cluster.device.usable_bytes,
         PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True),
         host=host_memory(cluster),
     )

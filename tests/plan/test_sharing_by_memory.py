@@ -9,7 +9,6 @@ import pytest
 from cost_samples import documents
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan import candidates
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -27,7 +26,7 @@ def planner_of(layout: dict[str, int], *, context: int = CONTEXT, limited: bool 
     sizes = even_layout(MODEL.num_layers, **layout)
     cluster = cluster_from(f"h100x{sizes.world_size}")
     costs = analytic_coefficients(MODEL, cluster, sizes)
-    memory = usable_bytes(cluster) if limited else None
+    memory = cluster.device.usable_bytes if limited else None
     return StepPlanner(
         MODEL, costs, sizes, memory, PlanOptions(max_pack_tokens=context, dp_merge=True), host="unlimited"
     )

@@ -1,7 +1,6 @@
 """The simulator as an explicit graph: nodes, edges, topological longest path (SlimPack §4.3, Algorithm 1).
 
-What `native/simulate.cpp` and `schedule.critical_path` must equal to the last bit. Nodes are actions; edges are
-(from, to, delay):
+What `native/simulate.cpp` must equal to the last bit. Nodes are actions; edges are (from, to, delay):
 
     schedule   consecutive actions of a rank                               delay 0
     data       F(k, s-1) -> F(k, s) and B(j, s+1) -> B(j, s)               delay one transfer
@@ -20,9 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.errors import ConfigError
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from evenload.types.plan import Action
 from evenload.types.timeline import KINDS
 
 _BACKWARD, _INPUT, _WEIGHT = (KINDS.index(name) for name in "BIW")
@@ -30,30 +27,22 @@ _BACKWARD, _INPUT, _WEIGHT = (KINDS.index(name) for name in "BIW")
 
 @dataclass(frozen=True, eq=False)
 class ReferenceSimulation:
-    """Times, memory and the critical path.
+    """Times and memory.
 
     Args:
         start_s, end_s: float64[n], aligned with the action columns; 0 for actions that never run.
         peak_bytes: int64[R].
         done: int64[R], actions that ran on each rank; fewer than it has means deadlock.
-        critical_path: actions from the start of the step to its end, each of which determines the start
-            of the next; empty on deadlock. Transfers between them are not listed.
     """
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     peak_bytes: NDArray[np.int64]
     done: NDArray[np.int64]
-    critical_path: tuple[Action, ...]
 
 
 def reference_simulation(tasks: PipelineTasks, actions: ActionColumns) -> ReferenceSimulation:
-    """Build the graph and solve it.
-
-    Raises:
-        ConfigError: an action that is not of an existing pack and stage on its own rank, packs of a stage that are
-            not in index order, or I and W of tasks without a split.
-    """
+    """Build the graph of actions that ranks could run, and solve it."""
     num_nodes = len(actions.kind)
     predecessors = _predecessors(tasks, actions)
     successors: list[list[int]] = [[] for _ in range(num_nodes)]
@@ -80,55 +69,21 @@ def reference_simulation(tasks: PipelineTasks, actions: ActionColumns) -> Refere
                 ready.append(successor)
     edges = actions.rank_offset.tolist()
     done = [sum(finished[lo:hi]) for lo, hi in itertools.pairwise(edges)]
-    path: tuple[Action, ...] = ()
-    if num_nodes and all(finished):
-        path = _critical_path(actions, predecessors, start, end)
     return ReferenceSimulation(
         start_s=np.array(start, dtype=np.float64),
         end_s=np.array(end, dtype=np.float64),
         peak_bytes=np.array([_peak(tasks, actions, r, count) for r, count in enumerate(done)], dtype=np.int64),
         done=np.array(done, dtype=np.int64),
-        critical_path=path,
     )
 
 
 def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tuple[int, float]]]:
     """Per node its incoming edges as (source node or -1 if it does not exist, delay in seconds)."""
-    node_of: dict[tuple[int, int, int], int] = {}
-    widths = tasks.widths.tolist()
-    seen = {(way, stage, turn): turn for way in (0, 1) for stage, width in enumerate(widths) for turn in range(width)}
-    totals = (tasks.num_forward, tasks.num_backward)
     rows = list(zip(actions.kind.tolist(), actions.stage.tolist(), actions.pack.tolist(), strict=True))
-    offsets = actions.rank_offset.tolist()
-    rank_of_node = np.repeat(np.arange(actions.num_ranks), np.diff(actions.rank_offset)).tolist()
-    for node, (kind, stage, pack) in enumerate(rows):
-        where = f"rank {rank_of_node[node]} action {node - offsets[rank_of_node[node]]}"
-        if kind > 3:
-            raise ConfigError(f"{where}: kind {kind} is none of F B I W (0..3)")
-        if kind > 1 and tasks.split is None:
-            raise ConfigError(f"{where}: I or W, but these tasks have no split backward")
-        if not 0 <= stage < tasks.num_stages:
-            raise ConfigError(f"{where}: stage {stage} is not on this rank")
-        width = widths[stage]
-        if tasks.stage_to_rank[stage] + pack % width != rank_of_node[node] or (pack < 0 and width > 1):
-            named = f"pack {pack} of stage {stage}" if width > 1 else f"stage {stage}"
-            raise ConfigError(f"{where}: {named} is not on this rank")
-        if kind == _WEIGHT:
-            if not 0 <= pack < tasks.num_backward:
-                raise ConfigError(f"{where}: W of pack {pack} does not exist")
-            if (_WEIGHT, stage, pack) in node_of or (_BACKWARD, stage, pack) in node_of:
-                raise ConfigError(f"{where}: W of pack {pack} where its backward was whole or W ran already")
-            node_of[_WEIGHT, stage, pack] = node
-            continue
-        direction = min(kind, 1)
-        expected = seen[direction, stage, pack % width]
-        if pack != expected or pack >= totals[direction]:
-            raise ConfigError(f"{where}: pack {pack} of stage {stage} where {expected} is next")
-        seen[direction, stage, pack % width] += width
-        node_of[kind, stage, pack] = node
+    node_of = {row: node for node, row in enumerate(rows)}
     hops = (tasks.p2p_forward_s.tolist(), tasks.p2p_backward_s.tolist())
-    needed = tasks.forwards_needed.tolist()
-    first_nodes = set(offsets[:-1])
+    needed, widths = tasks.forwards_needed.tolist(), tasks.widths.tolist()
+    first_nodes = set(actions.rank_offset[:-1].tolist())
     result = []
     for node, (kind, stage, pack) in enumerate(rows):
         edges = [] if node in first_nodes else [(node - 1, 0.0)]
@@ -149,20 +104,6 @@ def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tup
                 edges.append((node_of.get((0, stage, last), -1), 0.0))
         result.append(edges)
     return result
-
-
-def _critical_path(
-    actions: ActionColumns, predecessors: list[list[tuple[int, float]]], start: list[float], end: list[float]
-) -> tuple[Action, ...]:
-    """Back from the last end (ties: lowest rank) along the edge that set each start (ties: schedule edge first)."""
-    node: int | None = max(range(len(end)), key=lambda i: (end[i], -i))
-    path = []
-    while node is not None:
-        name = KINDS[actions.kind[node]]
-        path.append(Action(kind=name, stage=int(actions.stage[node]), pack=int(actions.pack[node])))  # type: ignore[arg-type]
-        at = start[node]
-        node = next((source for source, delay in predecessors[node] if end[source] + delay == at), None)
-    return tuple(reversed(path))
 
 
 def _peak(tasks: PipelineTasks, actions: ActionColumns, rank: int, done: int) -> int:

@@ -1,3 +1,5 @@
+"""Chrome traces hold the timelines, and packs are labelled with their content."""
+
 import dataclasses
 import json
 from collections import defaultdict
@@ -6,7 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from evenload.report.chrome_trace import write_chrome_trace
+import evenload.report.chrome_trace as pack_label
+from evenload.report.chrome_trace import label_packs, write_chrome_trace
+from evenload.types.document import Document, MicroPack, PackPlan, Slice
+from evenload.types.layout import ParallelLayout
+from evenload.types.plan import Prediction, Schedule, StepPlan
 from evenload.types.timeline import MEMORY_KINDS, SIDE_KINDS, SideTasks
 from report_samples import make_labels, make_timeline
 
@@ -16,26 +22,21 @@ def timelines():
     return {"predicted": make_timeline(2, 4, 8), "measured": make_timeline(2, 4, 8, noise=0.2, split=True)}
 
 
-def read_trace(path):
-    trace = json.loads(path.read_text())
-    names = {
-        (event["name"], event["pid"], event["tid"]): event["args"]
-        for event in trace["traceEvents"]
-        if event["ph"] == "M"
-    }
-    processes = {pid: args["name"] for (name, pid, _), args in names.items() if name == "process_name"}
-    threads = {(pid, tid): args["name"] for (name, pid, tid), args in names.items() if name == "thread_name"}
-    return trace, processes, threads
+def events_of(folder, timelines, labels=None):
+    """Events of the trace by kind, and the names of processes and threads."""
+    write_chrome_trace(folder / "trace.json", timelines, labels)
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    tasks, counters, names = ([event for event in events if event["ph"] == kind] for kind in "XCM")
+    processes = {e["pid"]: e["args"]["name"] for e in names if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in names if e["name"] == "thread_name"}
+    return tasks, counters, processes, threads
 
 
 def test_events_are_the_tasks_in_microseconds(tmp_path, timelines):
-    path = tmp_path / "trace.json"
-    write_chrome_trace(path, timelines)
-    trace, processes, threads = read_trace(path)
+    tasks, _, processes, threads = events_of(tmp_path, timelines)
     seen = {
         (processes[event["pid"]], threads[event["pid"], event["tid"]], event["name"]): (event["ts"], event["dur"])
-        for event in trace["traceEvents"]
-        if event["ph"] == "X"
+        for event in tasks
     }
     assert len(seen) == sum(timeline.num_tasks for timeline in timelines.values())
     for name, t in timelines.items():
@@ -46,31 +47,11 @@ def test_events_are_the_tasks_in_microseconds(tmp_path, timelines):
             assert duration_us == pytest.approx((t.end_s[i] - t.start_s[i]) * 1e6, abs=2e-3)
 
 
-def test_sums_equal_the_timeline(tmp_path, timelines):
-    path = tmp_path / "trace.json"
-    write_chrome_trace(path, timelines)
-    trace, processes, threads = read_trace(path)
-    sums = defaultdict(float)
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            sums[processes[event["pid"]], threads[event["pid"], event["tid"]]] += event["dur"]
-    assert len(sums) == 2 * 2 * 4
-    for name, t in timelines.items():
-        for dp, rank in {*zip(t.dp_rank.tolist(), t.rank.tolist(), strict=True)}:
-            chosen = (t.dp_rank == dp) & (t.rank == rank)
-            busy_us = (t.end_s - t.start_s)[chosen].sum() * 1e6
-            # Every task is off by at most one nanosecond of rounding.
-            assert sums[f"{name} dp {dp}", f"rank {rank}"] == pytest.approx(busy_us, abs=1e-3 * chosen.sum())
-
-
 def test_tasks_that_touch_do_not_overlap_after_rounding(tmp_path, timelines):
     """Perfetto drops or nests complete events that overlap on a thread."""
-    path = tmp_path / "trace.json"
-    write_chrome_trace(path, timelines)
     lanes = defaultdict(list)
-    for event in read_trace(path)[0]["traceEvents"]:
-        if event["ph"] == "X":
-            lanes[event["tid"]].append((round(event["ts"] * 1000), round(event["dur"] * 1000)))
+    for event in events_of(tmp_path, timelines)[0]:
+        lanes[event["tid"]].append((round(event["ts"] * 1000), round(event["dur"] * 1000)))
     touching = 0
     for spans in lanes.values():
         spans.sort()
@@ -81,9 +62,7 @@ def test_tasks_that_touch_do_not_overlap_after_rounding(tmp_path, timelines):
 
 
 def test_lanes_have_equal_names_in_every_process_and_ids_are_unique(tmp_path, timelines):
-    path = tmp_path / "trace.json"
-    write_chrome_trace(path, timelines)
-    _, processes, threads = read_trace(path)
+    _, _, processes, threads = events_of(tmp_path, timelines)
     assert list(processes.values()) == ["predicted dp 0", "predicted dp 1", "measured dp 0", "measured dp 1"]
     for pid in processes:
         assert [name for (p, _), name in threads.items() if p == pid] == [f"rank {rank}" for rank in range(4)]
@@ -93,13 +72,10 @@ def test_lanes_have_equal_names_in_every_process_and_ids_are_unique(tmp_path, ti
 
 
 def test_memory_counters_carry_every_sample(tmp_path, timelines):
-    path = tmp_path / "trace.json"
-    write_chrome_trace(path, timelines)
-    trace, processes, _ = read_trace(path)
+    _, events, processes, _ = events_of(tmp_path, timelines)
     counters = defaultdict(list)
-    for event in trace["traceEvents"]:
-        if event["ph"] == "C":
-            counters[processes[event["pid"]], event["name"]].append((event["ts"], event["args"]["bytes"]))
+    for event in events:
+        counters[processes[event["pid"]], event["name"]].append((event["ts"], event["args"]["bytes"]))
     t = timelines["measured"]
     chosen = (t.memory_dp_rank == 1) & (t.memory_rank == 2)
     samples = counters["measured dp 1", "memory bytes rank 2"]
@@ -109,19 +85,16 @@ def test_memory_counters_carry_every_sample(tmp_path, timelines):
 
 
 def test_labels_reach_the_arguments_of_forward_and_backward(tmp_path, timelines):
-    path = tmp_path / "trace.json"
     labels = make_labels(2, 8, text='doc "7"\n</script>')
     del labels[0, "forward", 3]
-    write_chrome_trace(path, timelines, labels)
-    for event in read_trace(path)[0]["traceEvents"]:
-        if event["ph"] == "X":
-            args = event["args"]
-            assert args["direction"] == ("forward" if "F" in event["name"] else "backward")
-            if "tokens" in args:
-                assert args["tokens"] == 4608 + args["pack"]
-                assert args["content"] == 'doc "7"\n</script>'
-            else:
-                assert (args["direction"], args["pack"]) == ("forward", 3)
+    for event in events_of(tmp_path, timelines, labels)[0]:
+        args = event["args"]
+        assert args["direction"] == ("forward" if "F" in event["name"] else "backward")
+        if "tokens" in args:
+            assert args["tokens"] == 4608 + args["pack"]
+            assert args["content"] == 'doc "7"\n</script>'
+        else:
+            assert (args["direction"], args["pack"]) == ("forward", 3)
 
 
 def with_details(timeline):
@@ -156,13 +129,10 @@ def with_details(timeline):
 
 
 def test_side_tasks_have_their_lanes_and_the_critical_path_is_marked(tmp_path):
-    path, timeline = tmp_path / "trace.json", with_details(make_timeline(2, 4, 8))
-    write_chrome_trace(path, {"predicted": timeline})
-    trace, _, threads = read_trace(path)
+    tasks, _, _, threads = events_of(tmp_path, {"predicted": with_details(make_timeline(2, 4, 8))})
     lanes = defaultdict(list)
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            lanes[event["pid"], threads[event["pid"], event["tid"]]].append(event)
+    for event in tasks:
+        lanes[event["pid"], threads[event["pid"], event["tid"]]].append(event)
     assert [event["name"] for event in lanes[1, "rank 0 to 1"]] == ["send_forward 0.0", "send_forward 0.2"]
     assert [event["name"] for event in lanes[1, "rank 0 to 1 (2)"]] == ["send_forward 0.1"]
     assert [event["name"] for event in lanes[1, "rank 2 copies"]] == ["offload 2.5"]
@@ -170,19 +140,63 @@ def test_side_tasks_have_their_lanes_and_the_critical_path_is_marked(tmp_path):
     assert len({tid for _, tid in threads}) == len(threads)
     (recompute,) = [event for event in lanes[1, "rank 0"] if event["cat"] == "recompute"]
     (outer,) = [e for e in lanes[1, "rank 0"] if e["ts"] == recompute["ts"] and e["dur"] > recompute["dur"]]
-    names = [event["name"] for event in trace["traceEvents"]]
+    names = [event["name"] for event in tasks]
     assert names.index(outer["name"]) < names.index(recompute["name"]), "viewers nest what comes later"
-    critical = [event for event in trace["traceEvents"] if "critical" in event.get("cat", "")]
+    critical = [event for event in tasks if "critical" in event["cat"]]
     assert len(critical) == 2
     assert all(event["args"]["critical"] is True for event in critical)
 
 
 def test_memory_kinds_are_counters_that_add_up_with_what_never_changes(tmp_path):
-    path, timeline = tmp_path / "trace.json", with_details(make_timeline(2, 4, 8))
-    write_chrome_trace(path, {"predicted": timeline})
-    events = [event for event in read_trace(path)[0]["traceEvents"] if event["ph"] == "C" and event["pid"] == 1]
+    timeline = with_details(make_timeline(2, 4, 8))
+    events = [event for event in events_of(tmp_path, {"predicted": timeline})[1] if event["pid"] == 1]
     totals = [event["args"]["bytes"] for event in events if event["name"] == "memory bytes rank 2"]
     moving = [event["args"] for event in events if event["name"] == "memory kinds rank 2"]
     assert set(moving[0]) == {"activations_replay"}
     constant = int(timeline.memory_bytes.min())
     assert [constant + args["activations_replay"] for args in moving] == totals
+
+
+def make_plan() -> StepPlan:
+    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate([10, 20_000, 5]))
+    piece = [Slice(doc_id=0, start=0, stop=10), Slice(doc_id=1, start=0, stop=4096)]
+    rest = [Slice(doc_id=1, start=4096, stop=20_000), Slice(doc_id=2, start=0, stop=5)]
+    forward = (
+        MicroPack(index=0, direction="forward", slices=tuple(piece)),
+        MicroPack(index=1, direction="forward", slices=tuple(rest)),
+    )
+    backward = (MicroPack(index=0, direction="backward", slices=(rest[1], Slice(doc_id=1, start=0, stop=20_000))),)
+    return StepPlan(
+        step=0,
+        strategy="auto",
+        layout=ParallelLayout(stage_layers=((0, 2),), stage_to_rank=(0,)),
+        documents=documents,
+        num_label_tokens=20_012,
+        pack_plans=(PackPlan(dp_rank=3, forward=forward, backward=backward),),
+        schedules=(Schedule(ranks=((),)),),
+        times=(),
+        predicted=Prediction(step_time_s=1.0, per_replica_s=(1.0,), peak_memory_bytes=0),
+    )
+
+
+def test_labels_count_documents_pieces_and_tokens():
+    labels = label_packs(make_plan())
+    assert set(labels) == {(3, "forward", 0), (3, "forward", 1), (3, "backward", 0)}
+    assert labels[3, "forward", 0] == {
+        "tokens": 4106,
+        "documents": 2,
+        "slices": 1,
+        "content": "doc 0 (10), 1 [0, 4096) of 20.0K",
+    }
+    assert labels[3, "backward", 0] == {
+        "tokens": 20_005,
+        "documents": 2,
+        "slices": 0,
+        "content": "doc 2 (5), 1 (20.0K)",
+    }
+
+
+def test_long_packs_list_only_the_first_documents(monkeypatch):
+    monkeypatch.setattr(pack_label, "MAX_DOCUMENTS", 1)
+    content = label_packs(make_plan())[3, "forward", 1]["content"]
+    assert content == "doc 1 [4096, 20000) of 20.0K, 1 more"

@@ -53,9 +53,9 @@ DECISIONS = (
 )
 
 
-def printed(width=200):
-    console = Console(width=width, color_system=None, file=io.StringIO())
-    console.print(LayoutTable(DECISIONS, "flexpipe: layout of every step"))
+def printed(decisions):
+    console = Console(width=220, color_system=None, file=io.StringIO())
+    console.print(LayoutTable(decisions, "flexpipe: layout of every step"))
     return console.file.getvalue()
 
 
@@ -64,7 +64,7 @@ def row_of(text, begin):
 
 
 def test_quiet_steps_are_one_row_and_every_switch_has_its_own():
-    text = printed()
+    text = printed(DECISIONS)
     assert row_of(text, "0-2").split()[:7] == ["0-2", "dp=4", "A", "B", "C", "D", "①"]
     assert "because of step 2" in row_of(text, "0-2")
     assert "② save memory" in row_of(text, "3")
@@ -114,9 +114,7 @@ def test_names_are_text_in_the_figure_and_the_page_has_one_for_each_section_that
 
 def test_a_switch_that_was_made_has_its_measured_seconds_everywhere():
     made = msgspec.structs.replace(decision(6, 4), measured_switch_s=0.31, moved_bytes=3 << 20)
-    console = Console(width=220, color_system=None, file=io.StringIO())
-    console.print(LayoutTable([made]))
-    assert "200 ms (310 ms measured)" in console.file.getvalue()
+    assert "200 ms (310 ms measured)" in printed([made])
     assert "took 310 ms, measured" in layout_figure([made]).body
     assert layout_line(made) == (
         "layout dp=4 -> dp=4 before step 6, ④ shrink: because of step 6; predicted: 200 ms for the switch, -100 ms "
@@ -135,9 +133,7 @@ def test_both_memory_plans_are_told_and_which_is_taken():
     shown = {}
     for by_documents_s, by_layers_s in ((0.5, 0.25), (0.25, 0.5), (None, 0.5), (0.5, None)):
         one = decision(3, 2, save_documents_s=by_documents_s, save_layers_s=by_layers_s)
-        console = Console(width=220, color_system=None, file=io.StringIO())
-        console.print(LayoutTable([one]))
-        row = next(line for line in console.file.getvalue().splitlines() if "save memory" in line)
+        row = next(line for line in printed([one]).splitlines() if "save memory" in line)
         shown[by_documents_s, by_layers_s] = "s (layers)" in row
         figure = layout_figure([one]).body
         assert "saving memory in this step: by documents " in figure

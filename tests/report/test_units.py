@@ -14,56 +14,27 @@ from evenload.report.units import (
 )
 from evenload.types.text import MISSING, format_bytes
 
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0 s"),
-        (0.0123, "12.3 ms"),
-        (0.9996, "1.00 s"),
-        (1.234, "1.23 s"),
-        (12.34, "12.3 s"),
-        (123.4, "123 s"),
-        (4321.0, "4321 s"),
-        (2.5e-6, "2.50 µs"),
-        (-0.5, "-500 ms"),
-        (math.inf, "inf"),
-        (None, MISSING),
-        (math.nan, MISSING),
-    ],
-)
-def test_seconds_have_three_digits_and_a_fitting_unit(seconds, text):
-    assert format_seconds(seconds) == text
+SHOWN = {
+    format_seconds: {
+        0.0: "0 s", 0.0123: "12.3 ms", 0.9996: "1.00 s", 1.234: "1.23 s", 12.34: "12.3 s", 123.4: "123 s",
+        4321.0: "4321 s", 2.5e-6: "2.50 µs", -0.5: "-500 ms", math.inf: "inf",
+    },
+    format_interval: {
+        (1.82, 2.84): "1.82-2.84 s", (0.9, 1.15): "0.90-1.15 s", (90.0, 140.0): "90.0-140 s",
+        (0.0123, 0.0456): "12.3-45.6 ms", (0.0, 0.0456): "0 s - 45.6 ms", (1.0, math.inf): "1.00 s - inf",
+    },
+    format_bytes: {0: "0 B", 512: "512 B", 1610612736: "1.50 GiB", 80 * 2**30: "80.0 GiB", 2**40 - 1: "1.00 TiB"},
+    format_count: {0: "0", 999: "999", 999.9: "1.00K", 131072: "131K", 8_112_340: "8.11M"},
+    format_percent: {0.0734: "7.3 %"},
+    format_change: {-0.0541: "-5.4 %", 0.02: "+2.0 %"},
+    format_ratio: {1.0412: "1.041"},
+    format_layout: {"dp=8,pp=4": "dp=8,pp=4"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("low_s", "high_s", "text"),
-    [
-        (1.82, 2.84, "1.82-2.84 s"),
-        (0.9, 1.15, "0.90-1.15 s"),
-        (90.0, 140.0, "90.0-140 s"),
-        (0.0123, 0.0456, "12.3-45.6 ms"),
-        (0.0, 0.0456, "0 s - 45.6 ms"),
-        (1.0, math.inf, "1.00 s - inf"),
-    ],
-)
-def test_intervals_are_in_the_unit_of_their_end(low_s, high_s, text):
-    assert format_interval((low_s, high_s)) == text
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (512, "512 B"), (1610612736, "1.50 GiB"), (80 * 2**30, "80.0 GiB"), (2**40 - 1, "1.00 TiB")],
-)
-def test_bytes_are_binary(num_bytes, text):
-    assert format_bytes(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (999.9, "1.00K"), (131072, "131K"), (8_112_340, "8.11M")]
-)
-def test_counts_are_decimal(count, text):
-    assert format_count(count) == text
+@pytest.mark.parametrize("function", SHOWN, ids=lambda function: function.__name__)
+def test_numbers_have_three_digits_and_a_fitting_unit(function):
+    assert {value: function(value) for value in SHOWN[function]} == SHOWN[function]
 
 
 def test_a_missing_value_never_looks_like_zero():
@@ -78,10 +49,5 @@ def test_a_diverged_loss_is_shown():
     assert format_plain(math.inf, ".4f") == "inf"
 
 
-def test_shares_changes_ratios_and_layouts():
-    assert format_percent(0.0734) == "7.3 %"
-    assert format_change(-0.0541) == "-5.4 %"
-    assert format_change(0.02) == "+2.0 %"
-    assert format_ratio(1.0412) == "1.041"
+def test_a_layout_names_its_dimensions_in_one_order():
     assert format_layout({"tp": 1, "dp": 8, "pp": 4, "cp": 2}) == "dp=8 pp=4 cp=2 tp=1"
-    assert format_layout("dp=8,pp=4") == "dp=8,pp=4"

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from evenload.errors import ConfigError
 from evenload.plan.layouts.moves import Piece
-from evenload.runtime.comm.channels import Carried, Line
+from evenload.runtime.comm.channels import Carried, ChannelEnd
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
-from evenload.runtime.stages.arrivals import StateArrival
+from evenload.runtime.stages.twin_layer import StateArrival, TwinLayer
 from evenload.types.document import Range
 from evenload.types.layout import even_layout
 from fake_streams import Device
@@ -146,7 +146,7 @@ def line(device, monkeypatch):
     monkeypatch.setattr(dist, "irecv", irecv)
     watch = SimpleNamespace(waiting=lambda *_: nullcontext())
     carried = Carried(hidden_size=2, dtype=torch.float64, device=CPU, watch=watch, stream=device.Stream(CPU))
-    return Line(("F", 1), None, 0, carried)
+    return ChannelEnd(("F", 1), None, 0, carried)
 
 
 def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reader_of_its_memory(
@@ -155,7 +155,7 @@ def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reade
     memory, seen = torch.full((3, 2), -1.0, dtype=torch.float64), []
     device.compute.queue(lambda: seen.append(memory.clone()))
     monkeypatch.setattr(torch, "empty", lambda *shape, **_: memory)
-    tensor = line.post_receive(0, 3).wait()
+    tensor = line.post_receive(0, 3)()
     device.compute.queue(lambda: seen.append(tensor.clone()))
     device.end()
     assert [float(one.mean()) for one in seen] == [-1.0, 0.0]
@@ -165,7 +165,7 @@ def test_received_tensors_go_when_the_host_lets_them_go(device, line):
     """The allocator is told of no second stream, for which it would keep memory until the device is there."""
     alive, posted = [], [line.post_receive(pack, 3) for pack in range(2)]
     for pack in range(2, 8):
-        tensor = posted.pop(0).wait()
+        tensor = posted.pop(0)()
         alive.append(weakref.ref(tensor))
         del tensor
         posted.append(line.post_receive(pack, 3))
@@ -187,19 +187,22 @@ def mesh(dp: int) -> SimpleNamespace:
 def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_moves(device, monkeypatch):
     old, seen = torch.full((4,), torch.nan), []
 
-    def keep(arrival, index, wanted, shards) -> None:
-        device.current_stream(arrival._new.device).queue(lambda: shards["exp_avg"].copy_(old[: wanted[1]]))
+    def keep(arrival, after) -> None:
+        kept = after[0]["exp_avg"]
+        device.current_stream(arrival._new.device).queue(lambda: kept.copy_(old[: len(kept)]))
 
-    monkeypatch.setattr(StateArrival, "_keep", keep)
+    monkeypatch.setattr(StateArrival, "_keep_all", keep)
     live = SimpleNamespace(
         piece=Piece(unit=0, num_elements=4, weight_bytes=4, state_bytes=4),
         is_held=True,
+        is_trained=True,
         shared=None,
         state_names=("exp_avg",),
         buffer=SimpleNamespace(grads=torch.zeros(4)),
+        share_in=lambda mesh: (0, 4 // mesh.data_size),
     )
     device.compute.queue(lambda: old.copy_(torch.arange(4.0)))
-    arrival = StateArrival([live], (), mesh(1), mesh(2), {0: {"exp_avg": old}})
+    arrival = StateArrival(TwinLayer([live], None), (), mesh(1), mesh(2), {0: {"exp_avg": old}}, 0)
     arrival.thread.join()
     ordered_behind = len(device.compute.entries)
     device.compute.queue(lambda: seen.append("step"))

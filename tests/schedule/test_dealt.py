@@ -14,7 +14,7 @@ from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import one_f_one_b
 from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
-from pipeline_cases import columns_of, equal_packs
+from pipeline_cases import check_order, columns_of, equal_packs
 from reference.simulation import reference_simulation
 
 
@@ -53,10 +53,7 @@ def test_every_dealt_schedule_runs_to_its_end_as_core_and_graph_say(devices, num
     """Whatever packs take: no deadlock, the core and the explicit graph agree to the bit."""
     tasks = dealt_tasks(devices, num_packs, seed)
     actions = one_f_one_b(tasks)
-    needed, firsts = tasks.forwards_needed.tolist(), tasks.stage_to_rank.tolist()
-    check_schedule(
-        actions, num_forward=num_packs, forwards_needed=needed, stage_to_rank=firsts, num_ranks=tasks.num_ranks
-    )
+    check_order(tasks, actions)
     found, expected = simulate(tasks, actions), reference_simulation(tasks, actions)
     assert np.array_equal(found.start_s, expected.start_s)
     assert np.array_equal(found.end_s, expected.end_s)
@@ -99,10 +96,7 @@ GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0", "1F1 1B1")
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            ("0F0 0F1 0B0 0B1", "1F1 1B1", "1F0 1B0"),
-            r"rank 1 action 0 is 1F1, .* stage 1 runs on rank 1 \+ k % 2",
-        ),
+        (("0F0 0F1 0B0 0B1", "1F1 1B1", "1F0 1B0"), r"rank 1 action 0 is 1F1, .* stage 1 runs on rank 1 \+ k % 2"),
         (("0F0 0F1 0B0 0B1", "1F0 1B0", ""), "stage 1 runs 0 of 1 forward packs; 1F1 is missing on rank 2"),
         (("0F0 0F1 0B0 0B1", "1F0 1F0 1B0", "1F1 1B1"), "1F0 where no further one is next"),
         (("0F0 0F1 0B0 0B1", "1B0 1F0", "1F1 1B1"), "rank 1 action 0 is 1B0, but its documents need forwards"),

@@ -1,14 +1,17 @@
+"""Bytes that ranks hold, event by event and in timelines."""
+
 import numpy as np
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.memory import bytes_by_kind
+from evenload.cost.memory import ReplicaPacks, bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.schedule.packflow import packflow_static
 from evenload.schedule.simulate import memory_ledger, simulate, to_timeline
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
 from evenload.types.timeline import MEMORY_KINDS
-from pipeline_cases import columns_of
+from pipeline_cases import columns_of, random_tasks
 
 
 def test_hand_ledger_event_by_event():
@@ -20,10 +23,10 @@ def test_hand_ledger_event_by_event():
     """
     forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
     backward = SliceColumns.from_ranges([[(0, 6, 10)], [(0, 0, 6), (1, 0, 3)]])
-    num_tokens, layout = np.array([10, 3]), even_layout(3)
-    tasks = pipeline_tasks(PackCosts(sample_model(), sample_coefficients(), layout), forward, backward, num_tokens)
+    packs, layout = ReplicaPacks(forward, backward, np.array([10, 3])), even_layout(3)
+    tasks = pipeline_tasks(PackCosts(sample_model(), sample_coefficients(), layout), packs)
     actions = columns_of("0F0 0F1 0B0 0B1")
-    kinds = bytes_by_kind(sample_model(), layout, tasks, forward, backward, num_tokens)
+    kinds = bytes_by_kind(sample_model(), layout, tasks, packs)
     found = memory_ledger(kinds, actions)
     names = ("activations_replay", "keys_and_values", "key_value_gradients", "layer_buffers", "head_logits")
     assert found[:, [MEMORY_KINDS.index(name) for name in names]].tolist() == [
@@ -44,3 +47,17 @@ def test_hand_ledger_event_by_event():
     timeline = to_timeline(tasks, actions, simulation, 0, simulation.makespan_s)
     assert found.sum(axis=1).tolist() == timeline.memory_bytes.tolist()
     assert found.sum(axis=1).max() == simulation.peak_bytes[0]
+
+
+def test_samples_hold_the_simulated_peak_in_time_order():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        tasks = random_tasks(rng)
+        actions = packflow_static(tasks, inject=False)
+        simulation = simulate(tasks, actions)
+        timeline = to_timeline(tasks, actions, simulation, dp_rank=0, step_time_s=simulation.makespan_s)
+        for rank, peak in enumerate(simulation.peak_bytes):
+            own = timeline.memory_rank == rank
+            assert timeline.memory_bytes[own].max() == peak
+            assert (np.diff(timeline.memory_time_s[own]) >= 0).all()
+        assert timeline.num_tasks == len(actions.kind)

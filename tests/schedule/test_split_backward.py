@@ -7,26 +7,11 @@ from evenload.errors import ConfigError, InvalidPlanError, ScheduleDeadlockError
 from evenload.schedule.critical_path import split_bubble
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.simulate import simulate, to_timeline
-from evenload.schedule.validate import check_schedule
-from evenload.types.pipeline import ActionColumns, PipelineTasks
-from pipeline_cases import columns_of, equal_packs, names_of, random_ranks, random_tasks, with_split
+from pipeline_cases import caps, check_order, columns_of, equal_packs, names_of, random_ranks, random_tasks, with_split
 from reference.list_schedule import list_schedule
 from reference.simulation import reference_simulation
 
 UNLIMITED = 2**60
-
-
-def caps(tasks: PipelineTasks, cap: int) -> np.ndarray:
-    return np.full(tasks.num_ranks, cap, dtype=np.int64)
-
-
-def check(tasks: PipelineTasks, actions: ActionColumns) -> None:
-    check_schedule(
-        actions,
-        num_forward=tasks.num_forward,
-        forwards_needed=tasks.forwards_needed.tolist(),
-        stage_to_rank=tasks.stage_to_rank.tolist(),
-    )
 
 
 def test_weights_fill_idle_time():
@@ -72,7 +57,7 @@ def test_random_splits_never_deadlock_keep_the_cap_and_equal_the_reference():
         cap = int(rng.choice([0, rng.integers(1, 400), UNLIMITED]))
         rule = {"alternate": bool(rng.integers(2)), "lookahead": None if rng.random() < 0.5 else int(rng.integers(4))}
         actions = packflow_list(tasks, cap_bytes=caps(tasks, cap), split=True, **rule)
-        check(tasks, actions)
+        check_order(tasks, actions)
         split_backwards += int((actions.kind == 2).sum())
         whole_backwards += int((actions.kind == 1).sum())
         simulation = simulate(tasks, actions)
@@ -105,7 +90,7 @@ def test_random_splits_never_deadlock_keep_the_cap_and_equal_the_reference():
 def test_broken_splits_are_named(row, message):
     tasks = with_split(equal_packs(1, 1))
     with pytest.raises(InvalidPlanError, match=message):
-        check(tasks, columns_of(row))
+        check_order(tasks, columns_of(row))
 
 
 def test_simulator_refuses_and_finds_stuck_weights():

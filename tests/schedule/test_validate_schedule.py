@@ -1,11 +1,16 @@
+"""What the check of schedules, the simulator and plain graphs call broken or stuck."""
+
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
 from evenload.schedule.packflow import packflow_list
+from evenload.schedule.simulate import simulate
 from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from pipeline_cases import columns_of, names_of, random_ranks, random_tasks, with_split
+from pipeline_cases import check_order, columns_of, names_of, random_ranks, random_tasks, with_split
 from reference.simulation import reference_simulation
 
 GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
@@ -87,9 +92,8 @@ def test_refused_are_those_with_a_fault_or_in_a_circle():
                 row[i] = row[i].translate(str.maketrans("FBIW", "".join(rng.permutation(list("FBIW")))))
         changed = columns_of(*(" ".join(row) for row in rows))
 
-        needed, on_rank = tasks.forwards_needed.tolist(), tasks.stage_to_rank.tolist()
         try:
-            check_schedule(changed, num_forward=tasks.num_forward, forwards_needed=needed, stage_to_rank=on_rank)
+            check_order(tasks, changed)
             verdict = "runs"
         except ScheduleDeadlockError:
             verdict = "stuck"
@@ -101,4 +105,46 @@ def test_refused_are_those_with_a_fault_or_in_a_circle():
         else:
             assert verdict == "faulty"
         verdicts[verdict] += 1
-    assert min(verdicts["runs"], verdicts["faulty"]) > 100, "test_deadlocks has many that are stuck"
+    assert min(verdicts["runs"], verdicts["faulty"]) > 100, "the test below has many that are stuck"
+
+
+def random_interleaving(rng: np.random.Generator, tasks: PipelineTasks) -> ActionColumns:
+    """The static order with noise in its keys: every rank keeps pack order per stage and direction."""
+    kinds, stages, packs, offset = [], [], [], [0]
+    noise = rng.choice([0.5, 1.0, 2.0, 8.0])
+    needed = np.maximum.accumulate(tasks.forwards_needed).tolist()
+    for rank in range(tasks.num_ranks):
+        keys = []
+        for stage in np.flatnonzero(tasks.stage_to_rank == rank).tolist():
+            ahead = tasks.num_stages - 1 - stage
+            keys += [(k - ahead + noise * rng.random(), 0, stage) for k in range(tasks.num_forward)]
+            keys += [(f - 0.5 + noise * rng.random(), 1, stage) for f in needed]
+        seen: dict[tuple[int, int], int] = {}
+        for _, kind, stage in sorted(keys):
+            kinds.append(kind)
+            stages.append(stage)
+            packs.append(seen.setdefault((kind, stage), 0))
+            seen[kind, stage] += 1
+        offset.append(len(kinds))
+    return ActionColumns(
+        kind=np.array(kinds, dtype=np.uint8),
+        stage=np.array(stages, dtype=np.int32),
+        pack=np.array(packs, dtype=np.int32),
+        rank_offset=np.array(offset, dtype=np.int64),
+    )
+
+
+def test_simulator_check_and_graph_agree_on_what_deadlocks():
+    rng = np.random.default_rng(0)
+    circles = 0
+    for _ in range(800):
+        ranks = random_ranks(rng) if rng.random() < 0.3 else None
+        tasks = random_tasks(rng, ranks=ranks)
+        actions = random_interleaving(rng, tasks)
+        circle = reference_simulation(tasks, actions).done.sum() < len(actions.kind)
+        circles += circle
+        with pytest.raises(ScheduleDeadlockError, match="waits for") if circle else nullcontext():
+            simulate(tasks, actions)
+        with pytest.raises(InvalidPlanError) if circle else nullcontext():
+            check_order(tasks, actions)
+    assert 100 < circles < 700, "both outcomes must be frequent"

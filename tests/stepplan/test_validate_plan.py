@@ -118,10 +118,7 @@ LEFT = (LeftOut(doc_id=0, num_tokens=200, reason="deferred"),)
         (lambda plan: swapped(plan, "backward"), "slices of document 0 do not descend"),
         (lambda plan: first_pack(plan, slices=()), "forward pack 0 is empty"),
         (lambda plan: first_pack(plan, index=5), "forward pack 0 calls itself forward pack 5"),
-        (
-            lambda plan: seal(replace(plan, layout=even_layout(3, dp=2, pp=3))),
-            "dp=2 but there are 1 pack plans",
-        ),
+        (lambda plan: seal(replace(plan, layout=even_layout(3, dp=2, pp=3))), "dp=2 but there are 1 pack plans"),
         (lambda plan: seal(replace(plan, num_label_tokens=1)), "num_label_tokens is 1"),
         (
             lambda plan: seal(replace(plan, documents=(*plan.documents, plan.documents[0]))),

@@ -40,8 +40,7 @@ def test_benchmarks_are_found():
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in SOON else thorough) for name in ALL if name not in NOT_ALONE],
+    "name", [pytest.param(name, marks=() if name in SOON else thorough) for name in ALL if name not in NOT_ALONE]
 )
 def test_a_benchmark_runs_to_its_end(name, tmp_path):
     before = {path: path.read_bytes() for path in (BENCHMARKS / "results").glob("*.csv")}

@@ -1,7 +1,6 @@
 """`make gpu` on a machine without a GPU: its parts are commands, and a bad one does not stop the others."""
 
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,6 @@ TOOL = Path(__file__).parents[2] / "tools" / "gpu_parts.py"
 @pytest.fixture(scope="module")
 def tool():
     return runpy.run_path(str(TOOL))
-
-
-def python(tool, name: str, code: str, limit_s: float = 60.0):
-    return tool["Part"](name, limit_s, (sys.executable, "-c", code))
 
 
 def test_parts_fit_their_limits_and_name_files_that_exist(tool):

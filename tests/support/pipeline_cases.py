@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, SplitBackward, action_columns
 from evenload.types.plan import Schedule, parse_action
 
@@ -135,6 +136,22 @@ def random_ranks(rng: np.random.Generator) -> NDArray:
     num_ranks, virtual = int(rng.integers(1, 5)), int(rng.integers(1, 4))
     ranks = np.arange(num_ranks * virtual) % num_ranks
     return rng.permutation(ranks) if rng.random() < 0.5 else ranks
+
+
+def caps(tasks: PipelineTasks, cap: int) -> NDArray[np.int64]:
+    """The same cap on every rank."""
+    return np.full(tasks.num_ranks, cap, dtype=np.int64)
+
+
+def check_order(tasks: PipelineTasks, actions: ActionColumns) -> None:
+    """Check an order of these packs as plans are checked."""
+    check_schedule(
+        actions,
+        num_forward=tasks.num_forward,
+        forwards_needed=tasks.forwards_needed.tolist(),
+        stage_to_rank=tasks.stage_to_rank.tolist(),
+        num_ranks=tasks.num_ranks,
+    )
 
 
 def columns_of(*rows: str) -> ActionColumns:

@@ -33,11 +33,7 @@ def greedy_packs(lengths: dict[int, int], cuts: list[float], budget: int, *, las
 def pack_plan(dp_rank: int, forward: list[list], backward: list[list]) -> PackPlan:
     def packs(direction, lists):
         return tuple(
-            MicroPack(
-                index=i,
-                direction=direction,
-                slices=tuple(Slice(doc_id=d, start=a, stop=b) for d, a, b in pack),
-            )
+            MicroPack(index=i, direction=direction, slices=tuple(Slice(doc_id=d, start=a, stop=b) for d, a, b in pack))
             for i, pack in enumerate(lists)
         )
 

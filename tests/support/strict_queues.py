@@ -91,10 +91,7 @@ def incoming(plan: StepPlan, rank: Rank, channel: Channel, pack: int) -> Transfe
 
 
 def plan_events(
-    plan: StepPlan,
-    order_of: Callable[[StepPlan, int, int], TransferOrder] = queued_order,
-    *,
-    sums: str = "",
+    plan: StepPlan, order_of: Callable[[StepPlan, int, int], TransferOrder] = queued_order, *, sums: str = ""
 ) -> dict[Rank, list[Event]]:
     """All ranks, as the runtime runs them with `parallel.channels = "fifo"` or in another order."""
     return {

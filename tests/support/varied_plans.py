@@ -13,7 +13,7 @@ from evenload.schedule.simulate import memory_ledger
 from evenload.schedule.static_schedules import zero_bubble_h1
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.stepplan.validate import validate_plan
-from evenload.types.layout import even_layout
+from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, seal
@@ -80,14 +80,24 @@ def varied_plan(
 
 def _random_tasks(packs, layout, numbers: np.random.Generator) -> PipelineTasks:
     m_f, m_b, stages = len(packs.forward), len(packs.backward), layout.num_stages
-    zeros = [np.zeros(shape, np.int64) for shape in ((m_f, stages), (m_b, stages))]
+    seconds = numbers.uniform(0.5, 2, (m_f, stages)), numbers.uniform(1, 4, (m_b, stages))
+    return tasks_of_one_byte(
+        layout, *seconds, numbers.uniform(0, 0.2, m_f), numbers.uniform(0, 0.2, m_b), packs.forwards_needed()
+    )
+
+
+def tasks_of_one_byte(
+    layout: ParallelLayout, forward_s, backward_s, p2p_forward_s, p2p_backward_s, forwards_needed
+) -> PipelineTasks:
+    """Of some packs; a forward keeps one byte, so that a limit of bytes is one of packs."""
+    zeros = [np.zeros(seconds.shape, np.int64) for seconds in (forward_s, backward_s)]
     return with_split(
         PipelineTasks(
-            forward_s=numbers.uniform(0.5, 2, (m_f, stages)),
-            backward_s=numbers.uniform(1, 4, (m_b, stages)),
-            p2p_forward_s=numbers.uniform(0, 0.2, m_f),
-            p2p_backward_s=numbers.uniform(0, 0.2, m_b),
-            forwards_needed=np.array(packs.forwards_needed(), np.int32),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            p2p_forward_s=p2p_forward_s,
+            p2p_backward_s=p2p_backward_s,
+            forwards_needed=np.array(forwards_needed, np.int32),
             stage_to_rank=np.array(layout.stage_to_rank, np.int32),
             held=PackBytes(
                 static_bytes=np.zeros(layout.pp, np.int64),
@@ -133,9 +143,7 @@ def predicted_kind_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list
     """Per pipeline rank, kind by kind, what it holds while its actions run and after them: "running" and "after"."""
     columns = replica_columns(plan, dp_rank)
     tasks = tasks_of_columns(plan, dp_rank, model, columns)
-    kinds = bytes_by_kind(
-        model, plan.layout, tasks, columns.forward, columns.backward, columns.num_tokens, columns.policy
-    )
+    kinds = bytes_by_kind(model, plan.layout, tasks, columns)
     actions = action_columns(plan.schedules[dp_rank])
     ledger = memory_ledger(kinds, actions)
     found, row = [], 0
@@ -153,14 +161,5 @@ def predicted_kind_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list
 
 def predicted_host_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list[int]:
     """Per pipeline rank the most that it has offloaded at once."""
-    columns = replica_columns(plan, dp_rank)
-    peaks = peak_host_bytes(
-        model,
-        plan.layout,
-        columns.forward,
-        columns.backward,
-        columns.num_tokens,
-        columns.policy,
-        action_columns(plan.schedules[dp_rank]),
-    )
-    return peaks.tolist()
+    packs, actions = replica_columns(plan, dp_rank), action_columns(plan.schedules[dp_rank])
+    return peak_host_bytes(model, plan.layout, packs, actions).tolist()

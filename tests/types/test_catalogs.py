@@ -9,7 +9,6 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, cluster_from
@@ -58,7 +57,7 @@ def test_every_built_in_model_is_planned_on_every_built_in_cluster(device: str) 
             spec,
             analytic_coefficients(spec, cluster, layout),
             layout,
-            usable_bytes(cluster),
+            cluster.device.usable_bytes,
             PlanOptions(max_pack_tokens=4096, policy="replay"),
             host=host_memory(cluster),
         )

@@ -126,3 +126,47 @@ def test_what_would_be_costed_wrong_is_refused_by_name(changes, named: str) -> N
         model_from_hf_config(small_config("llama").to_dict() | changes, "mine")
     assert "model mine" in str(error.value)
     assert named in str(error.value)
+
+
+# What config.json on the Hub leaves out because it is the default, or says by an older name.
+_HUB = {
+    "gemma": {
+        "model_type": "gemma", "hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+        "num_hidden_layers": 18, "intermediate_size": 16384, "vocab_size": 256000,
+    },
+    "gemma2": {
+        "model_type": "gemma2", "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "num_hidden_layers": 26, "intermediate_size": 9216, "vocab_size": 256000,
+        "sliding_window": 4096, "sliding_window_size": 4096,
+    },
+    "olmo2": {
+        "model_type": "olmo2", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "intermediate_size": 11008, "vocab_size": 100352, "tie_word_embeddings": False,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "num_hidden_layers": 48, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "sliding_window": None,
+        "use_sliding_window": False, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "billions", "active"),
+    [("gemma", 2.51, 2.51), ("gemma2", 2.61, 2.61), ("olmo2", 7.30, 7.30), ("qwen3_moe", 30.5, 3.35)],
+)
+def test_models_of_the_hub_have_their_published_size(kind: str, billions: float, active: float) -> None:
+    spec = model_from_hf_config(_HUB[kind], kind)
+    copies = 1 if spec.tied_embeddings else 2
+    embeddings = copies * spec.embedding_parameters
+    stored = spec.num_layers * spec.stored_parameters_per_layer + embeddings
+    assert stored / 1e9 == pytest.approx(billions, rel=0.01)
+    assert (spec.num_layers * spec.linear_parameters_per_layer + embeddings) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_a_pattern_of_windows_is_read_where_kinds_of_layers_are_missing() -> None:
+    config = small_config("gemma3_text", sliding_window=7).to_dict()
+    del config["layer_types"]
+    spec = model_from_hf_config(config | {"sliding_window_pattern": 3}, "gemma3_text")
+    assert spec.windows == (7, 7, 0, 7, 7, 0)

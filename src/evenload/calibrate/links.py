@@ -100,7 +100,7 @@ def _pipeline(mesh: Mesh) -> TransferWork | None:
     """Transfer to the next stage, or to the next replica; None for a rank that takes no part, or is alone."""
     if mesh.layout.pp > 1:
         ends = [mesh.rank_of_stage(stage) for stage in (0, 1)]
-        between = mesh.lines.get(mesh.channel("F", 1, pack=0))
+        between = mesh.channel_groups.get(mesh.channel("F", 1, pack=0))
         if mesh.rank not in ends or between is None:
             return None
         group, me = between, int(mesh.rank != min(ends))  # members of a group are in rank order
@@ -162,7 +162,7 @@ def _ring(kind: Literal["reduction", "gather"], mesh: Mesh) -> TransferWork:
 def _tensor(group: TensorGroup, device: torch.device) -> TransferWork:
     def call(num_bytes: int) -> Callable[[], object]:
         own = torch.zeros(num_bytes // _ELEMENT_BYTES, device=device)
-        return functools.partial(group.all_gather, own, "calibration")
+        return lambda: group.all_gather(own, "calibration").wait()
 
     return TransferWork("tensor", group.shard.size, group.shard.size - 1, call)
 

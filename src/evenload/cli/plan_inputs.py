@@ -33,7 +33,6 @@ from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
-from evenload.explore.stage_layers import usable_bytes
 from evenload.integrations.catalog import engine_named
 from evenload.plan.problem import PlanOptions
 from evenload.report.units import format_percent
@@ -188,7 +187,7 @@ def plan_inputs(asked: PlanArguments, source: LengthSource) -> PlanInputs:
         ),
         options=_options(asked, run),
         cost_name=str(cost) if cost else "analytic",
-        memory_cap_bytes=(run.plan.memory_bytes if run else None) or usable_bytes(machines),
+        memory_cap_bytes=(run.plan.memory_bytes if run else None) or machines.device.usable_bytes,
         host=_host(run, machines),
     )
 

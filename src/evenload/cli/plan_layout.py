@@ -12,22 +12,14 @@ from rich.table import Table
 from evenload.cli.options import progress_bar
 from evenload.cli.plan_inputs import PlanInputs
 from evenload.errors import InfeasiblePlanError
-from evenload.explore.batches import SampledBatch
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress
 from evenload.explore.evaluate import StrategyPlanners
-from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult
-from evenload.explore.stage_layers import balanced_layout, default_layout, usable_bytes
-from evenload.explore.strategy_layouts import (
-    StrategyLayouts,
-    fair_planners,
-    fitting_layouts,
-    planners_in,
-    search_strategies,
-)
+from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult, LayoutSearch, StrategyLayouts, fair_planners
+from evenload.explore.stage_layers import balanced_layout, default_layout
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.strategies.auto import AUTO
 from evenload.plan.strategies.baselines import BEST_FIT
 from evenload.report.units import format_percent, format_seconds
-from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.text import format_bytes
 
@@ -126,16 +118,7 @@ def searched_layouts(
 ) -> SearchedLayouts:
     """Every strategy's layouts, ranked; those of the fastest strategy are shown."""
     with progress_bar() as on_progress:
-        found = search_strategies(
-            inputs.costs.model,
-            _with_room(inputs),
-            batches,
-            inputs.costs.of,
-            strategies,
-            inputs.options,
-            limit_s=limit_s,
-            on_progress=on_progress,
-        )
+        found = _layout_search(inputs, batches, on_progress).strategies(strategies, limit_s=limit_s)
     searched = SearchedLayouts(found, limit_s)
     fastest = searched.fastest
     console.print(_layout_table(fastest.layouts, console.width, fastest.strategy))
@@ -152,21 +135,13 @@ def planners_of_search(
     searched: SearchedLayouts, inputs: PlanInputs, batches: Sequence[SampledBatch]
 ) -> StrategyPlanners:
     """Every strategy in its own best layout; `best_fit` in other windows in that which is best for it then."""
-    costs = inputs.costs
+    search = _layout_search(inputs, batches)
 
     def planners_of(result: LayoutResult) -> StrategyPlanners:
-        found = planners_in(
-            result,
-            costs.model,
-            costs.of(result.parallel_layout()),
-            batches,
-            inputs.options,
-            room_bytes=inputs.memory_cap_bytes,
-            host=inputs.host,
-        )
+        found = search.planners(result)
         if found.stands_for is not None:
             return found  # A part has no other layouts to change to.
-        return replace(found, flexible=FlexPlanner(found.planner, costs.of, layouts=inputs.layouts))
+        return replace(found, flexible=FlexPlanner(found.planner, inputs.costs.of, layouts=inputs.layouts))
 
     own = {one.strategy: planners_of(one.best) for one in searched.found}
     baseline = None
@@ -175,29 +150,25 @@ def planners_of_search(
     return replace(own[searched.fastest.strategy], own=own, baseline=baseline)
 
 
-def _with_room(inputs: PlanInputs) -> ClusterSpec:
-    """The cluster, its devices with the memory that a run says they have."""
-    machines = inputs.machines
-    if inputs.memory_cap_bytes == usable_bytes(machines):
-        return machines
-    device = msgspec.structs.replace(
-        machines.device, memory_bytes=inputs.memory_cap_bytes, reserved_bytes=0, fragmentation_share=0.0
+def _layout_search(
+    inputs: PlanInputs, batches: Sequence[SampledBatch], on_progress: OnProgress = no_progress
+) -> LayoutSearch:
+    return LayoutSearch(
+        model=inputs.costs.model,
+        cluster=inputs.machines,
+        batches=batches,
+        coefficients_of=inputs.costs.of,
+        options=inputs.options,
+        memory_bytes=inputs.memory_cap_bytes,
+        host=inputs.host,
+        on_progress=on_progress,
     )
-    return msgspec.structs.replace(machines, device=device)
 
 
 def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], asked: tuple[str, ...] | None) -> str:
     """A sentence that names layouts of the cluster that hold the first batch, after a short look at some."""
     with progress_bar() as on_progress:
-        found = fitting_layouts(
-            inputs.costs.model,
-            inputs.machines,
-            batches[0],
-            inputs.costs.of,
-            strategy=_search_strategy(asked),
-            options=inputs.options,
-            on_progress=on_progress,
-        )
+        found = _layout_search(inputs, batches, on_progress).fitting(_search_strategy(asked))
     if not found.num_tried:
         return (
             f"in all {found.num_all} layouts of the cluster weights, gradients and optimizer alone are more than a "

@@ -265,9 +265,10 @@ def _show_start(
 ) -> None:
     config, model, mesh = trainer.config, trainer.model, trainer.mesh
     parameters = model.num_parameters
+    is_fifo = mesh.channels == "fifo" and bool(mesh.channel_groups)
     facts = (
         f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
-        f"layout {trainer.mesh.layout.describe()}{', fifo channels' if mesh.channels == 'fifo' and mesh.lines else ''}",
+        f"layout {trainer.mesh.layout.describe()}{', fifo channels' if is_fifo else ''}",
         f"attention {next(iter(trainer.stages.values())).backend.name}",
         f"costs {costs.source} on {costs.device}",
         f"memory limit {format_bytes(memory_cap_bytes)} a process",

@@ -40,7 +40,7 @@ from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.plan.candidates import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
+from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.export_files import require_same_ids
@@ -313,7 +313,7 @@ def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
 def least_of_all(num_bytes: int, mesh: Mesh) -> int:
     """What the rank with least has: plans are for all ranks, and those of machines with less memory have to hold them,
     too. Collective."""
-    return int(least_of_ranks(num_bytes, mesh))
+    return int(-most_of_ranks(-num_bytes, mesh))
 
 
 def memory_for_rank(device: torch.device, local_world: int) -> int:

@@ -1,7 +1,7 @@
 """Sample global batches from a table of lengths, for planning without data (`evenload plan`).
 
-The table is shuffled by seed and read on; when it ends it is shuffled anew, so step k is the same for any number of
-steps. A batch is fixed before planning, by documents or by tokens. O(n) per step.
+The table is shuffled by seed and read on; at its end it is shuffled again, so step k is the same for any number of
+steps. O(n) per step.
 """
 
 import itertools
@@ -24,7 +24,7 @@ Overlong = Literal["error", "split", "truncate", "drop"]
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """One step's documents in arrival order, and what became of the others; ids count up over the run."""
+    """One step's documents in arrival order, and those left out; ids count up over the run."""
 
     documents: tuple[Document, ...]
     left_out: tuple[LeftOut, ...]
@@ -37,12 +37,12 @@ class BatchRule:
 
     Args:
         num_documents: table entries of a step; or
-        num_tokens: entries are taken until their tokens (after `overlong`) reach this; the last one may exceed it.
+        num_tokens: entries are taken until their tokens (after `overlong`) reach this.
         context: longest document that is trained whole.
-        overlong: what happens to longer ones: refuse, cut into independent documents, cut off, or leave out.
+        overlong: longer ones are refused, cut into independent documents, cut off, or left out.
 
     Raises:
-        ConfigError: neither or both of `num_documents` and `num_tokens`, a value below 1, or another word.
+        ConfigError: neither or both of `num_documents` and `num_tokens`, a value below 1, or an unknown `overlong`.
     """
 
     num_documents: int | None = None
@@ -81,7 +81,7 @@ class BatchRule:
         return tuple(batches)
 
     def draw(self, entries: Iterator[int], first_id: int = 0) -> SampledBatch:
-        """A batch of the next entries, an iterator without an end; ids of documents count up from `first_id`."""
+        """Draw a batch from an endless iterator; ids of documents count up from `first_id`."""
         documents: list[Document] = []
         left_out: list[LeftOut] = []
         sampled = tokens = dropped = 0
@@ -135,13 +135,14 @@ OnProgress = Callable[[int, int, str], None]
 
 
 def no_progress(done: int, total: int, what: str) -> None:
-    pass
+    """Ignore progress."""
 
 
 def planned_steps(
     planner: StepPlanner, batches: Sequence[SampledBatch], name: str
 ) -> tuple[list[Proposal], list[float], int]:
-    """Every step in one layout; seconds each took to plan; tokens deferred. Raises as `StepPlanner.propose`."""
+    """Plan every step in one layout; return the proposals, the seconds that each took, and the tokens deferred. Raises
+    as `StepPlanner.propose`."""
     proposals: list[Proposal] = []
     plan_time_s: list[float] = []
     state, carried, deferred_tokens = DelayState(), (), 0
@@ -153,7 +154,7 @@ def planned_steps(
         plan_time_s.append(time.perf_counter() - started)
         proposals.append(proposal)
         state = proposal.state or DelayState()
-        put_off = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
-        deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in put_off)
-        carried = tuple(document for document in documents if document.doc_id in put_off)
+        deferred = {left.doc_id for left in proposal.plan.left_out if left.reason == DEFERRED}
+        deferred_tokens += sum(document.num_tokens for document in batch.documents if document.doc_id in deferred)
+        carried = tuple(document for document in documents if document.doc_id in deferred)
     return proposals, plan_time_s, deferred_tokens

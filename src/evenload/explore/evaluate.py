@@ -1,14 +1,4 @@
-"""Evaluate strategies on sampled batches: one row of figures each, as `evenload plan`, `--json` and the page show them.
-
-Figures are means over steps; maxima are `max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node`, sums
-`cap_violations`, `deferred_tokens` (each once) and `dropped_tokens`; imbalances are those of the worst replica of a
-step. `lower_bound_s` is all useful work at the cost model's rates on all devices evenly, `physical_bound_s` all model
-FLOPs at the peak, `layout_bound_s` the least that any plan in this layout takes (`cost.units`). `speedup_over_best_fit`
-is over `best_fit` as requested, `speedup_over_baseline` over `best_fit` in the windows that suit it best
-(`judged_window`). `step_time_interval_s` is where nine of ten measured step times lie. A strategy that exceeds memory
-keeps its figures with `feasible` false; one that cannot be planned has none. Where the layout changes between steps,
-`layout` is that of most steps, step times include the switches, and `layout_decisions` explains them.
-"""
+"""Evaluate strategies on sampled batches: one row of figures each, for `evenload plan`, `--json` and the page."""
 
 import time
 from collections import Counter
@@ -38,7 +28,20 @@ from evenload.types.timeline import TimeSplit, mean_time_split
 
 
 class StrategyResult(Frozen):
-    """Figures of one strategy; None where it could not be planned."""
+    """Figures of one strategy; None where it could not be planned.
+
+    Figures are means over steps; maxima are `max_pack_tokens`, `peak_memory_bytes` and `peak_host_bytes_per_node`, sums
+    `cap_violations`, `deferred_tokens` (each once) and `dropped_tokens`; imbalances are of the worst replica of a step.
+    Where the layout changes between steps, step times include the switches, and `layout` is that of most steps.
+
+    Args:
+        feasible: fits memory; `why` it does not, or cannot be planned.
+        step_time_interval_s: where nine of ten measured step times lie.
+        lower_bound_s: all useful work at the cost model's rates on all devices evenly; `physical_bound_s`: all model
+            FLOPs at the peak; `layout_bound_s`: the least of any plan in this layout (`cost.units`).
+        speedup_over_best_fit: over `best_fit` as requested; `speedup_over_baseline`: over `best_fit` in the windows
+            that suit it best (`best_window`).
+    """
 
     name: str
     feasible: bool
@@ -81,8 +84,7 @@ class StrategyResult(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """All strategies on the same batches: rows in the order requested, the fastest feasible one, and the planned steps
-    of each.
+    """All strategies on the same batches: rows as requested, the fastest feasible one, and the planned steps of each.
 
     Args:
         baseline: `best_fit` in the windows that suit it best; None where it was not compared or fits memory in none.
@@ -100,14 +102,13 @@ class StrategyPlanners:
 
     Args:
         planner: of all strategies that are not in `own`.
-        flexible: for strategies that change the layout between steps, or do so where layouts are declared; starts in
-            the layout of `planner`.
+        flexible: of strategies that change the layout between steps; starts in the layout of `planner`.
         own: by strategy, where its layout is another.
         baseline: of `best_fit` in other windows; None = as `best_fit`.
-        batches: that stand for those of the comparison, of a part of a large cluster; None = these.
+        batches: of a part of a large cluster; None = those of the comparison.
         stands_for: the layout of the whole cluster, where the planner's is of every `stride`-th replica, in which a
-            device holds `raised_bytes` more than in the whole. Counts of packs and tokens are then times `stride`, and
-            memory is without what was raised.
+            device holds `raised_bytes` more. Counts of packs and tokens are then times `stride`, and memory is without
+            what was raised.
     """
 
     planner: StepPlanner
@@ -120,27 +121,18 @@ class StrategyPlanners:
     raised_bytes: int = 0
 
     def of(self, name: str) -> "StrategyPlanners":
+        """Return what a strategy is planned with."""
         return self.own.get(name, self)
 
 
 def evaluate_strategies(
-    planners: StrategyPlanners | StepPlanner,
+    planners: StrategyPlanners,
     batches: Sequence[SampledBatch],
     strategies: Sequence[str],
-    flexible: FlexPlanner | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Evaluation:
-    """Plan every batch with every strategy.
-
-    Args:
-        planners: or one planner for all of them, then with `flexible`.
-        on_progress: called before each strategy.
-
-    Raises:
-        ConfigError: an unknown strategy, or one that changes the layout without `flexible`.
-    """
-    if isinstance(planners, StepPlanner):
-        planners = StrategyPlanners(planner=planners, flexible=flexible)
+    """Plan every batch with every strategy; `ConfigError` for an unknown strategy, or one that changes the layout
+    without a `FlexPlanner`."""
     for name in strategies:
         # A misspelt name is the user's error, not a strategy that cannot be planned.
         if strategy_named(name).changes_layout and planners.of(name).flexible is None:
@@ -155,12 +147,12 @@ def evaluate_strategies(
     baseline = None
     if BEST_FIT.name in strategies:
         on_progress(len(strategies) - 1, len(strategies), f"{BEST_FIT.name} in other windows")
-        as_asked = results[list(strategies).index(BEST_FIT.name)]
-        baseline = _baseline(planners, batches, as_asked)
+        requested = results[list(strategies).index(BEST_FIT.name)]
+        baseline = _baseline(planners, batches, requested)
         # A baseline that cannot run is no baseline.
-        if as_asked.feasible:
-            results = [_compared(one, as_asked, "speedup_over_best_fit") for one in results]
-            baseline = baseline and _compared(baseline, as_asked, "speedup_over_best_fit")
+        if requested.feasible:
+            results = [_compared(one, requested, "speedup_over_best_fit") for one in results]
+            baseline = baseline and _compared(baseline, requested, "speedup_over_best_fit")
         if baseline is not None:
             results = [_compared(one, baseline, "speedup_over_baseline") for one in results]
             baseline = _compared(baseline, baseline, "speedup_over_baseline")
@@ -170,18 +162,18 @@ def evaluate_strategies(
 
 
 def _baseline(
-    planners: StrategyPlanners, batches: Sequence[SampledBatch], as_asked: StrategyResult
+    planners: StrategyPlanners, batches: Sequence[SampledBatch], requested: StrategyResult
 ) -> StrategyResult | None:
-    asked = planners.of(BEST_FIT.name)
-    planners = planners.baseline or asked
+    usual = planners.of(BEST_FIT.name)
+    planners = planners.baseline or usual
     planner, batches = planners.planner, planners.batches or batches
     limit, own = planner.options.max_pack_tokens, planner.options.own(BestFitOptions).window_tokens
-    judged = judged_window(planner, batches)
+    judged = best_window(planner, batches)
     if judged is None:
         return None
     window_tokens = judged.window_tokens
-    if window_tokens == (own or limit) and planners is asked:
-        return msgspec.structs.replace(as_asked, window_tokens=window_tokens)
+    if window_tokens == (own or limit) and planners is usual:
+        return msgspec.structs.replace(requested, window_tokens=window_tokens)
     result, _ = _evaluate(replace(planners, planner=with_window(planner, window_tokens)), batches, BEST_FIT.name)
     return msgspec.structs.replace(result, window_tokens=window_tokens)
 
@@ -267,6 +259,10 @@ def _evaluate(
     ), tuple(proposals)
 
 
+def _mean(proposals: Sequence[Proposal], field: str) -> float:
+    return float(np.mean([getattr(proposal, field) for proposal in proposals]))
+
+
 def _part_note(stride: int) -> str:
     if stride == 1:
         return ""
@@ -277,7 +273,7 @@ def _part_note(stride: int) -> str:
 
 
 def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:
-    """Every step in the layout chosen for it; seconds each took to plan."""
+    """Plan every step in the layout chosen for it, and return the seconds that each took to plan."""
     proposals: list[FlexProposal] = []
     plan_time_s: list[float] = []
     state = flexible.initial_state()
@@ -292,11 +288,10 @@ def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[lis
 
 
 def _most_used(proposals: Sequence[FlexProposal]) -> dict[str, int]:
-    """Sizes of the layout of most steps, the first of equals."""
-    used = Counter((one.proposal.plan.layout.dp, one.proposal.plan.layout.pp) for one in proposals)
-    dp, pp = used.most_common(1)[0][0]
-    layout = proposals[0].proposal.plan.layout
-    return {"dp": dp, "cp": layout.cp, "pp": pp, "tp": layout.tp}
+    """Return the sizes of the layout of most steps, the first of equals."""
+    layouts = [one.proposal.plan.layout for one in proposals]
+    dp, pp = Counter((layout.dp, layout.pp) for layout in layouts).most_common(1)[0][0]
+    return {"dp": dp, "cp": layouts[0].cp, "pp": pp, "tp": layouts[0].tp}
 
 
 def _switch_note(proposals: Sequence[FlexProposal]) -> str:
@@ -312,13 +307,12 @@ def _switch_note(proposals: Sequence[FlexProposal]) -> str:
 
 
 def _most_steps(values: Iterable[str]) -> str:
-    """What most steps ran; the first of equals."""
     return Counter(values).most_common(1)[0][0]
 
 
 def _cuts_of(proposal: Proposal) -> str:
-    """ "whole" documents, "symmetric" slices of both directions alike, or "asymmetric"."""
-    used = [choice.candidate for choice in proposal.choices]
+    """Return "whole" documents, "symmetric" slices, the same in both directions, or "asymmetric"."""
+    used = [choice.candidate.packs for choice in proposal.choices]
     if all((one.forward.start == 0).all() and (one.backward.start == 0).all() for one in used):
         return "whole"
 
@@ -330,24 +324,20 @@ def _cuts_of(proposal: Proposal) -> str:
 
 
 def _schedule_of(proposal: Proposal) -> str:
-    """Names of the schedules of all replicas that have documents."""
-    used = [choice.candidate for choice in proposal.choices if choice.candidate.forward.num_packs]
+    """Name the schedules of all replicas that have documents."""
+    used = [choice.candidate for choice in proposal.choices if choice.candidate.packs.forward.num_packs]
     return " + ".join(sorted({one.schedule for one in used}))
 
 
 def _sharding_of(proposal: Proposal) -> str:
-    """The rules by which ranks share packs; "" where none do. Documents whole on a rank beside shared ones are "dacp"
-    where the strategy named the ranks, else "mixed"."""
-    found = set()
+    """Name the rules by which ranks share packs, "" where none do; packs with documents whole on a rank are "dacp" if
+    the strategy chose the ranks, else "mixed"."""
+    rules = set()
     by_rank = "dacp" if strategy_named(proposal.plan.strategy).assigns_ranks else "mixed"
     for packs in proposal.plan.pack_plans:
         shared = [pack for pack in packs.forward if any(piece.cp > 1 for piece in pack.slices)]
-        found |= {pack.sharding if isinstance(pack.sharding, str) else by_rank for pack in shared}
-    return " + ".join(sorted(found))
-
-
-def _mean(proposals: Sequence[Proposal], field: str) -> float:
-    return float(np.mean([getattr(proposal, field) for proposal in proposals]))
+        rules |= {pack.sharding if isinstance(pack.sharding, str) else by_rank for pack in shared}
+    return " + ".join(sorted(rules))
 
 
 def _mean_token_delay_steps(proposals: Sequence[Proposal]) -> float:
@@ -361,11 +351,7 @@ def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
     return float(np.mean(totals))
 
 
-# `headline`: a comparison in short, with at most two causes of `TimeSplit` in which the baseline spends most more than
-# the best strategy.
-
-MOST_REASONS = 2
-LEAST_SHARE = 0.01
+_MOST_REASONS, _LEAST_SHARE = 2, 0.01
 
 
 class Reason(Frozen):
@@ -377,16 +363,15 @@ class Reason(Frozen):
 
 
 class Headline(Frozen):
-    """One comparison in short.
+    """A comparison in short.
 
     Args:
         best: the fastest strategy within memory.
         step_time_s: mean, predicted; interval_s: where nine of ten measured step times lie.
         factor: the baseline's mean step time over it; None without a baseline.
-        baseline_window_tokens: of `best_fit`'s windows that suit it best; None where it was not compared, or fits
-            memory in none.
-        factor_over_best_fit: over `best_fit` as it was asked for; None where that does not fit memory.
-        reasons: dearest first.
+        baseline_window_tokens: of `best_fit`'s windows that suit it best; None without a baseline.
+        factor_over_best_fit: over `best_fit` as requested; None where that does not fit memory.
+        reasons: causes on which the baseline spends more, dearest first.
         layout, baseline_layout: sizes of the dimensions, which differ where each strategy is in its own.
         fraction_of_bound, fraction_of_layout_bound, bubble_fraction: of the best strategy.
         baseline_bubble_fraction: of the baseline.
@@ -408,26 +393,26 @@ class Headline(Frozen):
 
 
 def headline(evaluation: Evaluation) -> Headline | None:
-    """None where no strategy fits memory."""
+    """Sum up a comparison; None where no strategy fits memory."""
     if evaluation.best is None:
         return None
     best = next(result for result in evaluation.results if result.name == evaluation.best)
     assert best.mean_step_time_s is not None, "the best one was planned"
-    found = evaluation.baseline
+    baseline = evaluation.baseline
     return Headline(
         best=best.name,
         step_time_s=best.mean_step_time_s,
         interval_s=best.step_time_interval_s,
         factor=best.speedup_over_baseline,
-        baseline_window_tokens=None if found is None else found.window_tokens,
+        baseline_window_tokens=baseline.window_tokens if baseline else None,
         factor_over_best_fit=best.speedup_over_best_fit,
         layout=best.layout,
-        baseline_layout=None if found is None else found.layout,
-        reasons=_reasons(best, found) if found is not None else (),
+        baseline_layout=baseline.layout if baseline else None,
+        reasons=_reasons(best, baseline) if baseline else (),
         fraction_of_bound=best.fraction_of_bound,
         fraction_of_layout_bound=best.fraction_of_layout_bound,
         bubble_fraction=best.bubble_fraction,
-        baseline_bubble_fraction=None if found is None else found.bubble_fraction,
+        baseline_bubble_fraction=baseline.bubble_fraction if baseline else None,
     )
 
 
@@ -439,21 +424,17 @@ def _reasons(best: StrategyResult, baseline: StrategyResult) -> tuple[Reason, ..
     more = sorted(((slow_s - fast_s, cause, slow_s, fast_s) for (cause, slow_s), (_, fast_s) in pairs), reverse=True)
     return tuple(
         Reason(cause=cause, baseline_share=slow_s / baseline_s, best_share=fast_s / best_s)
-        for more_s, cause, slow_s, fast_s in more[:MOST_REASONS]
-        if more_s > LEAST_SHARE * baseline_s
+        for more_s, cause, slow_s, fast_s in more[:_MOST_REASONS]
+        if more_s > _LEAST_SHARE * baseline_s
     )
 
 
-# `judged_window`: the windows in which `best_fit` is fastest, so that others are compared with the best of it. Smaller
-# windows, which are more micro-batches, often shorten a pipeline's ends. Half, a quarter and so on, the user's own, and
-# what lies between the best one and its neighbours are planned on all steps. O(windows) plans of every step.
-
-MOST_HALVINGS = 8
-_IN_VAIN = 2
-"""Halvings in a row that are slower than the best, behind which nothing is tried."""
+_MOST_HALVINGS = 8
+_SLOWER_HALVINGS = 2
+"""Halvings in a row that are slower than the best, after which no more are tried."""
 
 
-class JudgedWindow(NamedTuple):
+class TriedWindow(NamedTuple):
     """A window, and the mean step time with it, infinite where it does not fit memory."""
 
     window_tokens: int
@@ -461,7 +442,7 @@ class JudgedWindow(NamedTuple):
 
 
 def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
-    """A planner whose `best_fit` fills windows of so many tokens."""
+    """Return a planner whose `best_fit` fills windows of so many tokens."""
     options = planner.options.with_own(BestFitOptions(window_tokens=window_tokens))
     costs = planner.costs
     return StepPlanner(
@@ -469,16 +450,21 @@ def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
     )
 
 
-def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> JudgedWindow | None:
-    """Return the window with which `best_fit` is fastest; None where it fits memory with none, or has no window."""
+def best_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> TriedWindow | None:
+    """Return the window with which `best_fit` is fastest, so that others are compared with the best of it; None where
+    it fits memory with none, or has no window.
+
+    Smaller windows, which are more micro-batches, often shorten a pipeline's ends. Half, a quarter and so on, the
+    user's own, and those between the best one and its neighbours are planned on all steps. O(windows) plans of each.
+    """
     limit = planner.options.max_pack_tokens
     if limit is None:
         return None
     lengths = [document.num_tokens for batch in batches for document in batch.documents]
     median = int(np.median(lengths)) if lengths else 1
 
-    def judge(window_tokens: int) -> JudgedWindow:
-        return JudgedWindow(window_tokens, _mean_seconds(with_window(planner, window_tokens), batches))
+    def judge(window_tokens: int) -> TriedWindow:
+        return TriedWindow(window_tokens, _mean_seconds(with_window(planner, window_tokens), batches))
 
     tried = _halvings(limit, max(1, median), judge)
     own = planner.options.own(BestFitOptions).window_tokens
@@ -492,20 +478,20 @@ def judged_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> Judg
     return None if np.isinf(best.mean_step_time_s) else best
 
 
-def _halvings(limit: int, least: int, judge: Callable[[int], JudgedWindow]) -> list[JudgedWindow]:
+def _halvings(limit: int, least: int, judge: Callable[[int], TriedWindow]) -> list[TriedWindow]:
     tried = [judge(limit)]
-    for halving in range(1, MOST_HALVINGS + 1):
+    for halving in range(1, _MOST_HALVINGS + 1):
         if limit >> halving < least:
             break
         tried.append(judge(limit >> halving))
         best = min(tried, key=_by_time)
-        if best.mean_step_time_s < float("inf") and all(one is not best for one in tried[-_IN_VAIN:]):
+        if best.mean_step_time_s < float("inf") and all(one is not best for one in tried[-_SLOWER_HALVINGS:]):
             break
     return tried
 
 
-def _by_time(one: JudgedWindow) -> tuple[float, int]:
-    """Of equals the largest window, which is the one that was asked for."""
+def _by_time(one: TriedWindow) -> tuple[float, int]:
+    """Sort equals by falling window, because the largest is the one that was requested."""
     return one.mean_step_time_s, -one.window_tokens
 
 

@@ -1,4 +1,4 @@
-"""Find the dp × cp × pp × tp × virtual stages that trains a run fastest: every layout of the devices, simulated.
+"""Find the dp × cp × pp × tp × virtual stages in which strategies train fastest: simulate every layout of the devices.
 
 Every layout that uses all devices is planned on a batch with little search, the best few with more virtual stages a
 rank too, and the best of all these again on all batches with the whole search. Price: layouts × a short plan (0.05-0.5
@@ -10,29 +10,37 @@ s) + finalists × batches × a plan.
 
 Layouts come by the least time of any plan in them (`cost.units`), then with most replicas; before all those in which
 another strategy was fast. One is left out unplanned only where that least time is more than as many others take as go
-on, or where time is up. Above `LARGE_CLUSTER` devices layouts are rated on a part of the replicas and documents. Layers
-go to stages by cost (`explore.stage_layers`), evenly where that does not fit. Refused layouts say why.
+on, or where time is up. Layers go to stages by cost (`explore.stage_layers`), evenly where that does not fit. Refused
+layouts say why.
+
+Above `LARGE_CLUSTER` devices layouts are rated on every k-th replica and, of documents sorted by length, the middle one
+of every k, with the longest: replicas are much alike. Only `dp` is small: the rest of a rank's memory, and the seconds
+of reductions, gathers and updates, are the whole's.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.host_memory import host_memory
+from evenload.cost.host_memory import HostMemory
 from evenload.cost.layer_counts import require_supported_layout
 from evenload.cost.memory import static_bytes
 from evenload.cost.units import sizes_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
-from evenload.explore.stage_layers import balanced_layout, usable_bytes
-from evenload.plan.planner import Proposal, StepPlanner
+from evenload.explore.evaluate import StrategyPlanners, best_window
+from evenload.explore.stage_layers import balanced_layout
+from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.auto import AUTO, AutoOptions
+from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
@@ -48,22 +56,31 @@ FINAL_CANDIDATES = 768
 RATING_SHARE = 0.6
 """Of a limited time, for rating layouts with one stage a rank."""
 DEEPER_SHARE = 0.75
-"""The same, when those with several have been rated, too; the rest is for the finalists."""
+"""Of it, until those with several are rated too; the rest is for the finalists."""
 BOUND_STEP = 0.02
-"""Of the least bound: bounds that are closer say nothing about which layout is faster."""
+"""Of the least bound: bounds that are closer do not tell which layout is faster."""
 MOST_VIRTUAL_STAGES = 12
 """Stages a rank that the best layouts are tried with, at most."""
+BASELINE_LAYOUTS = 3
+"""Of the layouts that suit `best_fit` best, in which its windows are tried."""
+MOST_FITTING_TRIED = 12
+"""Layouts that are planned to find some that fit."""
+LARGE_CLUSTER = 512
+"""Devices up to which layouts are rated on whole batches."""
+LEAST_REPLICAS, LEAST_DOCUMENTS = 16, 64
+"""That stand for those of a large cluster."""
+NOT_LOOKED_AT = "not looked at: the time for the search was up"
 
 
 class LayoutResult(Frozen):
-    """Hold one layout's figures; times are None where it cannot be planned or does not fit.
+    """Figures of one layout; times are None where it cannot be planned or does not fit.
 
     Args:
         layout: sizes of the dimensions, and "virtual" stages a rank.
         stage_layers: layers of every virtual stage.
         why: why it is out; "" when it fits.
         mean_step_time_s, fraction_of_bound: over the batches it was planned on.
-        num_batches: all, or 1 where the first batch showed that others are faster, or the cluster is large.
+        num_batches: all, or 1 where the first batch showed that others are faster.
         stride: figures are of every so many-th replica and document of a large cluster.
         is_planned: false where it was left out unplanned, by `why`; where weights and optimizer alone exceed memory,
             `peak_memory_bytes` is theirs.
@@ -84,154 +101,328 @@ class LayoutResult(Frozen):
 
     @property
     def is_too_large(self) -> bool:
-        """Refused for its weights and optimizer, before anything was planned."""
+        """Whether weights and optimizer alone exceed memory, so that it was not planned."""
         return not self.is_planned and self.peak_memory_bytes is not None
 
     def parallel_layout(self) -> ParallelLayout:
+        """Return the layout."""
         sizes = {axis: size for axis, size in self.layout.items() if axis != "virtual"}
         return split_layout(self.stage_layers, devices=None, **sizes)
 
 
-def search_layouts(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    batches: Sequence[SampledBatch],
-    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
-    *,
-    strategy: str = AUTO.name,
-    options: PlanOptions,
-    on_progress: OnProgress = no_progress,
-    spent: Callable[[], float] = lambda: 0.0,
-    first: Sequence[dict[str, int]] = (),
-) -> tuple[LayoutResult, ...]:
-    """Rate all layouts of the cluster, the fastest that fit first, then those that are out; memory is the device's.
+class StrategyLayouts(Frozen):
+    """The layouts of a cluster under one strategy.
 
     Args:
-        spent: the share of its time that the search has used; at `RATING_SHARE` no more layouts are rated, at
-            `DEEPER_SHARE` none with more stages a rank, and at 1 no more finalists are planned. Something that fits is
-            looked for anyway.
-        first: sizes of layouts that are rated first, because others found them fast.
+        layouts: the fastest that fit first, then those that are out.
+        planned: how many; too_large: weights and optimizer alone exceed memory; ruled_out: known not to be among the
+            best without a plan; not_looked_at: time was up.
     """
-    if not batches:
-        raise ConfigError("layout search: give at least one batch")
-    search = options.own(AutoOptions)
-    quick, long = (
-        options.with_own(msgspec.structs.replace(search, max_candidates=count))
-        for count in (min(search.max_candidates, QUICK_CANDIDATES), max(search.max_candidates, FINAL_CANDIDATES))
-    )
-    plan = functools.partial(_coarsely_planned, model, cluster, coefficients_of=coefficients_of, strategy=strategy)
-    balance = functools.partial(_balanced, model, cluster, batches=batches, coefficients_of=coefficients_of)
-    found: list[tuple[ParallelLayout, LayoutResult]] = []
-    every = _by_least_time(model, coefficients_of, layouts_of(model, cluster), batches[0])
-    places = {tuple(sizes.values()): place for place, sizes in enumerate(first)}
-    every.sort(key=lambda pair: places.get(tuple(layout_sizes(pair[1]).values()), len(places)))
-    for done, (least_s, sizes) in enumerate(every):
-        on_progress(done, len(every), f"{strategy}: layout {sizes.describe()}")
-        times_s = sorted(result.mean_step_time_s or 0.0 for _, result in found if result.feasible)
-        if times_s and spent() >= RATING_SHARE:
-            found.append((sizes, _unplanned(sizes, NOT_LOOKED_AT)))
-            continue
-        if len(times_s) >= FINALISTS and least_s > times_s[FINALISTS - 1]:
-            why = f"no plan in it takes less than {least_s:.3g} s, and {FINALISTS} layouts do"
-            found.append((sizes, _unplanned(sizes, why)))
-            continue
-        layout = balance(sizes)
-        result = plan(layout, batches[:1], options=quick)
-        if not result.feasible and not layout.is_even:
-            layout = sizes
-            result = plan(layout, batches[:1], options=quick)
-        found.append((layout, result))
-    found.sort(key=lambda pair: _order(pair[1]))
-    best = [layout for layout, result in found[:FINALISTS] if result.feasible]
-    deeper: list[tuple[ParallelLayout, LayoutResult]] = []
-    every_virtual = [virtual for layout in best for virtual in with_virtual_stages(model, layout)]
-    for done, sizes in enumerate(every_virtual):
-        if deeper and spent() >= DEEPER_SHARE:
-            break
-        on_progress(done, len(every_virtual), f"{strategy}: virtual stages: {sizes.describe()}")
-        layout = balance(sizes)
-        deeper.append((layout, plan(layout, batches[:1], options=quick)))
-    deeper.sort(key=lambda pair: _order(pair[1]))
-    found += deeper
-    best += [layout for layout, result in deeper[:FINALISTS] if result.feasible]
-    final: list[LayoutResult] = []
-    for layout in best:
-        if final and spent() >= 1:
-            break
-        on_progress(len(final), len(best), f"{strategy}: the best again: {layout.describe()}")
-        final.append(plan(layout, batches, options=long))
-    looked_at = best[: len(final)]
-    rest = [result for layout, result in found if layout not in looked_at]
-    # Those planned on all batches stay in front: a time on one batch is no match for a mean.
-    fitting = sorted((result for result in final if result.feasible), key=_order)
-    return (*fitting, *sorted((result for result in (*rest, *final) if result not in fitting), key=_order))
+
+    strategy: str
+    layouts: tuple[LayoutResult, ...]
+    planned: int
+    too_large: int
+    ruled_out: int
+    not_looked_at: int
+
+    @property
+    def best(self) -> LayoutResult:
+        """The fastest layout that fits, or the one that is out by least."""
+        return self.layouts[0]
 
 
-NOT_LOOKED_AT = "not looked at: the time for the search was up"
+class FittingLayouts(Frozen):
+    """Layouts that fit, the fastest on the first batch first, and how many were tried of how many the model allows."""
+
+    layouts: tuple[LayoutResult, ...]
+    num_tried: int
+    num_all: int
 
 
-def _by_least_time(
-    model: ModelSpec,
-    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
-    layouts: Sequence[ParallelLayout],
-    batch: SampledBatch,
-) -> list[tuple[float, ParallelLayout]]:
-    """Pair layouts with the seconds that no plan of the batch is faster than; 0 where a layout has no costs."""
-    tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
-    found = []
-    for layout in layouts:
-        try:
-            found.append((sizes_bound_seconds(model, coefficients_of(layout), layout, tokens), layout))
-        except ConfigError:
-            found.append((0.0, layout))
-    # What is within a few percent is decided by what no bound sees: equal bounds to `BOUND_STEP` are equal.
-    least_s = min((bound_s for bound_s, _ in found if bound_s > 0), default=1.0)
-    return sorted(found, key=lambda pair: (round(pair[0] / least_s / BOUND_STEP), -pair[1].dp))
+class Part(NamedTuple):
+    """Every `stride`-th replica and document of a layout; the whole where that is 1.
+
+    Args:
+        coefficients: with the whole's seconds of reductions, gathers and updates.
+        raised_bytes: what a rank holds more than in the whole, because fewer replicas share the optimizer's state; it
+            has as much more memory, and memory is reported without it.
+    """
+
+    layout: ParallelLayout
+    batches: tuple[SampledBatch, ...]
+    coefficients: CostCoefficients
+    stride: int = 1
+    raised_bytes: int = 0
 
 
-def _unplanned(sizes: ParallelLayout, why: str) -> LayoutResult:
-    return LayoutResult(
-        layout=layout_sizes(sizes), stage_layers=sizes.stage_counts, feasible=False, why=why, is_planned=False
-    )
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutSearch:
+    """Ranks the layouts of a cluster on sampled batches.
 
+    Args:
+        cluster: all its devices are used.
+        batches: at least one; most layouts are rated on the first alone.
+        coefficients_of: costs of a layout.
+        memory_bytes: that a device offers.
+        host: what a node offers to offloaded activations.
+    """
 
-def _coarsely_planned(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    layout: ParallelLayout,
-    batches: Sequence[SampledBatch],
-    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
-    strategy: str,
-    options: PlanOptions,
-) -> LayoutResult:
-    """Plan as `planned_layout`, a large cluster on a part of its replicas, under the layout's own links."""
-    room = usable_bytes(cluster)
-    if static_bytes(model, layout).max() > room:
-        return planned_layout(model, cluster, layout, batches, coefficients_of, strategy, options)
-    parts = coarse_problems(model, layout, batches, room)
-    if parts[0].stride == 1:
-        return planned_layout(model, cluster, layout, batches, coefficients_of, strategy, options)
-    try:
-        coefficients = coarse_coefficients(coefficients_of(layout), layout, parts[0].layout)
-    except ConfigError as error:
-        return LayoutResult(
-            layout=layout_sizes(layout), stage_layers=layout.stage_counts, feasible=False, why=str(error)
+    model: ModelSpec
+    cluster: ClusterSpec
+    batches: Sequence[SampledBatch]
+    coefficients_of: Callable[[ParallelLayout], CostCoefficients]
+    options: PlanOptions
+    memory_bytes: int
+    host: HostMemory
+    on_progress: OnProgress = no_progress
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise ConfigError("layout search: give at least one batch")
+
+    def strategies(
+        self, names: Sequence[str], *, limit_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> tuple[StrategyLayouts, ...]:
+        """Rank layouts for every strategy, in the order of `names`.
+
+        Strategies whose plans are cheap come first; every one may use its even share of the time that is left, and
+        begins with the layouts that were fast before. A plan that has begun is ended, and at least one layout that fits
+        is looked for.
+
+        Args:
+            limit_s: for all strategies together; layouts that were not looked at for it are counted.
+            clock: seconds that only rise.
+        """
+        end_s = clock() + limit_s
+        found: dict[str, StrategyLayouts] = {}
+        # Packs of whole documents are planned fast, a search over strategies is dearest.
+        records = {name: strategy_named(name) for name in names}
+        order = sorted(records, key=lambda name: (records[name].tries_others, records[name].cuts_documents))
+        for place, name in enumerate(order):
+            started_s = clock()
+            own_s = max(0.0, (end_s - started_s) / (len(names) - place))
+            layouts = self.rank(
+                name,
+                spent=lambda started_s=started_s, own_s=own_s: (clock() - started_s) / own_s if own_s else float("inf"),
+                first=_fast_before(found.values()),
+            )
+            late = sum(result.why == NOT_LOOKED_AT for result in layouts)
+            planned, too_large = (
+                sum(getattr(one, trait) for one in layouts) for trait in ("is_planned", "is_too_large")
+            )
+            found[name] = StrategyLayouts(
+                strategy=name,
+                layouts=layouts,
+                planned=planned,
+                too_large=too_large,
+                ruled_out=len(layouts) - planned - too_large - late,
+                not_looked_at=late,
+            )
+        return tuple(found[name] for name in names)
+
+    def rank(
+        self,
+        strategy: str = AUTO.name,
+        *,
+        spent: Callable[[], float] = lambda: 0.0,
+        first: Sequence[dict[str, int]] = (),
+    ) -> tuple[LayoutResult, ...]:
+        """Rate all layouts under one strategy, the fastest that fit first, then those that are out.
+
+        Args:
+            spent: the share of its time that the search has used; at `RATING_SHARE` no more layouts are rated, at
+                `DEEPER_SHARE` none with more stages a rank, and at 1 no more finalists are planned. Something that fits
+                is looked for anyway.
+            first: sizes of layouts that are rated first, because others were fast in them.
+        """
+        rated = self._rated(strategy, spent, first)
+        best = [layout for layout, result in rated[:FINALISTS] if result.feasible]
+        deeper: list[tuple[ParallelLayout, LayoutResult]] = []
+        every_virtual = [sizes for layout in best for sizes in with_virtual_stages(self.model, layout)]
+        for done, sizes in enumerate(every_virtual):
+            if deeper and spent() >= DEEPER_SHARE:
+                break
+            self.on_progress(done, len(every_virtual), f"{strategy}: virtual stages: {sizes.describe()}")
+            layout = self._balanced(sizes)
+            deeper.append((layout, self.plan(layout, strategy, self.batches[:1], self._quick)))
+        deeper.sort(key=lambda pair: _order(pair[1]))
+        best += [layout for layout, result in deeper[:FINALISTS] if result.feasible]
+        long = self._with_candidates(max(self.options.own(AutoOptions).max_candidates, FINAL_CANDIDATES))
+        final: list[LayoutResult] = []
+        for layout in best:
+            if final and spent() >= 1:
+                break
+            self.on_progress(len(final), len(best), f"{strategy}: the best again: {layout.describe()}")
+            final.append(self.plan(layout, strategy, self.batches, long))
+        planned_again = best[: len(final)]
+        rest = [result for layout, result in (*rated, *deeper) if layout not in planned_again]
+        # Those planned on all batches stay in front: a time on one batch is no match for a mean.
+        fitting = sorted((result for result in final if result.feasible), key=_order)
+        return (*fitting, *sorted((result for result in (*rest, *final) if result not in fitting), key=_order))
+
+    def _rated(
+        self, strategy: str, spent: Callable[[], float], first: Sequence[dict[str, int]]
+    ) -> list[tuple[ParallelLayout, LayoutResult]]:
+        """Rate layouts with one stage a rank on the first batch; the best first."""
+        places = {tuple(sizes.values()): place for place, sizes in enumerate(first)}
+        every = sorted(
+            self._by_least_time, key=lambda pair: places.get(tuple(layout_sizes(pair[1]).values()), len(places))
         )
-    found = planned_layout(
-        model,
-        cluster,
-        parts[0].layout,
-        [part.batch for part in parts],
-        lambda _: coefficients,
-        strategy,
-        options,
-        parts[0].raised_bytes,
-    )
-    return msgspec.structs.replace(found, layout=layout_sizes(layout), stride=parts[0].stride)
+        rated: list[tuple[ParallelLayout, LayoutResult]] = []
+        for done, (least_s, sizes) in enumerate(every):
+            self.on_progress(done, len(every), f"{strategy}: layout {sizes.describe()}")
+            times_s = sorted(result.mean_step_time_s or 0.0 for _, result in rated if result.feasible)
+            why = ""
+            if times_s and spent() >= RATING_SHARE:
+                why = NOT_LOOKED_AT
+            elif len(times_s) >= FINALISTS and least_s > times_s[FINALISTS - 1]:
+                why = f"no plan in it takes less than {least_s:.3g} s, and {FINALISTS} layouts do"
+            if why:
+                rated.append((sizes, _result_of(sizes)(feasible=False, why=why, is_planned=False)))
+                continue
+            layout = self._balanced(sizes)
+            result = self.plan(layout, strategy, self.batches[:1], self._quick)
+            if not result.feasible and not layout.is_even:
+                layout, result = sizes, self.plan(sizes, strategy, self.batches[:1], self._quick)
+            rated.append((layout, result))
+        return sorted(rated, key=lambda pair: _order(pair[1]))
+
+    @functools.cached_property
+    def _by_least_time(self) -> list[tuple[float, ParallelLayout]]:
+        """Layouts with the seconds that no plan of the first batch is faster than; 0 where a layout has no costs."""
+        tokens = np.array([document.num_tokens for document in self.batches[0].documents], np.int64)
+        bounds = []
+        for layout in layouts_of(self.model, self.cluster):
+            try:
+                bounds.append((sizes_bound_seconds(self.model, self.coefficients_of(layout), layout, tokens), layout))
+            except ConfigError:
+                bounds.append((0.0, layout))
+        # Within a few percent other things decide than what bounds see: those equal to `BOUND_STEP` are equal.
+        least_s = min((bound_s for bound_s, _ in bounds if bound_s > 0), default=1.0)
+        return sorted(bounds, key=lambda pair: (round(pair[0] / least_s / BOUND_STEP), -pair[1].dp))
+
+    def _with_candidates(self, count: int) -> PlanOptions:
+        own = self.options.own(AutoOptions)
+        return self.options.with_own(msgspec.structs.replace(own, max_candidates=count))
+
+    @property
+    def _quick(self) -> PlanOptions:
+        return self._with_candidates(min(self.options.own(AutoOptions).max_candidates, QUICK_CANDIDATES))
+
+    def _balanced(self, sizes: ParallelLayout) -> ParallelLayout:
+        """Give stages layers by cost, where they can be costed."""
+        tokens = [document.num_tokens for batch in self.batches for document in batch.documents]
+        try:
+            costs = self.coefficients_of(sizes)
+            num_steps, memory_bytes = len(self.batches), self.memory_bytes
+            return balanced_layout(self.model, costs, sizes, tokens, num_steps=num_steps, memory_bytes=memory_bytes)
+        except ConfigError:
+            return sizes
+
+    def plan(
+        self, layout: ParallelLayout, strategy: str, batches: Sequence[SampledBatch], options: PlanOptions
+    ) -> LayoutResult:
+        """Plan batches in one layout, of a large cluster a part of them."""
+        result, held = _result_of(layout), static_bytes(self.model, layout)
+        if held.max() > self.memory_bytes:
+            why = f"weights and optimizer alone: {self._over(held)}"
+            return result(feasible=False, why=why, peak_memory_bytes=int(held.max()), is_planned=False)
+        try:
+            part = self.part(layout, batches)
+            planner = self._planner(part, options)
+            proposals = [
+                planner.propose(step, batch.documents, strategy, batch.left_out)
+                for step, batch in enumerate(part.batches)
+            ]
+        except (ConfigError, DataError, InfeasiblePlanError) as error:
+            return result(feasible=False, why=str(error))
+        bounds_s = [
+            planner.costs.lower_bound_seconds(np.array([document.num_tokens for document in batch.documents], np.int64))
+            for batch in part.batches
+        ]
+        peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
+        peak = np.max(peaks, axis=0) - part.raised_bytes
+        step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
+        slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
+        reasons = [proposal.why for proposal in proposals if not proposal.feasible]
+        why = self._over(peak) if reasons and peak.max() > self.memory_bytes else next(iter(reasons), "")
+        return result(
+            feasible=not reasons,
+            why=why,
+            mean_step_time_s=float(np.mean(step_s)),
+            fraction_of_bound=sum(bounds_s) / sum(step_s),
+            peak_memory_bytes=int(peak.max()),
+            num_batches=len(batches),
+            label=slowest.candidate.label,
+            stride=part.stride,
+        )
+
+    def part(self, layout: ParallelLayout, batches: Sequence[SampledBatch]) -> Part:
+        """Return the part that stands for a layout: the whole where the cluster is not large or batches are small."""
+        coefficients = self.coefficients_of(layout)
+        strides = {_stride(layout, len(batch.documents)) for batch in batches}
+        stride = strides.pop()
+        if stride == 1 or strides:
+            return Part(layout, tuple(batches), coefficients)
+        small = split_layout(layout.stage_counts, dp=layout.dp // stride, cp=layout.cp, pp=layout.pp, tp=layout.tp)
+        raised = int(static_bytes(self.model, small).max() - static_bytes(self.model, layout).max())
+        parts = tuple(_every(batch, stride) for batch in batches)
+        return Part(small, parts, part_coefficients(coefficients, layout, small), stride, raised)
+
+    def _planner(self, part: Part, options: PlanOptions) -> StepPlanner:
+        memory_bytes = self.memory_bytes + part.raised_bytes
+        return StepPlanner(self.model, part.coefficients, part.layout, memory_bytes, options, host=self.host)
+
+    def planners(self, result: LayoutResult) -> StrategyPlanners:
+        """Return what plans all batches in a layout, or as much of them as stands for it."""
+        layout = result.parallel_layout()
+        part = self.part(layout, self.batches)
+        planner = self._planner(part, self.options)
+        if part.stride == 1:
+            return StrategyPlanners(planner=planner)
+        return StrategyPlanners(
+            planner=planner, batches=part.batches, stands_for=layout, stride=part.stride, raised_bytes=part.raised_bytes
+        )
+
+    def fitting(self, strategy: str) -> FittingLayouts:
+        """Find a few layouts that hold the first batch, without a search: of those whose weights and optimizer fit,
+        sorted by these, `MOST_FITTING_TRIED` are planned (the leanest hold every batch and are slow)."""
+        every = layouts_of(self.model, self.cluster)
+        held_bytes = {layout: int(static_bytes(self.model, layout).max()) for layout in every}
+        fitting = [layout for layout in every if held_bytes[layout] < self.memory_bytes]
+        fitting.sort(key=held_bytes.__getitem__)
+        at = np.unique(np.linspace(0, len(fitting) - 1, MOST_FITTING_TRIED).round().astype(int)) if fitting else ()
+        results = []
+        for done, index in enumerate(at):
+            self.on_progress(done, len(at), f"looking for layouts that fit: {fitting[index].describe()}")
+            results.append(self.plan(fitting[index], strategy, self.batches[:1], self._quick))
+        results = sorted((one for one in results if one.feasible), key=lambda one: one.mean_step_time_s or 0.0)
+        return FittingLayouts(layouts=tuple(results), num_tried=len(at), num_all=len(every))
+
+    def _over(self, held_bytes: np.ndarray) -> str:
+        rank = int(held_bytes.argmax())
+        over = format_bytes(held_bytes[rank] - self.memory_bytes)
+        return f"pipeline rank {rank} needs {format_bytes(held_bytes[rank])}, {over} over"
+
+
+def fair_planners(
+    layouts: Sequence[LayoutResult],
+    planners_of: Callable[[LayoutResult], StrategyPlanners],
+    batches: Sequence[SampledBatch],
+) -> StrategyPlanners | None:
+    """Return, of the first few layouts of `best_fit`, the one in which its best windows make it fastest; None where
+    none fits."""
+    judged = []
+    for result in [one for one in layouts if one.is_planned][:BASELINE_LAYOUTS]:
+        planners = planners_of(result)
+        if (window := best_window(planners.planner, planners.batches or batches)) is not None:
+            judged.append((window.mean_step_time_s, len(judged), planners))
+    return min(judged)[2] if judged else None
 
 
 def layouts_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[ParallelLayout, ...]:
-    """Every layout over all devices that the model allows, with one stage a rank."""
+    """Return every layout over all devices that the model allows, with one stage a rank."""
     devices = cluster.num_devices
     powers = [2**k for k in range(devices.bit_length()) if devices % 2**k == 0]
     depths = [pp for pp in range(1, min(devices, model.num_layers) + 1) if devices % pp == 0]
@@ -248,30 +439,9 @@ def layouts_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[ParallelLayout, 
     return tuple(layouts)
 
 
-def _balanced(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    sizes: ParallelLayout,
-    batches: Sequence[SampledBatch],
-    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
-) -> ParallelLayout:
-    """Give the same sizes layers by cost, where they can be costed."""
-    try:
-        return balanced_layout(
-            model,
-            coefficients_of(sizes),
-            sizes,
-            [document.num_tokens for batch in batches for document in batch.documents],
-            num_steps=len(batches),
-            memory_bytes=usable_bytes(cluster),
-        )
-    except ConfigError:
-        return sizes
-
-
 def with_virtual_stages(model: ModelSpec, layout: ParallelLayout) -> Iterator[ParallelLayout]:
-    """The same sizes with more stages a rank: two, and numbers that give every stage as many layers; none where there
-    is no pipeline or too few layers."""
+    """Return the same sizes with more stages a rank: two, and numbers that give every stage as many layers; none where
+    there is no pipeline or too few layers."""
     if layout.pp == 1:
         return
     for count in range(2, MOST_VIRTUAL_STAGES + 1):
@@ -280,67 +450,14 @@ def with_virtual_stages(model: ModelSpec, layout: ParallelLayout) -> Iterator[Pa
             yield even_layout(model.num_layers, devices=None, **(layout_sizes(layout) | {"virtual": count}))
 
 
-def planned_layout(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    layout: ParallelLayout,
-    batches: Sequence[SampledBatch],
-    coefficients_of: Callable[[ParallelLayout], CostCoefficients],
-    strategy: str,
-    options: PlanOptions,
-    raised_bytes: int = 0,
-) -> LayoutResult:
-    """Plan one layout with one strategy.
-
-    Args:
-        raised_bytes: what a device holds more here than in the whole that this layout is a part of: it has as much more
-            room, and memory is reported without it.
-    """
-    result = functools.partial(LayoutResult, layout=layout_sizes(layout), stage_layers=layout.stage_counts)
-    room = usable_bytes(cluster)
-    held = static_bytes(model, layout) - raised_bytes
-    if held.max() > room:
-        why = f"weights and optimizer alone: {_over(held, room)}"
-        return result(feasible=False, why=why, peak_memory_bytes=int(held.max()), is_planned=False)
-    proposals: list[Proposal] = []
-    bounds_s: list[float] = []
-    try:
-        coefficients, host = coefficients_of(layout), host_memory(cluster)
-        planner = StepPlanner(model, coefficients, layout, room + raised_bytes, options, host=host)
-        for step, batch in enumerate(batches):
-            proposals.append(planner.propose(step, batch.documents, strategy, batch.left_out))
-            tokens = np.array([document.num_tokens for document in batch.documents], np.int64)
-            bounds_s.append(planner.costs.lower_bound_seconds(tokens))
-    except (ConfigError, DataError, InfeasiblePlanError) as error:
-        return result(feasible=False, why=str(error))
-    peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
-    peak = np.max(peaks, axis=0) - raised_bytes
-    step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
-    slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
-    reasons = [proposal.why for proposal in proposals if not proposal.feasible]
-    why = _over(peak, room) if reasons and peak.max() > room else next(iter(reasons), "")
-    return result(
-        feasible=not reasons,
-        why=why,
-        mean_step_time_s=float(np.mean(step_s)),
-        fraction_of_bound=sum(bounds_s) / sum(step_s),
-        peak_memory_bytes=int(peak.max()),
-        num_batches=len(batches),
-        label=slowest.candidate.label,
-    )
-
-
 def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
+    """Return the sizes of the dimensions, and "virtual" stages a rank."""
     sizes = {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     return {**sizes, "virtual": layout.num_stages // layout.pp}
 
 
-def _over(held_bytes: np.ndarray, room_bytes: int) -> str:
-    rank = int(held_bytes.argmax())
-    return (
-        f"pipeline rank {rank} needs {format_bytes(held_bytes[rank])}, "
-        f"{format_bytes(held_bytes[rank] - room_bytes)} over"
-    )
+def _result_of(layout: ParallelLayout) -> Callable[..., LayoutResult]:
+    return functools.partial(LayoutResult, layout=layout_sizes(layout), stage_layers=layout.stage_counts)
 
 
 def _order(result: LayoutResult) -> tuple[bool, float, float]:
@@ -349,57 +466,33 @@ def _order(result: LayoutResult) -> tuple[bool, float, float]:
     return not result.feasible, time_s or 0.0, float(result.peak_memory_bytes or 2**62)
 
 
-# `coarse_problem`: a small problem that stands for a layout with very many replicas, which are much alike: every k-th
-# replica, and of documents sorted by length the middle one of every k, with the longest. Only `dp` is small: the rest
-# of a rank's memory, and the seconds of reductions, gathers and updates, are the whole's.
-
-LARGE_CLUSTER = 512
-"""Devices up to which layouts are rated on whole batches."""
-LEAST_REPLICAS = 16
-LEAST_DOCUMENTS = 64
-
-
-class CoarseProblem(NamedTuple):
-    """Every `stride`-th replica and document; `room_bytes` leaves activations the room that they have in the whole.
-
-    Args:
-        raised_bytes: by which that is more than a device has, because fewer replicas share the optimizer's state.
-    """
-
-    layout: ParallelLayout
-    batch: SampledBatch
-    room_bytes: int
-    stride: int
-    raised_bytes: int = 0
+def _fast_before(found: Iterable[StrategyLayouts]) -> list[dict[str, int]]:
+    times_s: dict[tuple[int, ...], float] = {}
+    sizes: dict[tuple[int, ...], dict[str, int]] = {}
+    for result in (result for one in found for result in one.layouts if result.feasible):
+        key = tuple(result.layout.values())
+        sizes[key] = result.layout
+        times_s[key] = min(times_s.get(key, float("inf")), result.mean_step_time_s or float("inf"))
+    return [sizes[key] for key in sorted(times_s, key=times_s.__getitem__)]
 
 
-def coarse_problem(model: ModelSpec, layout: ParallelLayout, batch: SampledBatch, room_bytes: int) -> CoarseProblem:
-    """The whole where the cluster is not large, or there is nothing to leave out."""
-    stride = _stride(layout, len(batch.documents))
-    if stride == 1:
-        return CoarseProblem(layout, batch, room_bytes, 1)
-    small = split_layout(layout.stage_counts, dp=layout.dp // stride, cp=layout.cp, pp=layout.pp, tp=layout.tp)
-    raised = int(static_bytes(model, small).max() - static_bytes(model, layout).max())
+def _stride(layout: ParallelLayout, documents: int) -> int:
+    if layout.world_size <= LARGE_CLUSTER or layout.has_wide_stages:
+        return 1
+    most = min(layout.dp // LEAST_REPLICAS, documents // LEAST_DOCUMENTS)
+    return max((stride for stride in range(1, most + 1) if layout.dp % stride == 0), default=1)
+
+
+def _every(batch: SampledBatch, stride: int) -> SampledBatch:
+    """Take the longest document and the middle one of every `stride` others, in order of arrival."""
     longest_first = sorted(batch.documents, key=lambda document: -document.num_tokens)
     taken = [longest_first[0], *longest_first[stride + stride // 2 :: stride]]
     kept = {document.doc_id for document in taken}
     documents = tuple(document for document in batch.documents if document.doc_id in kept)
-    part = SampledBatch(documents, (), batch.dropped_tokens)
-    return CoarseProblem(small, part, room_bytes + raised, stride, raised)
+    return SampledBatch(documents, (), batch.dropped_tokens)
 
 
-def coarse_problems(
-    model: ModelSpec, layout: ParallelLayout, batches: Sequence[SampledBatch], room_bytes: int
-) -> tuple[CoarseProblem, ...]:
-    found = tuple(coarse_problem(model, layout, batch, room_bytes) for batch in batches)
-    if len({one.stride for one in found}) == 1:
-        return found
-    return tuple(CoarseProblem(layout, batch, room_bytes, 1) for batch in batches)
-
-
-def coarse_coefficients(
-    coefficients: CostCoefficients, whole: ParallelLayout, small: ParallelLayout
-) -> CostCoefficients:
+def part_coefficients(coefficients: CostCoefficients, whole: ParallelLayout, small: ParallelLayout) -> CostCoefficients:
     """Return coefficients with which reductions, gathers and the update take as long over the small layout's replicas
     as over the whole's."""
     many, few = max(whole.data_sizes), max(small.data_sizes)
@@ -416,10 +509,3 @@ def coarse_coefficients(
         else LinkSpec(bandwidth_bytes_per_s=gather.bandwidth_bytes_per_s / share, latency_s=gather.latency_s * steps),
         optimizer_s_per_parameter=coefficients.optimizer_s_per_parameter * few / many,
     )
-
-
-def _stride(layout: ParallelLayout, documents: int) -> int:
-    if layout.world_size <= LARGE_CLUSTER or layout.has_wide_stages:
-        return 1
-    most = min(layout.dp // LEAST_REPLICAS, documents // LEAST_DOCUMENTS)
-    return max((stride for stride in range(1, most + 1) if layout.dp % stride == 0), default=1)

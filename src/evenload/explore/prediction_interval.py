@@ -1,10 +1,9 @@
 """Predict within which factors of a predicted step time the measured one lies in nine of ten cases.
 
-`prediction_errors.json` beside this file is made from the public ledger of errors (docs/accuracy.md) by
-`tools/make_accuracy.py`: an interval for each kind of layout and one for all, by model of processor. Where it holds
-nothing of a processor, the interval is the largest error that comparable simulators published: 21.8 % with data sheets
-(dPRO in Lumos, MLSys'25), 13.5 % measured (SimuMax v1.2). What disturbed the machine while costs were measured widens
-it; where that was too much there is none.
+`tools/make_accuracy.py` makes `prediction_errors.json` from the public ledger of errors (docs/accuracy.md): an interval
+for each kind of layout and one for all, by model of processor. For other processors the interval is the largest error
+that comparable simulators published: 21.8 % with data sheets (dPRO in Lumos, MLSys'25), 13.5 % measured (SimuMax v1.2).
+Noise while costs were measured widens it; with too much noise there is none.
 """
 
 import math
@@ -25,7 +24,7 @@ DATA_SHEET_ERROR, MEASURED_ERROR = 0.218, 0.135
 ANY_LAYOUT = "any layout"
 """The kind of layout that stands for all."""
 _FILE = Path(__file__).with_name("prediction_errors.json")
-# How a CPU is called in measured costs (`cli.worker_setup`): a GPU's name says nothing of threads.
+# The end of a CPU's name in measured costs (`cli.worker_setup`); GPUs have no threads.
 _CPU = re.compile(r", \d+ threads? a process$")
 
 
@@ -33,8 +32,8 @@ class KindInterval(Frozen):
     """The interval of one kind of case, from rows of the ledger.
 
     Args:
-        device: model of the processor that rows were measured on (`device_model`); they speak for no other.
-        layout: as `layout_kind` says it, or `ANY_LAYOUT`.
+        device: model of the processor that rows were measured on (`device_model`).
+        layout: of `layout_kind`, or `ANY_LAYOUT`.
         low, high: nine of ten measured step times lie between these factors of the predicted one.
         rows, cases: that it was made from.
     """
@@ -48,8 +47,7 @@ class KindInterval(Frozen):
 
 
 class PredictionInterval(Frozen):
-    """Factors of a predicted step time, and what they rest on; `low` and `high` are None where the machine was too busy
-    for one."""
+    """Factors of a predicted step time, and their basis; None where the machine was too busy while it was measured."""
 
     low: float | None
     high: float | None
@@ -66,6 +64,7 @@ class PredictionInterval(Frozen):
         return f"{sum(inside):,} of {len(inside):,}" if inside else ""
 
     def describe(self) -> str:
+        """Describe the interval and its basis in one line."""
         if self.low is None:
             return f"no 90 % interval of step times: {self.basis}"
         return f"90 % interval of step times: {self.low:.2f} to {self.high:.2f} times the predicted ({self.basis})"
@@ -74,52 +73,54 @@ class PredictionInterval(Frozen):
 def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) -> PredictionInterval:
     """Return the interval of step times predicted with these costs in this layout.
 
-    In logarithms, half its width and two errors of what was timed add by their squares: ln(1 + spread), for the mean of
-    ten to thirty normal repeats lies 1.5 to 2 standard deviations above the fastest, and -ln(1 - waited_share).
+    In logarithms, half its width and two errors of the timings add by their squares: ln(1 + spread), because the mean
+    of ten to thirty normal repeats is 1.5 to 2 standard deviations above the fastest, and -ln(1 - waited_share).
     """
     if coefficients.source == "analytic":
         return _published(DATA_SHEET_ERROR, "costs of a data sheet")
     device, noise = device_model(coefficients.device), coefficients.noise
     known = {one.layout: one for one in ledger_intervals() if one.device == device}
-    found = known.get(layout_kind(layout)) or known.get(ANY_LAYOUT)
-    if found is None:
-        learnt = _published(MEASURED_ERROR, f"measured costs of {device}, too few rows of it in docs/accuracy.md")
+    row = known.get(layout_kind(layout)) or known.get(ANY_LAYOUT)
+    if row is None:
+        ledger = _published(MEASURED_ERROR, f"measured costs of {device}, too few rows of it in docs/accuracy.md")
     else:
-        rows = f"{found.layout}: {found.rows} rows of {found.cases} cases in docs/accuracy.md"
-        learnt = PredictionInterval(low=found.low, high=found.high, basis=f"measured costs of {device}, {rows}")
-    low, high = learnt.of(1.0) or (0.0, 0.0)
+        rows = f"{row.layout}: {row.rows} rows of {row.cases} cases in docs/accuracy.md"
+        ledger = PredictionInterval(low=row.low, high=row.high, basis=f"measured costs of {device}, {rows}")
+    low, high = ledger.of(1.0) or (0.0, 0.0)
     if noise is None:
         old = "if the machine was quiet while they were measured, which a cost file of this age does not say"
-        return PredictionInterval(low=low, high=high, basis=f"{learnt.basis}; {old}")
+        return PredictionInterval(low=low, high=high, basis=f"{ledger.basis}; {old}")
     if noise.is_noisy:
         busy = f"the machine was busy while its costs were measured: {noise.describe()}"
         return PredictionInterval(low=None, high=None, basis=busy)
     half = math.hypot(math.log(high / low) / 2, math.log1p(noise.spread), math.log1p(-noise.waited_share))
-    middle, basis = math.sqrt(low * high), f"{learnt.basis}, there {low:.2f} to {high:.2f}; here {noise.describe()}"
+    middle, basis = math.sqrt(low * high), f"{ledger.basis}, there {low:.2f} to {high:.2f}; here {noise.describe()}"
     return PredictionInterval(low=middle / math.exp(half), high=middle * math.exp(half), basis=basis)
 
 
 def processor_of(device: str) -> Literal["cpu", "gpu"]:
+    """Return the kind of a device of measured costs."""
     return "gpu" if _CPU.search(device) is None else "cpu"
 
 
 def device_model(device: str) -> str:
+    """Return the name of a device of measured costs without its threads."""
     return _CPU.sub("", device)
 
 
 def layout_kind(layout: ParallelLayout) -> str:
-    """The parallel dimensions that a layout has, such as "dp pp"; "one device" where it has none."""
+    """Return the parallel dimensions of a layout, such as "dp pp"; "one device" where it has none."""
     return " ".join(axis for axis in ("dp", "cp", "pp", "tp") if getattr(layout, axis) > 1) or "one device"
 
 
 @cache
 def ledger_intervals() -> tuple[KindInterval, ...]:
-    """Those that the installed package carries."""
+    """Return the intervals of the installed package."""
     return msgspec.json.decode(_FILE.read_bytes(), type=tuple[KindInterval, ...])
 
 
 def encode_intervals(intervals: tuple[KindInterval, ...]) -> bytes:
-    """The file's content, a line an interval."""
+    """Encode the file, one line for each interval."""
     lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in intervals)
     return f"[\n{lines}\n]\n".encode() if intervals else b"[]\n"
 

@@ -1,15 +1,14 @@
-"""Choose the layout that is assumed when none is given (`default_layout`), and the layers of every stage
-(`balanced_layout`).
+"""Choose a layout where none is given (`default_layout`), and the layers of every stage (`balanced_layout`).
 
 The head costs as much as several layers (2.3 in qwen2.5-7b), so equal numbers of layers leave other ranks waiting. A
 split is rated by the slowest rank's forward + backward of the step's documents plus the gradient reduction and
 optimizer of the fullest rank, without constants of packs and slices.
 
-One stage a rank, exact: for falling limits on a rank's trained parameters, dynamic programming over (stages, layers)
-finds the least bottleneck; of the best limit's splits the one with the least sum of squares is taken, then the one with
-fewer layers on early stages. O(limits · pp · L²) numpy, 1-20 ms. More stages a rank: steepest descent, one layer from
-any stage to any other, from that split and from the even one; O(moves · stages²), at most 5 % above the optimum. A rank
-may grow beyond the even split's fullest only within `STATIC_SHARE` of a device.
+With one stage a rank it is exact: for falling limits on a rank's trained parameters, dynamic programming over (stages,
+layers) finds the least bottleneck; of the best limit's splits the one with the least sum of squares is taken, then the
+one with fewer layers on early stages. O(limits · pp · L²) numpy, 1-20 ms. With more stages a rank it is steepest
+descent, one layer from any stage to any other, from that split and from the even one; O(moves · stages²), at most 5 %
+above the optimum. A rank may grow beyond the even split's fullest only within `STATIC_SHARE` of a device.
 """
 
 from dataclasses import dataclass
@@ -38,28 +37,24 @@ STATIC_SHARE = 0.5
 
 
 def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
-    """Return dp x pp over all devices with the smallest pp whose static bytes take at most half of a device; an
-    `InfeasiblePlanError` where the model fits at no depth."""
-    room = usable_bytes(cluster)
+    """Return dp x pp over all devices with the smallest pp whose static bytes take at most half of a device;
+    `InfeasiblePlanError` where there is none."""
+    offered = cluster.device.usable_bytes
     depths = [pp for pp in range(1, model.num_layers + 1) if cluster.num_devices % pp == 0]
     for pp in depths:
         layout = even_layout(model.num_layers, dp=cluster.num_devices // pp, pp=pp)
-        if static_bytes(model, layout).max() <= STATIC_SHARE * room:
+        if static_bytes(model, layout).max() <= STATIC_SHARE * offered:
             return layout
     deepest = even_layout(model.num_layers, dp=cluster.num_devices // depths[-1], pp=depths[-1])
     raise InfeasiblePlanError(
         f"model {model.name} needs {format_bytes(static_bytes(model, deepest).max())} a device for weights, "
-        f"gradients and optimizer with {deepest.describe()}, a device of {cluster.name} offers {format_bytes(room)}; "
-        "name a larger cluster"
+        f"gradients and optimizer with {deepest.describe()}, a device of {cluster.name} offers "
+        f"{format_bytes(offered)}; name a larger cluster"
     )
 
 
-def usable_bytes(cluster: ClusterSpec) -> int:
-    return cluster.device.usable_bytes
-
-
 TICKS = 2**28
-"""All layers' seconds in whole numbers: equal layers stay exactly equal, and squares fit 64 bits."""
+"""Seconds of all layers, as whole numbers: equal layers are exactly equal, and squares fit 64 bits."""
 
 
 def balanced_layout(
@@ -88,8 +83,10 @@ def balanced_layout(
     problem = _problem(model, coefficients, tokens, even, num_steps, memory_bytes)
     counts = problem.solve(virtual)
     if virtual > 1:
-        # Descents end in valleys; the lower of two is taken.
-        starts = np.array(even.stage_counts, np.int64), _dealt(counts, virtual)
+        # Of two local optima the better one is taken.
+        rounds = np.arange(virtual)[:, None]
+        spread = (counts // virtual + (rounds < counts % virtual)).ravel()  # earlier rounds take the remainder
+        starts = np.array(even.stage_counts, np.int64), spread
         counts = min((problem.descend(start) for start in starts), key=lambda one: problem.values(one[None, :])[0])
     return split_layout(counts.tolist(), dp=even.dp, cp=even.cp, pp=even.pp, tp=even.tp)
 
@@ -102,8 +99,8 @@ class _SplitProblem:
         running: int64[L + 1], ticks of the first layers; embedding and head are in the first and the last layer.
         trained: parameters.
         held: bytes of weights, gradients and optimizer state, times the ranks that share the latter, to be whole.
-        ticks_per_parameter: of the rank that trains the most, after the pipeline.
-        max_held: of a rank; the even split keeps it.
+        ticks_per_parameter: after the pipeline, of the rank that trains the most.
+        max_held: limit of a rank, which the even split keeps.
     """
 
     pp: int
@@ -135,7 +132,7 @@ class _SplitProblem:
         return _cheapest_path(squares, np.add)[1]
 
     def descend(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Layers of every virtual stage from a first split, many stages a rank; int64[stages]."""
+        """Improve the layers of every virtual stage, many a rank, from a first split; int64[stages]."""
         stages = len(counts)
         sources, targets = np.nonzero(~np.eye(stages, dtype=bool))
         rows = np.arange(len(sources))
@@ -146,10 +143,10 @@ class _SplitProblem:
             moved[rows, targets] += 1
             moved[(moved < 1).any(axis=1)] = counts
             values = self.values(moved)
-            found = min(range(len(moved)), key=lambda row: values[row])
-            if values[found] >= value:
+            best = min(range(len(moved)), key=lambda row: values[row])
+            if values[best] >= value:
                 return counts
-            counts, value = moved[found], values[found]
+            counts, value = moved[best], values[best]
 
     def values(self, counts: NDArray[np.int64]) -> list[tuple[float, float, float]]:
         edges = np.concatenate([np.zeros((len(counts), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
@@ -161,7 +158,7 @@ class _SplitProblem:
         return list(zip(cost.tolist(), squares[0].tolist(), squares[1].tolist(), strict=True))
 
     def _stage_ticks(self, limit: int, least: int) -> NDArray[np.float64]:
-        """[stage, from, to] of layers `[from, to)`, infinite where they are no stage; float64[pp, L + 1, L + 1]."""
+        """Return the ticks of stages of layers `[from, to)`, infinite where impossible; float64[pp, L + 1, L + 1]."""
         layers = np.arange(self.num_layers + 1)
         count = layers[None, :] - layers[:, None]
         ticks = (self.running[None, :] - self.running[:, None]).astype(np.float64)
@@ -174,7 +171,7 @@ class _SplitProblem:
 
 @dataclass(frozen=True)
 class _Amounts:
-    """Hold what a rank has of something: of a layer, and what the first and the last stage's ranks have on top."""
+    """What a rank has of something: of a layer, and what the first and the last stage's ranks have on top."""
 
     layer: int
     first: int
@@ -184,7 +181,7 @@ class _Amounts:
         return count * self.layer + (self.first if stage == 0 else 0) + (self.last if stage == pp - 1 else 0)
 
     def of_ranks(self, counts: NDArray[np.int64], pp: int) -> NDArray[np.int64]:
-        """Of every rank under splits int64[k, stages]; int64[k, pp]."""
+        """Return the amount of every rank under splits int64[k, stages]; int64[k, pp]."""
         out = counts.reshape(len(counts), -1, pp).sum(axis=1) * self.layer
         out[:, 0] += self.first
         out[:, -1] += self.last
@@ -214,8 +211,8 @@ def _problem(
     moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
     after_s = moved_s + coefficients.optimizer_s_per_parameter / copies
 
-    words = embedding_parameters(model, even.tp)
-    embedding, head = words + model.position_parameters, words + model.norm_parameters
+    vocabulary = embedding_parameters(model, even.tp)
+    embedding, head = vocabulary + model.position_parameters, vocabulary + model.norm_parameters
     stored = _Amounts(layer_parameters(model, even.tp), embedding, head)
     trained = _Amounts(trained_layer_parameters(model, even.tp), 0, 0) if model.adapter_parameters_per_layer else stored
     weight, state = element * copies, max(element, 4) * copies + optimizer_bytes_per_parameter(model)
@@ -238,16 +235,9 @@ def _problem(
     )
 
 
-def _dealt(rank_counts: NDArray[np.int64], virtual: int) -> NDArray[np.int64]:
-    """Layers of ranks spread over their virtual stages, earlier rounds take the remainder; int64[virtual * pp]."""
-    rounds = np.arange(virtual)[:, None]
-    return (rank_counts // virtual + (rounds < rank_counts % virtual)).ravel()
-
-
 def _cheapest_path(cost: NDArray[np.float64], join: np.ufunc) -> tuple[float, NDArray[np.int64]]:
-    """Stages that join to the least cost from no layer to all; (cost, int64[pp] layers of stages).
-
-    Of equals, late stages take the most layers.
+    """Return the least cost of stages from no layer to all, and their layers, int64[pp]; of equals, late stages take
+    the most layers.
 
     Args:
         cost: float64[pp, L + 1, L + 1] of stage s with layers from i to j.

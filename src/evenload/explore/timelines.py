@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory import bytes_by_kind, rank_view
+from evenload.cost.memory import ReplicaPacks, bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
 from evenload.cost.pipeline_tasks import gather_seconds
@@ -25,7 +25,7 @@ from evenload.plan.problem import Candidate, ReplicaChoice
 from evenload.schedule.critical_path import Bubble, critical_path, p2p_transfers, split_bubble
 from evenload.schedule.simulate import Simulation, join_timelines, memory_ledger, simulate, to_timeline
 from evenload.schedule.step_ends import SimulatedReplica, StepEnd, step_end
-from evenload.stepplan.plan_tasks import ReplicaColumns, replica_columns, tasks_of_columns, timed_tasks
+from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns, timed_tasks
 from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction, PackSharding
@@ -49,7 +49,6 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     critical, kinds, replicas = [], [], []
     for dp_rank, schedule in enumerate(plan.schedules):
         columns, actions = replica_columns(plan, dp_rank), action_columns(schedule)
-        packs = (columns.forward, columns.backward, columns.num_tokens, columns.policy, columns.owners)
         tasks = tasks_of_columns(plan, dp_rank, costs.model, columns)
         simulation = simulate(tasks, actions)
         replicas.append(SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulation))
@@ -57,7 +56,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
         on_path[critical_path(tasks, actions, simulation).actions] = True
         parts.append(to_timeline(tasks, actions, simulation, dp_rank, plan.predicted.step_time_s))
         critical.append(on_path)
-        kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, *packs), actions))
+        kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, columns), actions))
         sides += _inside(costs, columns, tasks, actions, simulation, dp_rank)
         sides += _between_stages(tasks, actions, simulation, dp_rank)
     end = step_end(costs, replicas)
@@ -74,7 +73,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
 
 
 def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) -> Iterator[SideTasks]:
-    ranks = np.arange(len(end.sums))
+    ranks = np.arange(len(end.reductions))
     stages = np.array([layout.stages_of_rank(rank)[0] for rank in ranks.tolist()])
 
     def of_rank(kind: str, rank: int, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> SideTasks:
@@ -82,8 +81,8 @@ def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) 
         same = np.full(int(runs.sum()), rank)
         return side_tasks(kind, dp_rank, same, stages[same], -1, start_s[runs], end_s[runs])
 
-    for rank, sums in enumerate(end.sums):
-        yield of_rank("reduction", rank, sums.start_s, sums.end_s)
+    for rank, reductions in enumerate(end.reductions):
+        yield of_rank("reduction", rank, reductions.start_s, reductions.end_s)
     for rank, gathers in enumerate(end.gathers):
         yield of_rank("gather", rank, gathers.start_s, gathers.end_s)
         yield of_rank("weight_wait", rank, gathers.wait_start_s, gathers.wait_end_s)
@@ -95,7 +94,7 @@ def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) 
 
 def _inside(
     costs: PackCosts,
-    columns: ReplicaColumns,
+    columns: ReplicaPacks,
     tasks: PipelineTasks,
     actions: ActionColumns,
     simulation: Simulation,
@@ -119,14 +118,12 @@ def _inside(
         yield side_tasks(name, dp_rank, rank, stage, pack, start_s, start_s + taken_s)
 
 
-def _copy_seconds(costs: PackCosts, columns: ReplicaColumns, direction: int) -> NDArray[np.float64]:
+def _copy_seconds(costs: PackCosts, columns: ReplicaPacks, direction: int) -> NDArray[np.float64]:
     """Return the copies of every pack on every stage, the mean over ranks that hold different documents."""
-    packs, policy = (columns.forward, columns.backward)[direction], columns.policy
-    assert policy is not None, "asked for offloaded documents only"
-    if columns.owners is None:
-        return costs.copy_seconds(packs, policy)
-    views = [rank_view(packs, columns.owners[direction], rank) for rank in range(costs.layout.cp)]
-    return np.mean([costs.copy_seconds(view, policy) for view in views], axis=0)
+    by_rank, ranks = columns.by_rank(costs.layout.cp), 1 if columns.owners is None else costs.layout.cp
+    assert by_rank.policy is not None, "called for offloaded documents only"
+    seconds = costs.copy_seconds((by_rank.forward, by_rank.backward)[direction], by_rank.policy)
+    return seconds.reshape(ranks, len(seconds) // ranks, -1).mean(axis=0)
 
 
 def _between_stages(
@@ -177,17 +174,7 @@ def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
     for dp_rank, schedule in enumerate(plan.schedules):
         packs, actions = replica_columns(plan, dp_rank), action_columns(schedule)
         tasks = tasks_of_columns(plan, dp_rank, costs.model, packs)
-        found = Candidate(
-            label="",
-            forward=packs.forward,
-            backward=packs.backward,
-            tasks=tasks,
-            actions=actions,
-            simulation=simulate(tasks, actions),
-            excess_bytes=0,
-            policy=packs.policy,
-            shardings=packs.shardings,
-        )
+        found = Candidate("", packs, tasks, actions, simulate(tasks, actions), shardings=packs.shardings)
         choices.append(ReplicaChoice(documents, found))
     return split_step_time(costs, choices)
 
@@ -195,16 +182,13 @@ def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
 def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
     """All replicas' packs of each direction at once: numpy calls cost more than their work here."""
     first_doc = np.cumsum([0, *num_documents[:-1]]).tolist()
-    sides = [SliceColumns.concat([getattr(one, way) for one in found], first_doc) for way in _DIRECTIONS]
-    policy = None
-    if any(one.policy is not None for one in found):
-        policies = [
-            np.zeros(count, np.int8) if one.policy is None else one.policy
-            for one, count in zip(found, num_documents, strict=True)
-        ]
-        policy = np.concatenate(policies)
+    sides = [SliceColumns.concat([getattr(one.packs, way) for one in found], first_doc) for way in _DIRECTIONS]
+    policies, policy = [one.packs.policy for one in found], None
+    if any(own is not None for own in policies):
+        pairs = zip(policies, num_documents, strict=True)
+        policy = np.concatenate([np.zeros(count, np.int8) if own is None else own for own, count in pairs])
     shardings: list[PackSharding] = [
-        sharding for one in found for sharding in (one.shardings or ("",) * one.forward.num_packs)
+        sharding for one in found for sharding in (one.shardings or ("",) * one.packs.forward.num_packs)
     ]
     ranked = ranked_where_shared(costs, sides[0], sides[1], shardings)
     return [
@@ -216,7 +200,7 @@ def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Se
 def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
     """What its backwards take on top because they run as I and W."""
     weights = found.actions.kind == KINDS.index("W")
-    again_s = gather_seconds(costs.model, costs.coefficients, costs.layout, found.backward)
+    again_s = gather_seconds(costs, found.packs.backward)
     return float(again_s[found.actions.pack[weights], found.actions.stage[weights]].sum())
 
 
@@ -244,9 +228,9 @@ def _times(planned: PackTimes, replica: SimulatedReplica, end: StepEnd) -> PackT
     fields = {kind: field for kind, field in _FIELDS.items() if getattr(planned, field)}
     seconds = {field: np.array(getattr(planned, field)) for field in fields.values()}
     actions, simulation = replica.actions, replica.simulation
-    for rank, sums in enumerate(end.sums):
+    for rank, reductions in enumerate(end.reductions):
         own = slice(*actions.rank_offset[rank : rank + 2].tolist())
-        took_s = sums.put_off(simulation.end_s[own]) - sums.put_off(simulation.start_s[own])
+        took_s = reductions.overlapped(simulation.end_s[own]) - reductions.overlapped(simulation.start_s[own])
         for kind, field in fields.items():
             of_kind = actions.kind[own] == KINDS.index(kind)
             seconds[field][actions.pack[own][of_kind], actions.stage[own][of_kind]] = took_s[of_kind]

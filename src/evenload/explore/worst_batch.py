@@ -1,11 +1,12 @@
-"""Search global batches that a table of lengths can draw for the one that needs most memory: `evenload plan --worst`.
+"""Search the global batches of a table of lengths for the one that needs most memory (`evenload plan --worst`).
 
 Batches are planned and compared: the extremes first (the longest together; the longest few with the shortest), then
-neighbours of the worst one found, with a few documents exchanged. Worse is one that does not fit, of which more tokens
-must be recomputed or offloaded, or that takes more memory. That no other is worse is not proven. O(batches) plans.
+neighbours of the worst one, with a few documents exchanged. Worse is one that does not fit, of which more tokens must
+be recomputed or offloaded, or that takes more memory. That no other is worse is not proven. O(batches) plans.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from evenload.types.base import Frozen
 _EXCHANGED = 8
 """Most documents by which a neighbour differs."""
 Order = NDArray[np.int64]
-"""Entries of the table; a batch is drawn from its beginning."""
+"""Entries of the table; a batch is drawn from its beginning, again and again where the table is smaller."""
 
 
 class WorstBatch(Frozen):
@@ -29,12 +30,13 @@ class WorstBatch(Frozen):
 
     Args:
         searched: batches planned.
-        longest: the first of them drawn, longest first, at most eight.
+        drawn: how the batch was drawn.
+        longest: tokens of its longest documents, at most eight.
         documents, tokens: of the batch.
         peak_memory_bytes: predicted, of the fullest rank.
-        policies: documents under every activation policy, by name.
+        policies: number of documents by activation policy.
         fits: within the limit; why: it does not.
-        fitting_policy: under which it would, where the requested one does not; "" = none does, or none had to be tried.
+        fitting_policy: with which it would fit; "" = none, or it fits.
         leaves_out_deferred: the strategy defers documents, and those of earlier batches are not counted.
     """
 
@@ -53,7 +55,7 @@ class WorstBatch(Frozen):
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class _Planned:
     order: Order
     drawn: str
     batch: SampledBatch
@@ -61,7 +63,7 @@ class _Found:
 
     @property
     def need(self) -> tuple[bool, int, int]:
-        """Ordered: where planners choose policies, memory is full soon, and what it does not hold tells more."""
+        """Sorts batches; where planners choose policies, memory is often full, and what it does not hold decides."""
         not_stored = {doc_id for packs in self.proposal.plan.pack_plans for doc_id in packs.policies}
         tokens = sum(document.num_tokens for document in self.batch.documents if document.doc_id in not_stored)
         return not self.proposal.feasible, tokens, self.proposal.plan.predicted.peak_memory_bytes
@@ -89,7 +91,7 @@ def find_worst(
         ConfigError, DataError, InfeasiblePlanError: the strategy has no plan for a batch, within memory or not.
     """
     generator = np.random.default_rng(seed)
-    worst: _Found | None = None
+    worst: _Planned | None = None
     extremes = _extremes(lengths, rule)
     for searched in range(count):
         on_progress(searched, count, f"worst batch of {strategy}")
@@ -97,10 +99,10 @@ def find_worst(
         if order is None:
             assert worst is not None
             order, drawn = _neighbour(worst, generator), worst.drawn.removesuffix(_NEAR) + _NEAR
-        batch = _drawn(lengths, rule, order)
-        found = _Found(order, drawn, batch, planner.propose(0, batch.documents, strategy))
-        if worst is None or found.need > worst.need:
-            worst = found
+        batch = _draw(lengths, rule, order)
+        planned = _Planned(order, drawn, batch, planner.propose(0, batch.documents, strategy))
+        if worst is None or planned.need > worst.need:
+            worst = planned
     assert worst is not None
     return _described(planner, worst, strategy, count)
 
@@ -113,27 +115,27 @@ def _extremes(lengths: NDArray[np.int64], rule: BatchRule) -> Iterator[tuple[Ord
     yield longest_first, "the longest together"
     num_longest = 1
     # With as many as a batch holds it would be the first again.
-    while num_longest < min(len(_drawn(lengths, rule, longest_first).documents), len(lengths)):
+    while num_longest < min(len(_draw(lengths, rule, longest_first).documents), len(lengths)):
         rest = longest_first[num_longest:][::-1]
         yield np.concatenate([longest_first[:num_longest], rest]), f"the longest {num_longest} with the shortest"
         num_longest *= 4
 
 
-def _neighbour(found: _Found, generator: np.random.Generator) -> Order:
-    order = found.order.copy()
-    size = min(len(found.batch.documents), len(order))
+def _neighbour(planned: _Planned, generator: np.random.Generator) -> Order:
+    order = planned.order.copy()
+    size = min(len(planned.batch.documents), len(order))
     for _ in range(int(generator.integers(1, _EXCHANGED + 1))):
         one, other = generator.integers(size), generator.integers(len(order))
         order[[one, other]] = order[[other, one]]
     return order
 
 
-def _described(planner: StepPlanner, worst: _Found, strategy: str, searched: int) -> WorstBatch:
+def _described(planner: StepPlanner, worst: _Planned, strategy: str, searched: int) -> WorstBatch:
     documents, plan = worst.batch.documents, worst.proposal.plan
     policies = {document.doc_id: "replay" for document in documents}
     for packs in plan.pack_plans:
         policies |= packs.policies
-    names = list(policies.values())
+    names = Counter(policies.values())
     lengths = sorted((document.num_tokens for document in documents), reverse=True)
     return WorstBatch(
         strategy=strategy,
@@ -143,7 +145,7 @@ def _described(planner: StepPlanner, worst: _Found, strategy: str, searched: int
         documents=len(documents),
         tokens=sum(lengths),
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
-        policies={name: names.count(name) for name in sorted(set(names))},
+        policies=dict(sorted(names.items())),
         fits=worst.proposal.feasible,
         why=worst.proposal.why,
         fitting_policy="" if worst.proposal.feasible else _fitting_policy(planner, worst, strategy),
@@ -151,12 +153,11 @@ def _described(planner: StepPlanner, worst: _Found, strategy: str, searched: int
     )
 
 
-def _drawn(lengths: NDArray[np.int64], rule: BatchRule, order: Order) -> SampledBatch:
-    """The batch at the beginning of an order, which begins anew where the table is smaller than a batch."""
+def _draw(lengths: NDArray[np.int64], rule: BatchRule, order: Order) -> SampledBatch:
     return rule.draw(itertools.cycle(lengths[order].tolist()))
 
 
-def _fitting_policy(planner: StepPlanner, worst: _Found, strategy: str) -> str:
+def _fitting_policy(planner: StepPlanner, worst: _Planned, strategy: str) -> str:
     costs, documents = planner.costs, worst.batch.documents
     for policy in ("choose", "recompute", "offload"):
         if policy == planner.options.policy or (policy == "offload" and costs.coefficients.host_link is None):

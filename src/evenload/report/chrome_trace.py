@@ -1,13 +1,11 @@
-"""Chrome/Perfetto `trace.json` of timelines: open it at ui.perfetto.dev or chrome://tracing.
+"""Write timelines as Chrome/Perfetto `trace.json`, for ui.perfetto.dev or chrome://tracing.
 
-One process for each timeline and data-parallel rank ("predicted dp 0", "measured dp 0"), one thread for each pipeline
-rank, complete events named like `2F0` (stage, kind, pack), one memory counter for each rank. Events on the critical
-path have the category "critical". Recompute lies inside its backward, the optimizer after the packs, both on the rank's
-thread. Copies ("rank 0 copies"), sums of gradients ("rank 0 sums"), gathers of weights ("rank 0 weights") and transfers
-("rank 0 to 1") have threads of their own, several where they overlap. Lanes of all timelines have equal names and
-order, so predicted and measured open side by side. Starts and ends are rounded to whole nanoseconds first and durations
-are their difference, so that neighbours that touch in the timeline touch in the trace. Price: about 150 bytes an event;
-O(n log n). Format: "Trace Event Format", Google, 2016.
+Each timeline and data-parallel rank is a process ("predicted dp 0", "measured dp 0"), each pipeline rank a thread with
+events named like `2F0` (stage, kind, pack) and a memory counter. Events on the critical path have the category
+"critical". Recompute and the optimizer are on the rank's thread. Copies ("rank 0 copies"), reductions ("rank 0 sums"),
+gathers ("rank 0 weights") and transfers ("rank 0 to 1") have threads of their own, several where they overlap. Names
+and order are the same in all timelines. Starts and ends are rounded to whole nanoseconds, so that neighbours touch.
+About 150 bytes an event; O(n log n). Format: "Trace Event Format", Google, 2016.
 """
 
 import heapq
@@ -28,13 +26,14 @@ PackKey = tuple[int, Direction, int]
 
 
 PackLabel = Mapping[str, int | str]
-"""Real `tokens`, `documents`, `slices` that are only a piece of their document, and `content`: the first documents by
-id and range."""
+"""Real `tokens`, `documents`, `slices` that are a piece of their document, and `content`: the first documents by id and
+range."""
 MAX_DOCUMENTS = 4
-"""Listed by name; long lists are unreadable, and every stage repeats them."""
+"""Listed by name, because every stage repeats them."""
 
 
 def label_packs(plan: StepPlan) -> dict[PackKey, PackLabel]:
+    """Return the content of all packs of a plan."""
     num_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
     return {
         (packs.dp_rank, pack.direction, pack.index): _label(pack, num_tokens)
@@ -65,9 +64,7 @@ _ON_THE_RANK = ("recompute", "optimizer")
 
 
 def write_chrome_trace(
-    path: str | os.PathLike[str],
-    timelines: Mapping[str, Timeline],
-    labels: Mapping[PackKey, PackLabel] | None = None,
+    path: str | os.PathLike[str], timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabel] | None = None
 ) -> None:
     """Write timelines by name ("predicted", "measured"), in this order, with the content of packs (`label_packs`)."""
     events = list(_events(timelines, labels or {}))
@@ -131,9 +128,9 @@ def _task_events(
 def _side_events(
     side: SideTasks, dp_rank: int, pid: int, threads: Mapping[int, int], first_tid: int
 ) -> Iterator[dict[str, object]]:
-    """Events of one replica, names of new threads first; these count up from `first_tid`."""
+    """Return the events of one replica, names of new threads, numbered from `first_tid`, first."""
     streams: dict[str, list[int]] = {}
-    # What lies before the step, the first gathers of its weights, is not of it.
+    # Gathers that end before the step are not of it.
     for row in np.flatnonzero((side.dp_rank == dp_rank) & (side.end_s > 0)).tolist():
         kind, rank = SIDE_KINDS[side.kind[row]], int(side.rank[row])
         if kind in _ON_THE_RANK:
@@ -158,7 +155,7 @@ def _side_events(
 
 
 def _apart(side: SideTasks, rows: NDArray[np.intp]) -> list[list[int]]:
-    """Rows by start, assigned to as few threads as keep events of a thread from overlapping."""
+    """Assign rows to as few threads as keep their events from overlapping."""
     streams: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (end in ns, stream)
     rows = rows[np.argsort(side.start_s[rows], kind="stable")]
@@ -190,13 +187,12 @@ def _memory_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[dict[
     for rank, time, num_bytes in zip(
         timeline.memory_rank[chosen].tolist(), time_ns, timeline.memory_bytes[chosen].tolist(), strict=True
     ):
-        # A counter belongs to a process, so its name says the rank.
-        name = f"memory bytes rank {rank}"
+        name = f"memory bytes rank {rank}"  # a counter belongs to a process
         yield {"ph": "C", "name": name, "pid": pid, "ts": time / 1000, "args": {"bytes": num_bytes}}
 
 
 def _memory_kind_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[dict[str, object]]:
-    """Kinds that change within the step, for each rank; the others are constant and in the total."""
+    """Return the kinds of memory that change within the step, for each rank; others are in the total."""
     if timeline.memory_kind_bytes is None:
         return
     for rank in np.unique(timeline.memory_rank[timeline.memory_dp_rank == dp_rank]).tolist():
@@ -210,7 +206,7 @@ def _memory_kind_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[
 
 
 def _name_events(what: str, pid: int, tid: int, name: str, place: int) -> Iterator[dict[str, object]]:
-    """The name of a "process" or "thread", and where it stands among the others."""
+    """Return the name of a "process" or "thread", and its place among the others."""
     for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
         yield {"ph": "M", "name": f"{what}_{key}", "pid": pid, "tid": tid, "args": args}
 

@@ -1,8 +1,8 @@
-"""Pictures of a report: curves of trained runs over their steps, layouts over steps, the spread of pack times, and
-where the predicted time of a step goes.
+"""Draw the pictures of a report: curves of trained runs, layouts over steps, the spread of pack times, and where the
+predicted time of a step goes.
 
-Numbers are drawn as they are: no smoothing. Beyond some thousand steps a line keeps, of the steps that share a pixel,
-the least and the most, which looks the same. Predicted is dashed and grey; measured is solid.
+Nothing is smoothed. Beyond some thousand steps a line keeps the least and the most of the steps that share a pixel,
+which looks the same. Predicted is dashed and grey; measured is solid.
 """
 
 import itertools
@@ -58,12 +58,12 @@ Series = tuple[str, str, str, NDArray[np.float64], NDArray[np.float64]]
 def loss_figure(
     runs: Mapping[str, Sequence[MetricRow]], validations: Mapping[str, Sequence[Validation]] | None = None
 ) -> Figure:
-    """Loss over steps, one line a run, from rows of `metrics.jsonl`; dashed that of validation data, where there is."""
+    """Draw the loss over steps, one line for each run, and dashed that of validation data."""
     series = _of_runs(runs, "loss")
-    for index, (name, found) in enumerate((validations or {}).items()):
+    for index, (name, all_passes) in enumerate((validations or {}).items()):
         color, _ = series_style(index)
         for of_average, dash in ((False, "dash"), (True, "dot")):
-            passes = [one for one in found if one.of_average is of_average]
+            passes = [one for one in all_passes if one.of_average is of_average]
             steps = np.array([one.step for one in passes], np.float64)
             losses = np.array([np.nan if one.loss is None else one.loss for one in passes])
             label = f"{name}, validation{' of averaged weights' if of_average else ''}"
@@ -73,16 +73,12 @@ def loss_figure(
 
 
 def tokens_per_s_figure(runs: Mapping[str, Sequence[MetricRow]]) -> Figure:
-    """Real tokens a second over steps, one line a run; padding does not count. The axis starts at zero."""
+    """Draw real tokens a second over steps, one line for each run; padding does not count."""
     return _curves(_of_runs(runs, "tokens_per_s"), "real tokens per second", "count", from_zero=True)
 
 
 def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figure:
-    """Predicted and measured seconds of every step of one run. The axis starts at zero.
-
-    Args:
-        run: its name, so that the page's step view opens this run's steps.
-    """
+    """Draw predicted and measured seconds of every step of one run; with its name, a click opens the step view."""
     rows = latest_per_step(rows)
     series = [
         (name, color, dash, metric_column(rows, "step"), metric_column(rows, key))
@@ -96,11 +92,11 @@ def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figur
 
 
 def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
-    found = []
-    for index, (name, rows) in enumerate(runs.items()):
-        rows = latest_per_step(rows)
-        found.append((name, *series_style(index), metric_column(rows, "step"), metric_column(rows, key)))
-    return found
+    latest = {name: latest_per_step(rows) for name, rows in runs.items()}
+    return [
+        (name, *series_style(index), metric_column(rows, "step"), metric_column(rows, key))
+        for index, (name, rows) in enumerate(latest.items())
+    ]
 
 
 def _curves(
@@ -116,7 +112,7 @@ def _curves(
 def _curve_panel(
     axes: Axes, series: Sequence[Series], label: str, kind: str, radius_px: float, run: str | None = None
 ) -> str:
-    """Lines with markers; pointing shows all series at the steps of any; `run` where all series are of one."""
+    """Draw lines with markers; pointing shows all series at the steps of any."""
     if not series:
         return panel(axes, [], label)
     steps = np.unique(np.concatenate([one[3] for one in series]))
@@ -144,8 +140,8 @@ def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool,
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     if from_zero:
         low = min(0.0, low)
-    room = 0.06 * (high - low or abs(high) or 1.0)
-    y = Scale(low if from_zero else low - room, high + room)
+    margin = 0.06 * (high - low or abs(high) or 1.0)
+    y = Scale(low if from_zero else low - margin, high + margin)
     first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 1)
     return Axes(
         x=_step_scale(first, last),
@@ -158,12 +154,12 @@ def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool,
 
 
 def _step_scale(first: int, last: int) -> Scale:
-    room = 0.5 if first == last else 0.012 * (last - first)
-    return Scale(first - room, last + room)
+    margin = 0.5 if first == last else 0.012 * (last - first)
+    return Scale(first - margin, last + margin)
 
 
 def outline(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Indices of the values to draw: all; of very many the first, least, most and last of every group of neighbours."""
+    """Return the indices of values to draw: all, or the first, least, most and last of every group of neighbours."""
     if len(values) <= _MOST_POINTS:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), _MOST_POINTS // 4 + 1).astype(np.int64)
@@ -178,20 +174,16 @@ def outline(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.array(sorted(kept))
 
 
-# The figures that stand for a whole trained run. The first step warms up caches, allocators and connections, so it is
-# left out of medians wherever there is another.
-
-
 def typical(rows: Iterable[MetricRow], key: str) -> float | None:
-    """Median of a key over the steps after the first, or of the only one; None where no step has a value."""
+    """Return the median of a key over the steps after the first, which warms up caches and connections, or of the only
+    step; None where no step has a value."""
     rows = latest_per_step(rows)
     values = metric_column(rows[1:] or rows, key)
-    values = values[~np.isnan(values)]
-    return float(np.median(values)) if len(values) else None
+    return None if np.isnan(values).all() else float(np.nanmedian(values))
 
 
 def typical_meaning(rows: Iterable[MetricRow]) -> str:
-    """What `typical` is, for the reader."""
+    """Describe `typical`."""
     count = len(latest_per_step(rows))
     if count <= 2:
         return "only step" if count == 1 else "second of 2 steps"
@@ -199,13 +191,13 @@ def typical_meaning(rows: Iterable[MetricRow]) -> str:
 
 
 def largest(rows: Iterable[MetricRow], key: str) -> float | None:
+    """Return the largest value of a key; None where no step has a value."""
     values = metric_column(latest_per_step(rows), key)
-    values = values[~np.isnan(values)]
-    return float(values.max()) if len(values) else None
+    return None if np.isnan(values).all() else float(np.nanmax(values))
 
 
 def metric_column(rows: Iterable[MetricRow], key: str) -> NDArray[np.float64]:
-    """One key of metrics rows as float64[num_rows]; `None` becomes NaN, a gap in a line."""
+    """Return one key of metrics rows as float64[num_rows]; `None` becomes NaN, a gap in a line."""
     return np.array([np.nan if row[key] is None else float(row[key] or 0) for row in rows], dtype=np.float64)
 
 
@@ -215,8 +207,8 @@ _NAMES = {1: "① kept", 2: "② kept, saving memory", 3: "③ switched to fit �
 
 
 def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
-    """Two panels over the steps: the layout, marked by the case of FlexPipe's Fig. 7; and T of the conditions, a known
-    step (how many are known falls towards the end of a run)."""
+    """Draw two panels over the steps: the layout, marked by the case of FlexPipe's Fig. 7; and T of the conditions, for
+    each known step (of which there are fewer towards the end of a run)."""
     layouts = list(dict.fromkeys(one.layout for one in decisions))
     first, last = decisions[0].step, decisions[-1].step
     lanes = Axes(
@@ -251,10 +243,9 @@ def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
 
 
 def _seconds(decisions: Sequence[LayoutDecision]) -> list[Series]:
-    """Seconds a known step of what was compared anywhere."""
     steps, known = (np.array([getattr(one, key) for one in decisions], float) for key in ("step", "known_steps"))
     new = [None if one.new_s is None else one.new_s + one.switch_s for one in decisions]
-    found = [
+    series = [
         (name, color, dash, steps, np.array(totals, float) / known)
         for name, totals, color, dash in (
             ("T(keep)", [one.keep_s for one in decisions], MEASURED, "solid"),
@@ -262,16 +253,16 @@ def _seconds(decisions: Sequence[LayoutDecision]) -> list[Series]:
             ("T(new) + T(switch)", new, SERIES[1], "dash"),
         )
     ]
-    return [one for one in found if not np.isnan(one[-1]).all()]
+    return [one for one in series if not np.isnan(one[-1]).all()]
 
 
 def _halfway(places: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
-    """Layouts change halfway between two steps."""
-    found: list[tuple[float, float | None]] = [*places[:1]]
+    """Return a line on which layouts change halfway between two steps."""
+    points: list[tuple[float, float | None]] = [*places[:1]]
     for (left, before_px), (right, y_px) in itertools.pairwise(places):
         middle = (left + right) / 2
-        found += [(middle, before_px), (middle, y_px), (right, y_px)]
-    return found
+        points += [(middle, before_px), (middle, y_px), (right, y_px)]
+    return points
 
 
 def _decision_tip(decision: LayoutDecision) -> str:
@@ -291,11 +282,6 @@ def _decision_tip(decision: LayoutDecision) -> str:
     return "\n".join([*lines, decision.why])
 
 
-# How evenly strategies cut: the spread of pack times, forward over backward, one violin a strategy (SlimPack Figs. 14
-# to 16). A pack counts with its slowest stage (`types.timeline`), relative to the mean pack of its step and set of
-# ranks: a replica, or the replicas that share a pack (DP-Merge). Few packs are points. A violin is a Gaussian kernel
-# density with Scott's width ("Multivariate Density Estimation", 1992), cut off at the least and the largest pack.
-
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 _COLORS = {"forward": KIND_STYLES["F"].even, "backward": KIND_STYLES["B"].even}
 _ROW_PX = 34
@@ -304,7 +290,7 @@ _MOST_DOTS = 40
 """Up to this many packs are drawn one by one."""
 _SPREAD_OF_POINTS_PX = 7.0
 _MOST_SHOWN = 5.0
-"""Ratios beyond lie outside of the picture, or one strategy's worst pack would squeeze all shapes to a line."""
+"""Ratios beyond are not drawn, or one strategy's worst pack would squeeze all shapes to a line."""
 _CLASSES, _OUTLINE = 400, 60
 
 Steps = Sequence[tuple[Timeline, StepPlan | None]]
@@ -312,8 +298,13 @@ Steps = Sequence[tuple[Timeline, StepPlan | None]]
 
 
 def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
-    """Violins of pack time over mean pack time, by strategy and origin ("predicted", "measured"); the number beside
-    each is max/mean, mean over the steps."""
+    """Draw the spread of pack times by strategy and origin ("predicted", "measured"), forward over backward (SlimPack
+    Figs. 14 to 16), with max/mean, mean over the steps.
+
+    A pack counts with its slowest stage, relative to the mean pack of its step and set of ranks: a replica, or the
+    replicas that share a pack (DP-Merge). Few packs are points; of others a violin is a Gaussian kernel density with
+    Scott's width ("Multivariate Density Estimation", 1992), cut off at the least and the largest pack.
+    """
     rows = [(name, origin) for name, origins in sections.items() for origin in origins]
     both = len({origin for _, origin in rows}) > 1
     names = [f"{name}, {origin}" if both else name for name, origin in rows]
@@ -350,7 +341,7 @@ def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
 
 
 def relative_times(timeline: Timeline, plan: StepPlan | None, direction: Direction) -> NDArray[np.float64]:
-    """Seconds of every pack over the mean of its set of ranks, sets without time left out; the maximum is max/mean."""
+    """Return the seconds of every pack over the mean of its set of ranks, without sets without time."""
     times = pack_times(timeline, direction)
     sets = _sets(times, plan, direction)
     parts = [times.seconds[sets == one] for one in np.unique(sets)]
@@ -358,7 +349,7 @@ def relative_times(timeline: Timeline, plan: StepPlan | None, direction: Directi
 
 
 def _sets(times: PackSeconds, plan: StepPlan | None, direction: Direction) -> NDArray[np.int64]:
-    """A number for the set of ranks of every pack: its replica, and how many ranks share its first slice."""
+    """Return a number for the set of ranks of every pack: its replica, and how many ranks share its first slice."""
     if plan is None:
         return times.dp_rank
     ranks = {
@@ -371,12 +362,12 @@ def _sets(times: PackSeconds, plan: StepPlan | None, direction: Direction) -> ND
 
 
 def _pack_time_note(steps: Sequence[NDArray[np.float64]]) -> str:
-    """Mean over the steps, as in the comparison of strategies; and the slowest where it is out of the picture."""
-    found = [float(one.max()) for one in steps if len(one)]
-    if not found:
+    """Return the mean over the steps, as in the comparison of strategies, and the slowest where it is not drawn."""
+    slowest = [float(one.max()) for one in steps if len(one)]
+    if not slowest:
         return "no packs"
-    text = format_ratio(float(np.mean(found)))
-    return f"{text}, slowest {max(found):.1f}× ▸" if max(found) > _MOST_SHOWN else text
+    text = format_ratio(float(np.mean(slowest)))
+    return f"{text}, slowest {max(slowest):.1f}× ▸" if max(slowest) > _MOST_SHOWN else text
 
 
 def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: bool) -> str:
@@ -411,7 +402,7 @@ def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: boo
 
 
 def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Places and a density there, up to a factor."""
+    """Return places, and a density there up to a factor."""
     low, high = float(ratios.min()), float(ratios.max())
     if high - low < 1e-9:
         return np.array([low - 0.002, low + 0.002]), np.ones(2)
@@ -424,17 +415,15 @@ def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[
     return at, weights @ counts
 
 
-# Where the predicted time of a step goes: one stacked bar a strategy, its parts adding up to the step time.
-
 _BAR_PX = 24
-# A part thinner than this share of the longest bar cannot be seen or pointed at.
 _LEAST_NAMED_SHARE = 0.0005
-# A part this wide has room for its share of the step.
+"""Of the longest bar; thinner parts cannot be seen or pointed at."""
 _LEAST_LABELLED_SHARE, _LEAST_ON_NARROW = 0.055, 0.14
+"""Of the width, for a part that shows its share of the step."""
 
 
 def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
-    """Stacked bars, first strategy on top; causes that cost nothing anywhere are left out."""
+    """Draw the predicted step of every strategy as a stacked bar; causes that cost nothing anywhere are left out."""
     longest_s = max(split.total_s() for split in splits.values()) or 1.0
     fields = [
         field

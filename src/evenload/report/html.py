@@ -1,9 +1,8 @@
-"""`report.html`: one page about a run or a comparison, readable anywhere and without a network.
+"""Write `report.html`: one page about a run or a comparison, readable anywhere and without a network.
 
-Order: what was found (a sentence, numbers, the comparison of strategies), where the time goes, curves of trained runs,
-the step view (timelines, memory and documents of any step), pack times, layouts over time where they change, document
-lengths; settings and the token ledger are folded. Nothing is drawn for what is not known; the page says what is
-missing instead.
+It has the result (a sentence, numbers, the comparison of strategies), where the time goes, curves of trained runs, the
+step view (timelines, memory and documents of any step), pack times, layouts over time, document lengths; settings and
+the token ledger are folded. What is not known is not drawn; the page says what is missing.
 """
 
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 from evenload.report.figures import layout_figure, pack_time_figure, time_split_figure
-from evenload.report.lengths import length_figures
+from evenload.report.lengths import length_blocks
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
 from evenload.report.run_report import RunReport, RunSection, curves_html, shared_curves_html, tiles_html
@@ -41,7 +40,7 @@ _READ_LAYOUTS = (
 
 
 Part = tuple[str, str, list[str]]
-"""Of a page: its place, its heading, its blocks."""
+"""(identifier, heading, blocks of HTML) of a section of the page."""
 
 
 def write_report(path: str | os.PathLike[str], report: RunReport) -> None:
@@ -50,6 +49,7 @@ def write_report(path: str | os.PathLike[str], report: RunReport) -> None:
 
 
 def render_report(report: RunReport) -> str:
+    """Return the page; `ConfigError` where two sections have one name."""
     names = [section.name for section in report.sections]
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
@@ -74,8 +74,9 @@ def render_report(report: RunReport) -> str:
         blocks.append("</section>")
     if report.ledger:
         rule = "<p>Every token read is trained, masked, deferred or dropped with a reason.</p>"
-        lines = f'<pre role="region" tabindex="0" aria-label="Token ledger">{escape(chr(10).join(report.ledger))}</pre>'
-        blocks.append(folded_html("settings", "Token ledger", rule + lines))
+        content = escape("\n".join(report.ledger))
+        ledger = f'<pre role="region" tabindex="0" aria-label="Token ledger">{content}</pre>'
+        blocks.append(folded_html("settings", "Token ledger", rule + ledger))
     has_steps = any(section.steps for section in report.sections)
     return page_html(
         report.title, [block for block in blocks if block], STEP_VIEW_SCRIPTS if has_steps else (), report.unit
@@ -113,26 +114,26 @@ def _parts(report: RunReport) -> list[Part]:
 
 
 def _left_out_steps(trained: Sequence[tuple[str, RunSection]]) -> list[str]:
-    """Which steps of long runs are not in the page."""
-    said = []
+    """Say which steps of long runs are in the page."""
+    blocks = []
     for _, section in trained:
         num_steps = len(latest_per_step(section.metrics))
         if 1 < len(section.steps) < num_steps:
             name = f"{section.name}: " if len(trained) > 1 else ""
             shown = f"{len(section.steps):,} of {num_steps:,} steps can be looked at here"
             why = "the last ones while a run goes on; at its end all, or so many that the page stays small"
-            said.append(f"<p>{escape(name)}{shown}: {why}.</p>")
-    return said
+            blocks.append(f"<p>{escape(name)}{shown}: {why}.</p>")
+    return blocks
 
 
 def _lengths(report: RunReport) -> list[str]:
     if report.lengths is None:
         return []
-    return [figure_html(*figure) for figure in length_figures(report.lengths, report.unit, "Lengths")[:2]]
+    return length_blocks(report.lengths, report.unit, "Lengths")[:2]
 
 
 def _names(report: RunReport, refused: set[str]) -> tuple[dict[str, str], str]:
-    """Names of the sections in figures, and the remark on those with an asterisk."""
+    """Return the names of the sections in figures, and the remark on those with an asterisk."""
     names = {one.name: f"{one.name} *" if one.name in refused else one.name for one in report.sections}
     return names, " * exceeds memory: what it would take, were there more." if refused else ""
 
@@ -142,7 +143,6 @@ def _split(report: RunReport, refused: set[str]) -> list[str]:
     splits = {names[one.name]: one.time_split for one in report.sections if one.time_split is not None}
     if not splits:
         return []
-    # Of which step of the trained runs the predicted split is.
     steps = [
         f"{escape(one.name)} step {one.steps[-1].step}"
         for one in report.sections
@@ -165,7 +165,6 @@ def _packs(report: RunReport, refused: set[str]) -> list[str]:
 
 
 def _layouts(sections: Sequence[RunSection]) -> list[str]:
-    """Of every section whose layout may change between steps."""
     return [
         figure_html(f"layouts-{i}", f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(decisions))
         for i, section in enumerate(sections)
@@ -182,7 +181,8 @@ _FIRST = (
 
 
 def comparison_html(rows: Sequence[Mapping[str, object]], best: str, unit: LengthUnit) -> str:
-    """A table, the best strategy marked; those that cannot run stand below with the reason."""
+    """Return the comparison, the best strategy marked, and below those that cannot run with the reason; further columns
+    are folded."""
     feasible = [row for row in rows if is_feasible(row)]
     refused = [row for row in rows if not is_feasible(row)]
     columns = {column.key: column for column in shown_columns(feasible, unit)}
@@ -201,25 +201,24 @@ def strategies_table(
     columns: Sequence[Column],
     best: str | None,
 ) -> str:
-    """Rows of strategies without a style, in classes; those that cannot run last, with the reason."""
+    """Return a table of strategies; those that cannot run last, with the reason."""
     heads = "".join(
         f'<th scope="col" title="{escape(column.meaning)}"{_text_class(column.key)}>'
         f"{escape(column.heading).replace(chr(10), '<br>')}</th>"
         for column in columns
     )
-    lines = [f'<table><thead><tr><th scope="col">strategy</th>{heads}</tr></thead><tbody>']
+    parts = [f'<table><thead><tr><th scope="col">strategy</th>{heads}</tr></thead><tbody>']
     for row in feasible:
         cells = "".join(f"<td{_text_class(column.key)}>{_cell(column, row)}</td>" for column in columns)
         is_best = row["name"] == best
         name = f"{'▶ ' if is_best else ''}{escape(str(row['name']))}"
         kind = "best" if is_best else "feasible"
-        lines.append(f'<tr class="{kind}"><th scope="row">{name}</th>{cells}</tr>')
+        parts.append(f'<tr class="{kind}"><th scope="row">{name}</th>{cells}</tr>')
     for row in refused:
         reason = escape(str(row.get("why") or "no reason given"))
         why = f'<td class="why" colspan="{max(1, len(columns))}">not feasible: {reason}</td>'
-        lines.append(f'<tr class="refused"><th scope="row">{escape(str(row["name"]))}</th>{why}</tr>')
-    lines.append("</tbody></table>")
-    return "\n".join(lines)
+        parts.append(f'<tr class="refused"><th scope="row">{escape(str(row["name"]))}</th>{why}</tr>')
+    return "\n".join([*parts, "</tbody></table>"])
 
 
 def _cell(column: Column, row: Mapping[str, object]) -> str:

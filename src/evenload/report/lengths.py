@@ -1,9 +1,8 @@
-"""What `evenload lengths` shows of document lengths (shares by length class, cumulative shares, what windows cut) in a
-terminal, on a page and as one PNG.
+"""Show document lengths in a terminal, on a page and as one PNG (`evenload lengths`): shares by length class,
+cumulative shares, and what windows cut.
 
-All length axes are logarithmic. Colours follow the three things counted: documents blue, tokens orange, attention work
-green. Of each the classes have an axis of their own, and a class far above all others has a bar that is broken: one
-document of ten million tokens holds most of the attention work, and would press everything else to the ground.
+Length axes are logarithmic. Documents are blue, tokens orange, attention work green, each on an axis of its own. The
+bar of a class far above all others is broken: one document of ten million tokens holds most of the attention work.
 """
 
 import itertools
@@ -58,13 +57,13 @@ READ_WINDOWS = (
     "split. Evenload trains documents whole up to <code>--context</code>."
 )
 COUNTED = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
-"""What is counted over lengths: fields of `LengthProfile`, and their names."""
+"""Fields of `LengthProfile` that are counted over lengths, and their names."""
 WINDOW_CUTS = (
     ("longer_documents", "documents", "documents longer"),
     ("tokens_beyond", "tokens", "tokens beyond"),
     ("attention_pairs_across", "attention_pairs", "attention across pieces"),
 )
-"""What a window cuts: field of `WindowCut`, of the total that it is a share of, and name."""
+"""What a window cuts: field of `WindowCut`, field of its total, and name."""
 _CUT_MEANINGS = (
     "of documents are longer",
     "of tokens lie beyond: truncating loses them",
@@ -73,25 +72,25 @@ _CUT_MEANINGS = (
 _CLASS_PX, _SHARES_PX = 104, 260
 _MOST_OVER_SECOND = 2.5
 """A class this many times the next one has a broken bar."""
-_ROOM = 1.3
+_MARGIN = 1.3
 
 
 def axis_end(shares: Sequence[float]) -> float:
-    """Where the axis of a histogram ends: above the largest share, or above the second, if that were pressed flat."""
+    """Return the end of a histogram's axis: above the largest share, or above the second where that is far smaller."""
     ordered = sorted(shares, reverse=True)
     second = ordered[1] if len(ordered) > 1 else 0.0
     is_alone = second > 0 and ordered[0] > _MOST_OVER_SECOND * second
-    return (second * 1.5 if is_alone else ordered[0]) * _ROOM or 1.0
+    return (second * 1.5 if is_alone else ordered[0]) * _MARGIN or 1.0
 
 
 def read_classes(profile: LengthProfile) -> str:
-    """How to read `length_classes_figure`."""
+    """Return how to read `length_classes_figure`."""
     is_broken = any(max(shares) > axis_end(shares) for shares in (_shares(profile, key) for key in COUNTED))
     return READ_CLASSES + (_READ_BROKEN if is_broken else "")
 
 
-def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
-    """Share of documents, tokens and attention work by length class: a panel each over the same classes."""
+def length_classes_figure(profile: LengthProfile) -> Figure:
+    """Draw the share of documents, tokens and attention work by length class, a panel each."""
     starts = [format_power_of_two(c.start) for c in profile.classes]
     names = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
     panels = []
@@ -105,35 +104,34 @@ def length_classes_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -
             y=Scale(0, end),
             x_ticks=class_ticks(starts if is_last else []),
             y_ticks=value_ticks(0, end, "%", 3),
-            x_title=in_unit(title, unit),
+            x_title=title,
             height_px=_CLASS_PX,
         )
         marks = []
         for i, (share, count) in enumerate(zip(shares, counts, strict=True)):
-            tip = in_unit(f"{names[i]} tokens: {share:.2%} of {name} ({count:,})", unit)
+            tip = f"{names[i]} tokens: {share:.2%} of {name} ({count:,})"
             marks += _class_bar(axes, i, share, LENGTH_COLORS[key], tip)
         most = max(range(len(shares)), key=shares.__getitem__)
         label = f"share of {name} by length: most, {format_share(shares[most])}, from {names[most]} tokens"
-        heading = f'<div class="panel-title">{in_unit(name, unit)}</div>'
-        panels.append(heading + panel(axes, marks, in_unit(label, unit)))
+        heading = f'<div class="panel-title">{name}</div>'
+        panels.append(heading + panel(axes, marks, label))
         cells.append([f"{count:,}, {format_share(share)}" for count, share in zip(counts, shares, strict=True)])
-    headings = (in_unit("length (tokens)", unit), *(in_unit(name, unit) for name in COUNTED.values()))
     return Figure(
         body="".join(panels),
-        label=in_unit("shares of documents, tokens and attention work by length class", unit),
-        numbers=NumberTable(headings, tuple(zip(names, *cells, strict=True))),
+        label="shares of documents, tokens and attention work by length class",
+        numbers=NumberTable(("length (tokens)", *COUNTED.values()), tuple(zip(names, *cells, strict=True))),
     )
 
 
-def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
-    """Share of documents, tokens and attention work in documents up to a length."""
+def cumulative_lengths_figure(profile: LengthProfile) -> Figure:
+    """Draw the share of documents, tokens and attention work in documents up to a length."""
     ticks = length_ticks(profile.shortest, profile.longest)
     axes = Axes(
         x=Scale(ticks[0].at, ticks[-1].at, is_log=True),
         y=Scale(0, 1.02),
         x_ticks=ticks,
         y_ticks=value_ticks(0, 1.0, "%"),
-        x_title=in_unit("up to this length (tokens)", unit),
+        x_title="up to this length (tokens)",
         height_px=_SHARES_PX,
     )
     marks, series = [], []
@@ -141,25 +139,26 @@ def cumulative_lengths_figure(profile: LengthProfile, unit: LengthUnit = "tokens
         values = [getattr(point, key) for point in profile.cumulative]
         points = ((axes.x.share(p.length), axes.y_px(v)) for p, v in zip(profile.cumulative, values, strict=True))
         marks.append(line(stairs(points), axes.height_px, LENGTH_COLORS[key]))
-        series.append((in_unit(name, unit), LENGTH_COLORS[key], values))
+        series.append((name, LENGTH_COLORS[key], values))
     curves = Curves("up to", [point.length for point in profile.cumulative], "%", series)
-    label = in_unit("cumulative shares of documents, tokens and attention work over length", unit)
+    label = "cumulative shares of documents, tokens and attention work over length"
     keys = legend((name, color, "solid") for name, color, _ in series)
     return Figure(body=keys + panel(axes, marks, label, curves), label=label)
 
 
-def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> Figure:
-    """What each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
+def window_cuts_figure(profile: LengthProfile) -> Figure:
+    """Draw what each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
     windows = [format_power_of_two(cut.window) for cut in profile.windows]
     columns = [
         [getattr(cut, key) / getattr(profile, total) for cut in profile.windows] for key, total, _ in WINDOW_CUTS
     ]
+    end = (max(map(max, columns)) or 1.0) * 1.05
     axes = Axes(
         x=Scale(-0.5, len(windows) - 0.5),
-        y=Scale(0, (max(map(max, columns)) or 1.0) * 1.05),
+        y=Scale(0, end),
         x_ticks=class_ticks(windows),
-        y_ticks=value_ticks(0, (max(map(max, columns)) or 1.0) * 1.05, "%"),
-        x_title=in_unit("context window (tokens)", unit),
+        y_ticks=value_ticks(0, end, "%"),
+        x_title="context window (tokens)",
         y_title="share cut",
         height_px=_SHARES_PX,
     )
@@ -167,19 +166,18 @@ def window_cuts_figure(profile: LengthProfile, unit: LengthUnit = "tokens") -> F
     kinds = zip(WINDOW_CUTS, columns, _CUT_MEANINGS, strict=True)
     for position, ((key, total, _), shares, meaning) in enumerate(kinds):
         for i, (share, cut) in enumerate(zip(shares, profile.windows, strict=True)):
-            tip = in_unit(f"window {windows[i]}: {share:.2%} {meaning} ({getattr(cut, key):,})", unit)
+            tip = f"window {windows[i]}: {share:.2%} {meaning} ({getattr(cut, key):,})"
             low = i - 0.36 + 0.24 * position
             span = axes.x.share(low), axes.x.share(low + 0.23)
             marks.append(rect(span, axes.y_px(share), axes.height_px - axes.y_px(share), LENGTH_COLORS[total], tip))
-    label = in_unit("what each context window cuts: documents, tokens, attention work", unit)
-    names = [in_unit(name, unit) for _, _, name in WINDOW_CUTS]
+    label = "what each context window cuts: documents, tokens, attention work"
     rows = []
     for i, (window, cut) in enumerate(zip(windows, profile.windows, strict=True)):
         counts = [getattr(cut, key) for key, _, _ in WINDOW_CUTS]
         cells = (f"{count:,}, {format_share(column[i])}" for count, column in zip(counts, columns, strict=True))
         rows.append((window, *cells))
-    keys = legend((name, LENGTH_COLORS[total], "fill") for name, (_, total, _) in zip(names, WINDOW_CUTS, strict=True))
-    numbers = NumberTable((in_unit("window (tokens)", unit), *names), tuple(rows))
+    keys = legend((name, LENGTH_COLORS[total], "fill") for _, total, name in WINDOW_CUTS)
+    numbers = NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(rows))
     return Figure(body=keys + panel(axes, marks, label), label=label, numbers=numbers)
 
 
@@ -188,14 +186,13 @@ def _shares(profile: LengthProfile, key: str) -> list[float]:
 
 
 def _class_bar(axes: Axes, at: int, share: float, color: str, tip: str) -> list[str]:
-    """A bar with its share over it; where it leaves the axis two gaps say that it goes on."""
+    """Draw a bar with its share over it; two gaps show that it is longer than the axis."""
     if not share:
         return []
     span = axes.x.share(at - 0.4), axes.x.share(at + 0.4)
     middle = (span[0] + span[1]) / 2
     is_broken = share > axes.y.high
-    # Something is never invisible.
-    top = 16.0 if is_broken else min(axes.y_px(share), axes.height_px - 1)
+    top = 16.0 if is_broken else min(axes.y_px(share), axes.height_px - 1)  # at least one pixel is seen
     marks = [rect(span, top, axes.height_px - top, color, tip)]
     if is_broken:
         marks += [rect((span[0] - 0.002, span[1] + 0.002), y, 2.5, "var(--card)") for y in (top + 12, top + 18)]
@@ -213,11 +210,8 @@ _LEAST_BAR, _MOST_BAR = 4, 20
 
 @dataclass(frozen=True)
 class LengthsTable:
-    """A rich renderable: totals, a histogram over length classes, and what windows cut.
-
-    It is as wide as the terminal; where that is narrow the last columns are left out, since a cut number is a wrong
-    one.
-    """
+    """Renders totals, a histogram over length classes, and what windows cut; in a narrow terminal the last columns are
+    left out, because a cut number is a wrong one."""
 
     profile: LengthProfile
     unit: LengthUnit = "tokens"
@@ -293,41 +287,37 @@ def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
 
 
 def _bare_table(headings: Sequence[str], bar_width: int = 0) -> Table:
-    """Columns without a heading are bars."""
+    """Make a table; columns without a heading are bars."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        if heading:
-            table.add_column(heading, justify="right", no_wrap=True)
-        else:
-            table.add_column("", min_width=bar_width, max_width=bar_width, no_wrap=True)
+        width = None if heading else bar_width
+        side = "right" if heading else "left"
+        table.add_column(heading, justify=side, no_wrap=True, min_width=width, max_width=width)
     return table
 
 
 def bar(share: float, width: int) -> str:
-    """A horizontal bar of `share` (0 to 1) of `width` columns, in eighths of a column; visible unless it is 0."""
-    eighths = round(share * width * 8)
-    if share > 0:
-        eighths = max(1, eighths)
+    """Draw a horizontal bar of `share` (0 to 1) of `width` columns, in eighths of a column; visible unless it is 0."""
+    eighths = max(1 if share > 0 else 0, round(share * width * 8))
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
 
 
-def length_figures(profile: LengthProfile, unit: LengthUnit, heading: str) -> list[tuple[str, str, str, Figure]]:
-    """(identifier, heading, how to read it, picture) of the shares by class, the cumulative ones, and what windows
-    cut where there are some."""
+def length_blocks(profile: LengthProfile, unit: LengthUnit, heading: str, level: int = 3) -> list[str]:
+    """Return figures in HTML of the shares by class, the cumulative ones, and what windows cut where there are some."""
     figures = [
-        ("classes", heading, read_classes(profile), length_classes_figure(profile, unit)),
-        ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile, unit)),
+        ("classes", heading, read_classes(profile), length_classes_figure(profile)),
+        ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile)),
     ]
     if profile.windows:
-        figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile, unit)))
-    return [(name, title, in_unit(read, unit), figure) for name, title, read, figure in figures]
+        figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile)))
+    return [in_unit(figure_html(*figure, level=level), unit) for figure in figures]
 
 
 def write_lengths_page(
     path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
 ) -> None:
     """Write the page, about 50 KB; the title is plain text."""
-    blocks = [figure_html(*figure, level=2) for figure in length_figures(profile, unit, "Where documents and work are")]
+    blocks = length_blocks(profile, unit, "Where documents and work are", level=2)
     head = [f"<h1>{escape(title)}</h1>", in_unit(_tiles(profile), unit)]
     Path(path).write_text(page_html(title, head + blocks, unit=unit), encoding="utf-8")
 
@@ -403,7 +393,7 @@ def write_lengths_png(
 
 
 def _cut_outlier(axes) -> None:
-    """As on the page: a bar far above all others goes on beyond the axis, with its number on it."""
+    """Let a bar far above all others leave the axis, as on the page, with its number on it."""
     end = axis_end([bar.get_height() for bar in axes.patches])
     axes.set_ylim(top=end)
     for bar in axes.patches:
@@ -417,7 +407,7 @@ def _cut_outlier(axes) -> None:
 def _grouped_bars(
     axes, lengths: list[int], series: list[tuple[str, str, list[int]]], profile: LengthProfile, unit: LengthUnit
 ) -> None:
-    """Bars at every length for each (name, total of the profile, counts), as shares of that total in its colour."""
+    """Draw bars at every length for each (name, total of the profile, counts), as shares of that total."""
     width = 0.8 / len(series)
     for position, (name, total, counts) in enumerate(series):
         center = (position - (len(series) - 1) / 2) * width

@@ -1,8 +1,8 @@
-"""The frame of a self-contained page: head, styles, scripts, and the rule that no byte comes from the network.
+"""Build self-contained pages: head, styles, scripts, figures; no byte comes from the network.
 
-Pictures are SVG in the page, so they are there at once, without a script and in print. A content security policy in
-the page itself forbids all loads: even a mistake in a picture cannot reach out. `<` is escaped inside data blocks, so
-no text can end its block early. Price: styles and scripts are 78 KB of a page with a step view, 21 KB without.
+Pictures are SVG in the page, so they are there at once, without a script and in print. A content security policy in the
+page forbids all loads. `<` is escaped inside data blocks, so no text can end its block early. Styles and scripts are 78
+KB of a page with a step view, 21 KB without.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _SCRIPTS = ("tip.js", "chart.js", "report.js")
 
 
 def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = (), unit: LengthUnit = "tokens") -> str:
-    """A whole document from finished HTML blocks; `scripts` are further ones of this package that they need."""
+    """Return a whole document from HTML blocks; `scripts` are further ones of this package that they need."""
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -47,7 +47,7 @@ def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = (), un
 
 
 def figure_html(identifier: str, heading: str, how_to_read: str, figure: Figure, level: int = 3) -> str:
-    """One figure, its heading of a level, its numbers where they are few, and HTML that says how to read it."""
+    """Return a figure with its heading, its numbers where they are few, and HTML that says how to read it."""
     title = f"{identifier}-title"
     return "\n".join(
         [
@@ -73,24 +73,23 @@ def _numbers(heading: str, numbers: NumberTable) -> str:
 
 
 def folded_html(kind: str, summary: str, body: str) -> str:
-    """Something that is shown when asked for, and in print; the body is HTML."""
+    """Return HTML that is folded, but not in print."""
     return f'<details class="{kind}"><summary>{escape(summary)}</summary>{body}</details>'
 
 
 def scrolled_html(label: str, table: str) -> str:
-    """A table that may be wider than the page; keys can move it, so it can have the focus."""
+    """Return a table that may be wider than the page; keys can move it, so it can have the focus."""
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{table}</div>'
 
 
 def data_block(identifier: str, json_text: str) -> str:
-    """JSON for a script of the page."""
-    # Inside a script element only "<" can end the block or open a comment; as \u003c it is the same JSON.
+    """Return JSON for a script of the page, in which "<", which could end the block, is \\u003c."""
     escaped = json_text.replace("<", "\\u003c")
     return f'<script type="application/json" id="{identifier}">{escaped}</script>'
 
 
 def definitions_html(kind: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """A definition list of (name, value in HTML); "" where there is none."""
+    """Return a definition list of (name, value in HTML); "" where there is none."""
     entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in pairs)
     return f'<dl class="{kind}">{entries}</dl>' if entries else ""
 

@@ -1,9 +1,9 @@
-"""Files of a run with one JSON object a line: `metrics.jsonl` (a row of fixed keys a step), `validation.jsonl`,
-`samples.jsonl` and `layouts.jsonl`, appended and read back.
+"""Append to and read the files of a run with one JSON object a line: `metrics.jsonl`, a row of fixed keys a step,
+`validation.jsonl`, `samples.jsonl` and `layouts.jsonl`.
 
-A run killed in the middle of a write leaves a torn last line. Reading reports it (a log warning) and goes on; anywhere
-else a broken line is an error. Appending after a torn line is refused until `drop_torn_line` has cut it off. Non-finite
-numbers are written as the strings "NaN", "Infinity" and "-Infinity" and read back as floats.
+A run killed in the middle of a write leaves a torn last line, which is left out with a log warning; anywhere else a
+broken line is an error. Appending after a torn line is refused until `drop_torn_line` has cut it off. Non-finite
+numbers of metrics are the strings "NaN", "Infinity" and "-Infinity".
 """
 
 import json
@@ -28,7 +28,7 @@ METRIC_KEYS = (
     *("pack_efficiency", "plan_time_s", "data_wait_s", "peak_memory_bytes", "predicted_peak_memory_bytes"),
     *("peak_process_bytes", "predicted_process_bytes", "deferred_documents", "mean_token_delay_steps", "layout"),
 )
-"""The keys of a row, in the order in which they are written. A value that does not exist is `None`."""
+"""The keys of a row, in the order in which they are written; values that do not exist are `None`."""
 
 MetricValue = int | float | str | None
 MetricRow = Mapping[str, MetricValue]
@@ -39,8 +39,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
-    """Add one step to the file, made if needed, as one line in the order of `METRIC_KEYS`. `DataError` where keys are
-    missing or unknown, or the file ends in a torn line."""
+    """Append a step to the file, made if needed; `DataError` where keys are missing or unknown, or the file ends in a
+    torn line."""
     if wrong := _wrong_keys(row.keys()):
         raise DataError(
             f"metrics of step {row.get('step', '?')}: {wrong}; give exactly METRIC_KEYS, with None for a value that "
@@ -58,21 +58,23 @@ def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, MetricValue]]:
-    """All rows in file order; a torn last line is left out with a log warning. `DataError` where there is no file, or
-    another line, named by its number, is not a row of the fixed keys."""
+    """Read all rows in file order; `DataError` where there is no file, or a line is no row of the fixed keys."""
     try:
-        text = Path(path).read_bytes()
+        lines = _whole_lines(path)
     except FileNotFoundError as error:
         raise DataError(f"no metrics file {path}; give the metrics.jsonl of a run") from error
-    lines = text.split(b"\n")
-    torn = lines.pop()
-    if torn:
-        _LOG.warning("%s: left out the torn last line %d (%d bytes)", path, len(lines) + 1, len(torn))
     return [_decode(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
+def _whole_lines(path: str | os.PathLike[str]) -> list[bytes]:
+    *lines, torn = Path(path).read_bytes().split(b"\n")
+    if torn:
+        _LOG.warning("%s: left out the torn last line %d (%d bytes)", path, len(lines) + 1, len(torn))
+    return lines
+
+
 def drop_torn_line(path: str | os.PathLike[str]) -> str:
-    """Cut an unfinished last line off the file, as a resumed run must; returns the text cut off."""
+    """Cut a torn last line off the file, as a resumed run must, and return it."""
     if not os.path.exists(path):
         return ""
     content = Path(path).read_bytes()
@@ -84,13 +86,13 @@ def drop_torn_line(path: str | os.PathLike[str]) -> str:
 
 
 def latest_per_step(rows: Iterable[MetricRow]) -> list[MetricRow]:
-    """Rows by ascending step, the last written of each: a resumed run repeats the steps it lost."""
+    """Return rows by ascending step, the last written of each: a resumed run repeats the steps it lost."""
     latest = {row["step"]: row for row in rows}
     return sorted(latest.values(), key=lambda row: float(row["step"] or 0))
 
 
 def predicted_part_seconds(row: MetricRow) -> float | None:
-    """The part of a step's measured time that its prediction is of: all but what ranks tell each other around it."""
+    """Return the measured seconds that a prediction is of: all but what ranks exchange around the step."""
     step_s, exchange_s = row["step_time_s"], row["exchange_s"]
     return None if step_s is None else float(step_s) - float(exchange_s or 0.0)
 
@@ -113,7 +115,7 @@ def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
         raise DataError(f"{where} is not JSON ({error}); remove the line or restore the file") from error
     if wrong := _wrong_keys(row if isinstance(row, dict) else ()):
         raise DataError(f"{where} is not a metrics row: {wrong}; is it a file of another version?")
-    # Words that stand for numbers, in all but the one column of text.
+    # "layout" is the one column of text.
     return {
         key: _NON_FINITE.get(value, value) if isinstance(value, str) and key != "layout" else value
         for key, value in ((key, row[key]) for key in METRIC_KEYS)
@@ -121,8 +123,7 @@ def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
 
 
 def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) -> None:
-    """Add structs to a file of JSON lines (`validation.jsonl`, `samples.jsonl`, `layouts.jsonl`), made if needed;
-    without rows no file is made."""
+    """Append structs to a file of JSON lines, made if needed; without rows no file is made."""
     lines = [msgspec.json.encode(row) + b"\n" for row in rows]
     if lines:
         with open(path, "ab") as file:
@@ -130,33 +131,23 @@ def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) ->
 
 
 def read_validations(path: str | os.PathLike[str]) -> tuple[Validation, ...]:
-    """Read `validation.jsonl` by ascending step; of a pass that a resumed run repeated the last one.
-
-    Raises:
-        DataError: a whole line is no pass over validation data.
-    """
+    """Read `validation.jsonl` by ascending step, the last of passes that a resumed run repeated; `DataError` where a
+    whole line is none."""
     latest = {(one.step, one.of_average): one for one in _read_rows(path, Validation, "pass over validation data")}
     return tuple(latest[key] for key in sorted(latest))
 
 
 def read_decisions(path: str | os.PathLike[str]) -> tuple[LayoutDecision, ...]:
-    """Read `layouts.jsonl` by ascending step; of a step that a resumed run repeated the last decision.
-
-    Raises:
-        DataError: a whole line is no decision about a layout.
-    """
+    """Read `layouts.jsonl` by ascending step, the last of decisions that a resumed run repeated; `DataError` where a
+    whole line is none."""
     latest = {one.step: one for one in _read_rows(path, LayoutDecision, "decision about a layout")}
     return tuple(latest[step] for step in sorted(latest))
 
 
 def _read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
-    """Structs of a file, none where there is no file; a torn last line is left out."""
-    try:
-        *lines, _ = Path(path).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
+    """Read the structs of a file, none where there is no file."""
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_whole_lines(path) if os.path.exists(path) else (), start=1):
         try:
             rows.append(msgspec.json.decode(line, type=kind))
         except msgspec.MsgspecError as error:

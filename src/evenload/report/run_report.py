@@ -1,7 +1,4 @@
-"""`RunReport`: everything a report page shows, as data; and the figures and curves of a trained run.
-
-A run has one section for every strategy or configuration; comparison rows put them side by side.
-"""
+"""Hold everything a report page shows (`RunReport`), and make the figures and curves of a trained run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +26,7 @@ from evenload.types.timeline import Timeline, TimeSplit
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepView:
-    """One step that can be looked at: at least one timeline; without a plan the page cannot say what packs hold."""
+    """One step with at least one timeline; without a plan the page cannot show what packs hold."""
 
     step: int
     predicted: Timeline | None = None
@@ -37,7 +34,7 @@ class StepView:
     plan: StepPlan | None = None
 
     def timelines(self) -> dict[str, Timeline]:
-        """The timelines there are, predicted before measured."""
+        """Return the timelines by origin, predicted before measured."""
         both = {"predicted": self.predicted, "measured": self.measured}
         return {origin: timeline for origin, timeline in both.items() if timeline is not None}
 
@@ -49,12 +46,12 @@ class RunSection:
     Args:
         name: heading and legend entry; unique in a report.
         metrics: rows of `metrics.jsonl`, in file order; empty when nothing was trained.
-        steps: what can be looked at, ascending.
+        steps: those with details, ascending.
         time_split: where the predicted time goes, mean over the steps.
         memory_limit_bytes: drawn as a line.
         notes: sentences shown with the name.
         validations: losses of the validation data, ascending.
-        layout_decisions: what was decided about the layout before every step; () where it cannot change.
+        layout_decisions: about every step; () where the layout cannot change.
     """
 
     name: str
@@ -67,12 +64,12 @@ class RunSection:
     layout_decisions: tuple[LayoutDecision, ...] = ()
 
     def timelines(self) -> dict[str, tuple[tuple[Timeline, StepPlan | None], ...]]:
-        """(timeline, plan) of all steps by origin, predicted before measured."""
-        found: dict[str, list[tuple[Timeline, StepPlan | None]]] = {"predicted": [], "measured": []}
-        for view in self.steps:
-            for origin, timeline in view.timelines().items():
-                found[origin].append((timeline, view.plan))
-        return {origin: tuple(steps) for origin, steps in found.items() if steps}
+        """Return (timeline, plan) of all steps by origin, predicted before measured."""
+        of_origins = {
+            origin: tuple((view.timelines()[origin], view.plan) for view in self.steps if origin in view.timelines())
+            for origin in ("predicted", "measured")
+        }
+        return {origin: steps for origin, steps in of_origins.items() if steps}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,11 +77,13 @@ class RunReport:
     """A whole page.
 
     Args:
-        headline: the outcome in one sentence, without its full stop; "" = none.
+        headline: the result in one sentence, without its full stop; "" = none.
         facts: (name, value) pairs: hardware, model, data, layout, strategy, seed, versions.
-        comparison: one row a strategy; keys as `evenload plan --json`, and
-            `measured_step_time_s`, `measured_tokens_per_s` of `evenload bench`.
-        best: name of the comparison row to mark; "" marks none.
+        sections: one for each strategy or configuration.
+        comparison: one row for each strategy; keys as of `evenload plan --json`, and `measured_step_time_s`,
+            `measured_tokens_per_s` of `evenload bench`.
+        best: name of the row to mark; "" = none.
+        ledger: lines about what became of all tokens.
         lengths: of the documents of all steps.
     """
 
@@ -113,7 +112,7 @@ _READ_LOSS = (
 
 
 def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list[str]:
-    """Predicted and measured step time; loss and speed where no figure shows them for several runs."""
+    """Return figures of predicted and measured step time, and of loss and speed where the run is alone."""
     blocks = [
         figure_html(
             f"{identifier}-time",
@@ -136,7 +135,7 @@ def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list
 
 
 def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[str]:
-    """Speed and loss of all trained runs, each in one figure."""
+    """Return figures of the loss and the speed of all trained runs."""
     runs = {section.name: section.metrics for section in sections}
     validations = {section.name: section.validations for section in sections}
     return [
@@ -146,6 +145,7 @@ def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[
 
 
 def tiles_html(section: RunSection) -> str:
+    """Return the main numbers of a trained run."""
     rows = latest_per_step(section.metrics)
     measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
     part_s = predicted_part_seconds({"step_time_s": measured, "exchange_s": typical(rows, "exchange_s")})
@@ -155,11 +155,7 @@ def tiles_html(section: RunSection) -> str:
     tiles = (
         ("steps", f"{len(rows):,}", ""),
         ("loss, last step", _loss(rows[-1]), f"first {_loss(rows[0])}"),
-        (
-            "step time, measured",
-            format_seconds(measured),
-            f"{meaning}; predicted {format_seconds(predicted)}, {off}",
-        ),
+        ("step time, measured", format_seconds(measured), f"{meaning}; predicted {format_seconds(predicted)}, {off}"),
         ("tokens/s, measured", format_count(typical(rows, "tokens_per_s")), f"{meaning}; real tokens"),
         ("bubble, measured", format_percent(typical(rows, "bubble_fraction")), meaning),
         ("memory, peak of all steps", format_bytes(peak), f"predicted {format_bytes(predicted_peak)}"),

@@ -1,8 +1,8 @@
-"""The step view of a page: any strategy, step and replica as timeline, memory and documents, drawn in the browser.
+"""Show any strategy, step and replica of a page as timeline, memory and documents, drawn in the browser.
 
-All timelines and plans of a report travel as packed columns; a choice in the page unpacks what it needs and draws it on
-canvases, with true widths at every zoom. So the page opens at once however many steps it holds. Price: predicted and
-measured timelines of 16 stages and 512 packs are drawn in 0.4 s and add 0.4 MB to the page.
+Timelines and plans are packed columns in the page, which are unpacked and drawn when they are chosen, so the page opens
+at once however many steps it holds. Predicted and measured timelines of 16 stages and 512 packs are drawn in 0.4 s and
+add 0.4 MB to the page.
 """
 
 import base64
@@ -22,25 +22,21 @@ from evenload.types.plan import StepPlan
 from evenload.types.timeline import COUNTED_KINDS, KINDS, MEMORY_KINDS, SIDE_KINDS, Timeline
 
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
-# Numpy columns as compact text inside a page: integers of least width, gzip, base64; a few bytes a task. Times and
-# bytes are stored as differences, which compress to a fraction. `packed_columns.js` is the inverse.
-
-_LEVEL = 9
 
 
 def pack_columns(columns: Mapping[str, NDArray | Sequence[int]]) -> tuple[str, list[tuple[str, str, int]]]:
-    """Encode one-dimensional columns.
+    """Encode one-dimensional columns as compact text, a few bytes a task; `packed_columns.js` is the inverse.
 
     Integers take the narrowest type that holds them (beyond 32 bits float64, exact to 2**53); floats stay float64.
 
     Returns:
-        Base64 text, and per column its (name, type, length) in the order in which the bytes lie; types as `u1 i1 u2 i2
-        u4 i4 f8`, little-endian, widest first so that every column is aligned.
+        Base64 text of the gzipped bytes, and (name, type, length) of each column in their order; types `u1 i1 u2 i2 u4
+        i4 f8`, little-endian, widest first so that every column is aligned.
     """
     narrowed = [(name, _narrow(np.asarray(column))) for name, column in columns.items()]
     narrowed.sort(key=lambda item: -item[1].dtype.itemsize)
     # A fixed time stamp, so that the same report has the same bytes.
-    content = gzip.compress(b"".join(column.tobytes() for _, column in narrowed), _LEVEL, mtime=0)
+    content = gzip.compress(b"".join(column.tobytes() for _, column in narrowed), 9, mtime=0)
     directory = [(name, column.dtype.str[1:], len(column)) for name, column in narrowed]
     return base64.b64encode(content).decode("ascii"), directory
 
@@ -56,22 +52,23 @@ def _narrow(column: NDArray) -> NDArray:
     return column.astype("<f8")
 
 
-# Timeline: tasks sorted by lane (replica, pipeline rank) and start. Times count whole units of `unit_s`, a power of ten
-# seconds, rounded once: a task stores the gap since the task before it on its lane ended, and its length, so neighbours
-# that touch in the timeline touch on the screen. Memory samples store time and KiB as differences, by kind where the
-# timeline knows. Plan: documents, packs and slices as in `StepPlan`, documents by index. O(n log n).
-
 _KIB = 1024
-# The largest difference that stays within int32, whatever the order of the tasks.
 _MOST_UNITS = 2**31 - 1
+"""The largest difference that fits int32, whatever the order of the tasks."""
 _SIDE_KINDS_IN_ROWS = ("recompute", "offload", "reload")
 _SIDE_KINDS_AT_END = ("reduction", "optimizer", "gather")
 
 DataBlock = tuple[str, dict[str, Any]]
-"""(text of the data block, what the page must know to read it)."""
+"""(text of the data block, what the page needs to read it)."""
 
 
 def timeline_block(timeline: Timeline) -> DataBlock:
+    """Encode a timeline: tasks sorted by lane (replica, pipeline rank) and start, and memory samples. O(n log n).
+
+    Times count whole units of `unit_s`, a power of ten seconds, rounded once: a task stores the gap since the last one
+    on its lane, and its length, so neighbours touch on the screen. Samples store time and KiB as differences, which
+    compress well, by kind where the timeline knows it.
+    """
     unit_s = _unit_s(timeline)
     lane_of_task = _lane_key(timeline.dp_rank, timeline.rank)
     lane_of_sample = _lane_key(timeline.memory_dp_rank, timeline.memory_rank)
@@ -119,7 +116,7 @@ def timeline_block(timeline: Timeline) -> DataBlock:
 def _side_columns(
     timeline: Timeline, lanes: NDArray[np.int64], unit_s: float
 ) -> tuple[dict[str, NDArray], list[tuple[str, float, float]]]:
-    """Side tasks that stand in the rows of ranks, and (name, start, end in seconds) of what ends the step."""
+    """Encode side tasks inside packs; return them, and (name, start, end in seconds) of what ends the step."""
     side = timeline.side
     if side is None:
         return {}, []
@@ -130,9 +127,7 @@ def _side_columns(
     tail = []
     packs_end_s = float(timeline.end_s.max(initial=0.0))
     for name in _SIDE_KINDS_AT_END:
-        of_kind = side.kind == SIDE_KINDS.index(name)
-        # Sums of gradients beside packs are not what ends the step.
-        of_kind &= side.end_s > packs_end_s
+        of_kind = (side.kind == SIDE_KINDS.index(name)) & (side.end_s > packs_end_s)
         if of_kind.any():
             start_s = max(packs_end_s, float(side.start_s[of_kind].min()))
             tail.append((name, start_s, float(side.end_s[of_kind].max())))
@@ -147,7 +142,7 @@ def _side_columns(
 def _memory_columns(
     timeline: Timeline, samples: NDArray[np.int64], sample_lane: NDArray[np.int64]
 ) -> dict[str, NDArray[np.int64]]:
-    """KiB as differences: in all ("kib"), or by every kind that is ever held, whose sum is all."""
+    """Encode KiB as differences: in all ("kib"), or by every kind that is ever held."""
     by_kind = timeline.memory_kind_bytes
     if by_kind is None:
         return {"kib": _differences(np.rint(timeline.memory_bytes[samples] / _KIB).astype(np.int64), sample_lane)}
@@ -164,7 +159,7 @@ def _sampled_at_tasks(
     lane: NDArray[np.int64],
     num_lanes: int,
 ) -> bool:
-    """Samples lie at 0 and at start and end of every task, as the simulator takes them: their times need no room."""
+    """Whether samples are at 0 and at start and end of every task, as the simulator's: their times can be left out."""
     if len(sampled) != 2 * len(start) + num_lanes:
         return False
     pairs = np.stack([start, end], axis=1).ravel()
@@ -175,6 +170,7 @@ def _sampled_at_tasks(
 
 
 def plan_block(plan: StepPlan) -> DataBlock:
+    """Encode documents, packs and slices, which name documents by index."""
     index = {document.doc_id: position for position, document in enumerate(plan.documents)}
     packs = [
         (r.dp_rank, d, pack) for r in plan.pack_plans for d, part in enumerate((r.forward, r.backward)) for pack in part
@@ -210,7 +206,7 @@ def _lane_key(dp_rank: NDArray[np.int32], rank: NDArray[np.int32]) -> NDArray[np
 
 
 def _unit_s(timeline: Timeline) -> float:
-    """The finest power of ten of seconds in which the whole step fits int32."""
+    """Return the finest power of ten of seconds in which the whole step fits int32."""
     longest = max(
         timeline.step_time_s, float(timeline.end_s.max(initial=0)), float(timeline.memory_time_s.max(initial=0))
     )
@@ -221,7 +217,7 @@ def _unit_s(timeline: Timeline) -> float:
 
 
 def _differences(values: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Differences to the value before, on each lane; the first one is kept."""
+    """Return differences to the value before, on each lane; the first one is kept."""
     result = values.copy()
     same = lane[1:] == lane[:-1]
     result[1:][same] -= values[:-1][same]
@@ -234,7 +230,7 @@ STEP_VIEW_SCRIPTS = (
     *("step_controls.js", "step_link.js", "step_pointer.js", "step_view.js"),
 )
 _STYLE_KEYS = ("even", "odd", "thin", "textEven", "textOdd", "name")
-"""Fields of `KindStyle`, as the page's scripts call them."""
+"""Fields of `KindStyle` in the page's scripts."""
 _READ = (
     "Every row is a pipeline rank, every bar one pack on one stage: <b>blue</b> forward, <b>orange</b> backward, light "
     "and dark in turn so that neighbours show. <b>Grey</b> is time in which the rank computes no pack. All timelines "
@@ -249,13 +245,13 @@ _READ = (
 
 
 def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Collection[str] = ()) -> str:
-    """The figure with all steps of the sections that have some, the best one first; "" where none has."""
+    """Return the figure with all steps of all sections, the best one first; "" where there are no steps."""
     sections = [section for section in sections if section.steps]
     if not sections:
         return ""
     names = [section.name for section in sections]
     first = names.index(best) if best in names else 0
-    # Beside the best stands what it is compared with everywhere.
+    # The best is compared with the baseline, as everywhere.
     compare = names.index(_BASELINE) if _BASELINE in names and names[first] != _BASELINE else -1
     blocks: list[str] = []
     index = {
@@ -305,7 +301,7 @@ def _section(section: RunSection, blocks: list[str], best: str, refused: Collect
 
 
 def _label(section: RunSection, *, is_best: bool, is_refused: bool) -> str:
-    """A choice in the page. Trained runs have no time here: the view shows single steps, the comparison the run."""
+    """Return the label of a choice. Trained runs have no time here: the view shows single steps."""
     label = f"{section.name} ★" if is_best else section.name
     remarks = ["does not fit"] if is_refused else []
     if not section.metrics:

@@ -1,9 +1,9 @@
-"""Pictures of a page as SVG text: marks, colours, axes, and the panels and rows they form (`Figure`).
+"""Draw pictures as SVG text: marks, colours, axes, and the panels and rows they form (`Figure`).
 
 Across, a place is a share of the picture's width (0 to 1) and becomes a percentage; down, it is pixels. So bars, dots
-and texts move with the page, without a script, while letters and line widths stay as they are. Lines and shapes, which
-have no percentages in SVG, stand in an inner picture that is stretched, with strokes that are not. All texts are
-escaped here. Why no library: docs/decisions/21-documentation-and-reports.md.
+and texts move with the page, without a script, while letters and line widths stay. Lines and shapes, which have no
+percentages in SVG, are in an inner picture that is stretched, with strokes that are not. All texts are escaped here.
+Why no library: docs/decisions/21-documentation-and-reports.md.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
-from evenload.report.units import format_count, format_power_of_two
+from evenload.report.units import SECOND_UNITS, format_count, format_power_of_two
 
 Point = tuple[float, float | None]
 """Share of the width, pixels from the top; None breaks a line."""
@@ -24,46 +24,48 @@ _DASHES = {"solid": "", "dash": "7 5", "dot": "2 4", "dashdot": "8 4 2 4"}
 
 
 def rect(span: tuple[float, float], top_px: float, height_px: float, color: str, tip: str = "") -> str:
-    """A bar over a span of the width."""
+    """Draw a bar over a span of the width."""
     low, high = span
     place = f'x="{_percent(low)}" width="{_percent(high - low)}" y="{top_px:g}" height="{height_px:.4g}"'
     return f'<rect {place} fill="{color}"{_tip(tip)}/>'
 
 
 def dot(x: float, y_px: float, color: str, *, hollow: bool = False, radius_px: float = 3.2, tip: str = "") -> str:
-    look = f'fill="none" stroke="{color}" stroke-width="1.4"' if hollow else f'fill="{color}"'
-    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" {look}{_tip(tip)}/>'
+    """Draw a circle."""
+    style = f'fill="none" stroke="{color}" stroke-width="1.4"' if hollow else f'fill="{color}"'
+    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" {style}{_tip(tip)}/>'
 
 
 def triangle(x: float, y_px: float, color: str, *, up: bool, tip: str = "") -> str:
+    """Draw a triangle that points up or down."""
     path = "M-7 5H7L0 -7Z" if up else "M-7 -5H7L0 7Z"
     body = f'<path d="{path}" fill="{color}"{_tip(tip)}/>'
     return f'<svg x="{_percent(x)}" y="{y_px:.5g}" overflow="visible">{body}</svg>'
 
 
 def text(
-    x: float, y_px: float, words: str, *, anchor: str = "middle", dx_px: float = 0, kind: str = "", color: str = ""
+    x: float, y_px: float, content: str, *, anchor: str = "middle", dx_px: float = 0, kind: str = "", color: str = ""
 ) -> str:
-    """Words at a place; `anchor` is start, middle or end, `kind` a class of the style sheet."""
-    look = f' class="{kind}"' if kind else ""
-    look += f' style="fill:{color}"' if color else ""
+    """Write a text; `anchor` is start, middle or end, `kind` a class of the style sheet."""
+    style = f' class="{kind}"' if kind else ""
+    style += f' style="fill:{color}"' if color else ""
     shift = f' dx="{dx_px:g}"' if dx_px else ""
-    return f'<text x="{_percent(x)}" y="{y_px:.5g}" text-anchor="{anchor}"{shift}{look}>{escape(words)}</text>'
+    return f'<text x="{_percent(x)}" y="{y_px:.5g}" text-anchor="{anchor}"{shift}{style}>{escape(content)}</text>'
 
 
 def rule(y_px: float, kind: str) -> str:
-    """A horizontal line over the whole width."""
+    """Draw a horizontal line over the whole width."""
     return f'<line x1="0%" x2="100%" y1="{y_px:.5g}" y2="{y_px:.5g}" class="{kind}"/>'
 
 
 def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
-    """A vertical line."""
+    """Draw a vertical line."""
     at = _percent(x)
     return f'<line x1="{at}" x2="{at}" y1="{top_px:g}" y2="{bottom_px:g}" class="{kind}"/>'
 
 
 def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid", width_px: float = 2) -> str:
-    """A line through points, broken where one has no height; a point alone becomes a short dash."""
+    """Draw a line through points, broken where one has no height; a point alone becomes a short dash."""
     parts: list[list[Point]] = [[]]
     for point in points:
         if point[1] is None:
@@ -72,25 +74,25 @@ def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid
             parts[-1].append(point)
     path = "".join(_path(part) + ("h1" if len(part) == 1 else "") for part in parts if part)
     dashes = f' stroke-dasharray="{_DASHES[dash]}"' if _DASHES[dash] else ""
-    look = f'fill="none" stroke="{color}" stroke-width="{width_px:g}" stroke-linejoin="round" stroke-linecap="round"'
-    return _stretched(f'<path d="{path}" {look}{dashes} vector-effect="non-scaling-stroke"/>', height_px)
+    style = f'fill="none" stroke="{color}" stroke-width="{width_px:g}" stroke-linejoin="round" stroke-linecap="round"'
+    return _stretched(f'<path d="{path}" {style}{dashes} vector-effect="non-scaling-stroke"/>', height_px)
 
 
 def shape(points: Sequence[Point], height_px: int, color: str, fill: str, tip: str = "") -> str:
-    """A closed outline."""
-    look = f'fill="{fill}" stroke="{color}" stroke-width="1.2"'
-    path = f'<path d="{_path(points)}Z" {look}{_tip(tip)} vector-effect="non-scaling-stroke"/>'
+    """Draw a closed outline."""
+    style = f'fill="{fill}" stroke="{color}" stroke-width="1.2"'
+    path = f'<path d="{_path(points)}Z" {style}{_tip(tip)} vector-effect="non-scaling-stroke"/>'
     return _stretched(path, height_px)
 
 
 def stairs(points: Iterable[tuple[float, float]]) -> list[Point]:
-    """A line that keeps its height until the next point."""
-    found: list[Point] = []
+    """Return a line that keeps its height until the next point."""
+    corners: list[Point] = []
     for x, y_px in points:
-        if found:
-            found.append((x, found[-1][1]))
-        found.append((x, y_px))
-    return found
+        if corners:
+            corners.append((x, corners[-1][1]))
+        corners.append((x, y_px))
+    return corners
 
 
 def _path(points: Iterable[Point]) -> str:
@@ -106,8 +108,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.5g}%"
 
 
-def _tip(words: str) -> str:
-    return f' data-tip="{escape(words)}"' if words else ""
+def _tip(content: str) -> str:
+    return f' data-tip="{escape(content)}"' if content else ""
 
 
 # Colours that colour-blind readers tell apart, legible on white and on near-black: hues after Okabe and Ito, "Color
@@ -116,8 +118,8 @@ def _tip(words: str) -> str:
 
 
 class KindStyle(NamedTuple):
-    """How tasks of one kind look: colour of even and odd packs and of those too thin to tell apart, the text on each
-    of the first two, and the legend's name."""
+    """Colours of tasks of one kind: even and odd packs, those too thin to tell apart, the text on the first two; and
+    their name."""
 
     even: str
     odd: str
@@ -191,23 +193,16 @@ violet and orange, the end of the step brown."""
 
 
 def series_style(index: int) -> tuple[str, str]:
+    """Return the colour and the dash of a series."""
     return SERIES[index % len(SERIES)], DASHES[(index // len(SERIES)) % len(DASHES)]
 
 
 def text_on(color: str) -> str:
-    """Black or white, whichever is easier to read on a colour: the larger contrast of WCAG 2."""
-    luminance = _luminance(color)
-    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
-
-
-def _luminance(color: str) -> float:
+    """Return black or white, whichever has the larger contrast of WCAG 2 on a colour."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-_STEPS = (1, 2, 5, 10)
-_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
 
 
 @dataclass(frozen=True)
@@ -219,6 +214,7 @@ class Scale:
     is_log: bool = False
 
     def share(self, value: float) -> float:
+        """Return the place of a value."""
         low, high, at = self.low, self.high, value
         if self.is_log:
             low, high, at = math.log(low), math.log(high), math.log(value)
@@ -227,7 +223,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Tick:
-    """A place on an axis and its label; on a narrow page only every so many are shown."""
+    """A place on an axis and its label; minor ones are not shown on a narrow page."""
 
     at: float
     label: str
@@ -235,22 +231,22 @@ class Tick:
 
 
 def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within the bounds, about `count`."""
+    """Return about `count` multiples of 1, 2 or 5 times a power of ten within the bounds."""
     if not high > low:
         return [low]
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in _STEPS if power * factor >= rough * 0.8)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.8)
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def tick_labels(values: Sequence[float], kind: str) -> list[str]:
-    """All labels of an axis in one unit: "s", "%", "×", "count" or "" for plain numbers."""
+    """Label an axis in one unit: "s", "%", "×", "count" or "" for plain numbers."""
     most = max((abs(value) for value in values), default=0.0)
     step = abs(values[1] - values[0]) if len(values) > 1 else most
     if kind == "s":
-        unit_s, name = next(((u, n) for u, n in _SECOND_UNITS if most >= u * 0.9999), _SECOND_UNITS[-1])
+        unit_s, name = next(((u, n) for u, n in SECOND_UNITS if most >= u * 0.9999), SECOND_UNITS[-1])
         return [f"{_plain(value / unit_s, step / unit_s)} {name}" for value in values]
     if kind == "%":
         return [f"{_plain(100 * value, 100 * step)} %" for value in values]
@@ -260,40 +256,40 @@ def tick_labels(values: Sequence[float], kind: str) -> list[str]:
 
 
 def value_ticks(low: float, high: float, kind: str, count: int = 5) -> list[Tick]:
-    """About `count` round ticks, labelled as by `tick_labels`."""
+    """Return about `count` round ticks, labelled by `tick_labels`."""
     at = round_ticks(low, high, count)
     return [Tick(value, label) for value, label in zip(at, tick_labels(at, kind), strict=True)]
 
 
 def step_ticks(first: int, last: int) -> list[Tick]:
-    """Ticks of whole steps, every other one left out on a narrow page."""
-    found = [round(value) for value in round_ticks(first, last, 10)]
-    whole = list(dict.fromkeys(value for value in found if first <= value <= last)) or [first]
+    """Return ticks of whole steps, of which every other one is minor."""
+    rounded = [round(value) for value in round_ticks(first, last, 10)]
+    whole = list(dict.fromkeys(value for value in rounded if first <= value <= last)) or [first]
     return [Tick(value, f"{value:,}", is_minor=bool(i % 2)) for i, value in enumerate(whole)]
 
 
 def length_ticks(shortest: int, longest: int) -> list[Tick]:
-    """Powers of two around lengths."""
+    """Return ticks of powers of two around lengths."""
     powers = range(shortest.bit_length() - 1, longest.bit_length() + 1)
     every = max(1, math.ceil(len(powers) / 7))
     return [Tick(2**k, format_power_of_two(2**k), is_minor=bool(i % every)) for i, k in enumerate(powers)]
 
 
 def class_ticks(labels: Sequence[str]) -> list[Tick]:
-    """Labels of classes, one place each."""
+    """Return a tick for each class."""
     every = max(1, math.ceil(len(labels) / 8))
     return [Tick(i, label, is_minor=bool(i % every)) for i, label in enumerate(labels)]
 
 
 def _plain(value: float, step: float) -> str:
-    """As many decimals as tell two ticks apart."""
+    """Format with as many decimals as tell two ticks apart."""
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
     return f"{value:,.{min(6, decimals)}f}" if value else "0"
 
 
 @dataclass(frozen=True)
 class NumberTable:
-    """Holds what a picture shows as numbers: headings, then a row of cells each, the first names the row."""
+    """The numbers of a picture: headings, and rows, each with its name first."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -301,7 +297,7 @@ class NumberTable:
 
 @dataclass(frozen=True)
 class Figure:
-    """Holds a picture in HTML, one sentence that says what it shows, and its numbers where they are few."""
+    """A picture in HTML, one sentence that describes it, and its numbers where they are few."""
 
     body: str
     label: str
@@ -310,7 +306,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Axes:
-    """Of a panel: ticks and a title on both sides, and the room for the labels on the left."""
+    """Scales, ticks and titles of a panel, the width of the labels on the left, and its height."""
 
     x: Scale
     y: Scale
@@ -322,13 +318,13 @@ class Axes:
     height_px: int = 250
 
     def y_px(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return the pixels of a value from the top."""
         return self.height_px * (1 - self.y.share(value))
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What pointing at a panel shows: values of every series at the nearest x; `kind` as in `axes.tick_labels`."""
+    """Values of every series that pointing at a panel shows at the nearest x; `kind` as of `tick_labels`."""
 
     x_name: str
     x: Sequence[float]
@@ -337,7 +333,7 @@ class Curves:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self, axes: Axes) -> str:
-        """For the script: the places of the values are those of the axes."""
+        """Encode for the page's script, with places on the axes."""
         series = [{"name": n, "color": c, "values": [_short(v) for v in values]} for n, c, values in self.series]
         places = [round(axes.x.share(value), 5) for value in self.x]
         data = {"xName": self.x_name, "x": [_short(v) for v in self.x], "at": places, "kind": self.kind}
@@ -345,7 +341,7 @@ class Curves:
 
 
 def panel(axes: Axes, marks: Iterable[str], label: str, curves: Curves | None = None) -> str:
-    """Marks within axes; with `curves` it can be pointed at and walked through by arrow keys."""
+    """Draw marks within axes; with `curves` they can be pointed at and read by arrow keys."""
     height = axes.height_px
     parts = [rule(axes.y_px(tick.at), "grid") for tick in axes.y_ticks]
     parts += [
@@ -378,8 +374,7 @@ def rows_chart(
     names_px: int = 120,
     notes_px: int = 170,
 ) -> str:
-    """Rows of (name, marks, note) on one axis: beside each other on a wide page, name and note over the marks on a
-    narrow one."""
+    """Draw rows of (name, marks, note) on one axis; on a narrow page name and note are above the marks."""
     lines = "".join(upright(x.share(tick.at), 0, row_px, "grid") for tick in ticks)
     parts = []
     for name, marks, note in rows:
@@ -389,8 +384,8 @@ def rows_chart(
             f'<span class="value">{escape(note)}</span></div>'
         )
     if ticks:
-        words = "".join(text(x.share(tick.at), 14, tick.label, kind=_tick_kind(tick)) for tick in ticks)
-        axis = f'<svg class="plot" width="100%" height="20" overflow="visible" aria-hidden="true">{words}</svg>'
+        labels = "".join(text(x.share(tick.at), 14, tick.label, kind=_tick_kind(tick)) for tick in ticks)
+        axis = f'<svg class="plot" width="100%" height="20" overflow="visible" aria-hidden="true">{labels}</svg>'
         parts.append(f'<div class="row ticks"><span class="name"></span>{axis}<span class="value"></span></div>')
     below = f'<div class="x-title">{escape(title)}</div>' if title else ""
     style = f"--names:{names_px}px;--notes:{notes_px}px"
@@ -399,12 +394,12 @@ def rows_chart(
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> str:
-    """(name, colour, kind) with a swatch each; kinds: "fill", or a line's dash."""
+    """Draw a legend of (name, colour, kind); kinds are "fill", or a line's dash."""
     parts = []
     for name, color, kind in entries:
-        look = f"background:{color}" if kind == "fill" else f"border-top:2px {_BORDERS[kind]} {color}"
+        style = f"background:{color}" if kind == "fill" else f"border-top:2px {_BORDERS[kind]} {color}"
         of_line = "" if kind == "fill" else ' class="line"'
-        parts.append(f'<span><i{of_line} style="{look}"></i>{escape(name)}</span>')
+        parts.append(f'<span><i{of_line} style="{style}"></i>{escape(name)}</span>')
     return f'<div class="legend">{"".join(parts)}</div>' if parts else ""
 
 
@@ -412,7 +407,7 @@ _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "das
 
 
 def names_width_px(names: Iterable[str], most_px: int = 220) -> int:
-    """Room that names want beside rows."""
+    """Return the width of a column of names."""
     return min(most_px, 20 + 7 * max((len(name) for name in names), default=0))
 
 

@@ -1,8 +1,6 @@
-"""The tables that the terminal shows: strategies side by side, a line a training step, engines, decisions about
-layouts; and the columns of the comparison, which the page shares.
-
-Keys are those of `evenload plan --json`, plus what only a trained run knows. A column is shown when any row has a
-value for it.
+"""Show tables in the terminal: strategies side by side, engines, decisions about layouts; and a line for each training
+step. The page shares the columns of the comparison, whose keys are those of `evenload plan --json`, and more of trained
+runs. A column is shown when any row has a value for it.
 """
 
 import itertools
@@ -32,9 +30,7 @@ from evenload.types.text import MISSING, LengthUnit, counted, format_bytes, in_u
 from evenload.types.timeline import TimeSplit
 
 TEXT_COLUMNS = frozenset({"time_split", "cuts", "schedule", "sharding", "layout"})
-"""Keys of columns that hold words and stand on the left of their cell."""
-_SHOWN_LOSSES = 2
-_LEAST_SHOWN_LOSS = 0.001
+"""Keys of columns of text, which are aligned left."""
 
 
 class Column(NamedTuple):
@@ -47,16 +43,11 @@ class Column(NamedTuple):
 
 
 def format_losses(time_split: object) -> str:
-    """The two largest losses of a `TimeSplit` (as builtins) with their share of the step: "dp imbalance 12.0 %"."""
+    """Format the two largest losses of a `TimeSplit` (as builtins) and their shares: "dp imbalance 12.0 %"."""
     split = msgspec.convert(time_split, TimeSplit)
-    total_s = split.total_s()
-    largest = split.losses()[:_SHOWN_LOSSES]
-    shown = [
-        f"{label} {format_percent(seconds / total_s)}"
-        for label, seconds in largest
-        if seconds > _LEAST_SHOWN_LOSS * total_s
-    ]
-    return ", ".join(shown) or MISSING
+    largest = sorted(split.parts()[1:], key=lambda part: -part[1])[:2]
+    shares = [(label, seconds / (split.total_s() or 1.0)) for label, seconds in largest]
+    return ", ".join(f"{label} {format_percent(share)}" for label, share in shares if share > 0.001) or MISSING
 
 
 COLUMNS = (
@@ -91,7 +82,7 @@ _SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropp
 
 
 def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "tokens") -> tuple[Column, ...]:
-    """The columns for which any row has a value; counts of bad things only when one is not zero."""
+    """Return the columns for which any row has a value; counts of bad things only when one is not zero."""
     rows = tuple(rows)
     return tuple(
         column._replace(heading=in_unit(column.heading, unit), meaning=in_unit(column.meaning, unit))
@@ -105,17 +96,17 @@ def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "toke
 
 
 def format_cell(column: Column, row: Mapping[str, object]) -> str:
-    """A row's value in a column; a dash when it has none."""
+    """Format a row's value in a column; a dash when it has none."""
     value = row.get(column.key)
     return MISSING if value in (None, "") else column.format(value)
 
 
 def is_feasible(row: Mapping[str, object]) -> bool:
-    """Whether a strategy can run; rows of trained runs do not say and did."""
+    """Whether a strategy can run; rows of trained runs, which did, have no such key."""
     return row.get("feasible", True) is not False
 
 
-# Left out first when the terminal is narrow. What is not here stays: the step time, the factor over best_fit, tokens/s.
+# Left out first when the terminal is narrow; others stay: the step time, the factor over best_fit, tokens/s.
 _LEFT_OUT_FIRST = (
     *("layout", "sharding", "cuts", "schedule", "num_packs_backward", "num_packs_forward", "plan_time_s"),
     *("imbalance_dp", "imbalance_backward", "imbalance_forward", "time_split", "fraction_of_layout_bound", "mfu"),
@@ -128,13 +119,13 @@ _NEVER_CONSTANT = frozenset(
         *("tokens_per_s_per_device", "measured_tokens_per_s", "plan_time_s"),
     }
 )
-"""Keys of what is compared: equal values are a result and stay a column. The time to plan is no property of a plan."""
+"""Keys of results, which stay a column when all values are equal."""
 _MUCH_WAITING = 0.05
 """Of a step's time."""
 
 
 def _bare_table(title: str, first: str, *headings: str, left: Sequence[str] = ()) -> Table:
-    """Without rules between columns; the first column and those of `left` stand on the left."""
+    """Make a table without rules between columns, of which the first and `left` are aligned left."""
     table = Table(
         title=Text(title) if title else None,
         title_justify="left",
@@ -155,10 +146,10 @@ def _add_strategy(table: Table, row: Mapping[str, object], best: str, cells: Seq
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """A rich renderable: strategies side by side, the best marked, as many columns as the width takes.
+    """Renders strategies side by side, the best marked.
 
-    What is the same in all rows stands in a line above the table. Columns that do not fit are left out whole and named
-    below the table; then those that cannot run, with the reason.
+    Values that are the same in all rows are in a line above the table. Columns that do not fit the width are named
+    below, then the strategies that cannot run, with the reason.
     """
 
     rows: Sequence[Mapping[str, object]]
@@ -186,8 +177,8 @@ class ComparisonTable:
                 yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
 
     def _table(self, rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Table:
-        words = [column.heading for column in columns if column.key in TEXT_COLUMNS]
-        table = _bare_table(self.title, "strategy", *(column.heading for column in columns), left=words)
+        left = [column.heading for column in columns if column.key in TEXT_COLUMNS]
+        table = _bare_table(self.title, "strategy", *(column.heading for column in columns), left=left)
         for row in rows:
             _add_strategy(table, row, self.best, [format_cell(column, row) for column in columns])
         return table
@@ -196,7 +187,7 @@ class ComparisonTable:
 def _without_constants(
     rows: Sequence[Mapping[str, object]], columns: Sequence[Column]
 ) -> tuple[list[Column], list[str]]:
-    """Columns in which rows differ, and what the others hold in words; one row differs from nothing."""
+    """Return the columns in which rows differ, and texts of the others; one row keeps all."""
     kept, constants = [], []
     for column in columns:
         cells = {format_cell(column, row) for row in rows}
@@ -212,8 +203,8 @@ def _on_one_line(column: Column) -> str:
 
 
 def step_line(row: MetricRow) -> str:
-    """One line about one step, within 100 columns where nothing is unusual. Tokens are without padding; waiting for
-    data and deferred documents are named where there is much of them."""
+    """Return a line about one step, within 100 columns where nothing is unusual. Tokens are without padding; long waits
+    for data and deferred documents are named."""
     step_s, wait_s = _number(row["step_time_s"]), _number(row["data_wait_s"])
     parts = [
         f"step {row['step']}",
@@ -231,7 +222,7 @@ def step_line(row: MetricRow) -> str:
 
 
 def progress_text(row: MetricRow) -> str:
-    """What a line that moves says of the last step, in few columns."""
+    """Return the loss and speed of the last step for a progress line."""
     loss, speed = format_plain(_number(row["loss"]), ".4f"), format_count(_number(row["tokens_per_s"]))
     return f"loss {loss} | {speed} tokens/s"
 
@@ -254,11 +245,8 @@ _ENGINE_COLUMNS = (
 
 @dataclass(frozen=True)
 class EngineTable:
-    """A rich renderable: strategies on one engine, the fastest marked, then those that could not be planned.
-
-    Args:
-        rows: `integrations.evaluate.EngineResult` as builtins.
-    """
+    """Renders strategies on one engine (rows of `EngineResult` as builtins), the fastest marked, then those that could
+    not be planned."""
 
     rows: Sequence[Mapping[str, Any]]
     best: str
@@ -276,38 +264,27 @@ class EngineTable:
                 yield Text(f"{row['name']}: not planned: {row['why']}")
 
 
-CASES = "①②③④"
-"""Of FlexPipe's Fig. 7."""
-
-
 def format_conditions(decision: LayoutDecision) -> str:
-    """The conditions that hold by their letters, a dot for every other: "A · C ·"."""
-    held = (
-        decision.fits,
-        decision.switching_is_slower,
-        decision.fits_saving,
-        decision.switching_is_slower_than_saving,
-    )
+    """Return the letters of the conditions that hold, a dot for each other: "A · C ·"."""
+    held = (decision.fits, decision.switching_is_slower, decision.fits_saving, decision.switching_is_slower_than_saving)
     return " ".join(letter if holds else "·" for letter, holds in zip("ABCD", held, strict=True))
 
 
 def format_action(decision: LayoutDecision) -> str:
-    """The case of Fig. 7 and what is done: "④ shrink"."""
+    """Return the case of FlexPipe's Fig. 7 and the action: "④ shrink"."""
     waits = ", waits" if decision.is_patient or decision.later_steps else ""
-    return f"{CASES[decision.case - 1]} {decision.action}{waits}"
+    return f"{'①②③④'[decision.case - 1]} {decision.action}{waits}"
 
 
 def format_predicted(seconds: float | None) -> str:
-    """Predicted seconds, or that the batch does not fit."""
+    """Format predicted seconds, or that the batch does not fit."""
     return "does not fit" if seconds is None else format_seconds(seconds)
 
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """A rich renderable: every decision of a run or an evaluation.
-
-    Steps in a row in which the same was done for the same conditions are one row, with the last one's seconds.
-    """
+    """Renders decisions about layouts; steps in sequence with the same action and conditions are one row, with the last
+    one's seconds."""
 
     decisions: Sequence[LayoutDecision]
     title: str = ""

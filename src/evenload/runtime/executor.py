@@ -210,7 +210,7 @@ def open_channels(
 ) -> Channels:
     """Open the channels for these actions of a rank; `stream` as of `Carried`."""
     packs, mine = step.plan.pack_plans[mesh.dp_rank], step.packs
-    rows: dict[Channel, dict[int, int]] = {channel: {} for channel in mesh.lines}
+    rows: dict[Channel, dict[int, int]] = {channel: {} for channel in mesh.channel_groups}
     for action in actions:
         if action.kind == "W":
             continue

@@ -35,7 +35,6 @@ from evenload.runtime.device import (
 from evenload.runtime.executor import HeadOutput
 from evenload.runtime.replay.context_attention import rows_of
 from evenload.runtime.replay.store import num_rows
-from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
     DevicePeaks,
@@ -169,7 +168,7 @@ class TrainedStep(NamedTuple):
 
 
 class StepTrainer:
-    """Trains steps on one rank of a run; `saves` follow the state into another layout."""
+    """Trains steps on one rank of a run."""
 
     def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.settings = run
@@ -227,7 +226,7 @@ class StepTrainer:
         gradients = state.gradients(
             prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction
         )
-        switch, warning = self.settle(), ""
+        switch, warning = state.settle(), ""
         if gradients.is_finite:
             self.non_finite.record_finite()
             ended = state.update(gradients, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
@@ -272,12 +271,6 @@ class StepTrainer:
 
     def _headroom_bytes(self, plan: StepPlan) -> int:
         return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
-
-    def settle(self) -> Switch | None:
-        """Complete a change of layout (`RankState.settle`); checkpoints hold the new state from now on."""
-        if (switch := self._state.settle()) is not None:
-            self._saves.move_to(self._state.buffers, self._state.optimizer, self._mesh)
-        return switch
 
     def _exchange(
         self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int

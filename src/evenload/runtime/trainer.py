@@ -18,19 +18,19 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError, Invalid
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.layouts.flex_planner import FlexPlanner, FlexRunPlanner, PlannerState, resumed_flex
 from evenload.plan.layouts.measured_layouts import KnownAfter, MeasuredLayouts
-from evenload.plan.planner import StepPlanner
+from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run
-from evenload.runtime.checkpoint.writer import CheckpointWriter, Saves
+from evenload.runtime.checkpoint.writer import Saves
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Validator, run_sampler
+from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Sampler, Validator
 from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
@@ -78,7 +78,7 @@ class Trainer:
                 exchange=config.parallel.cp_exchange,
             )
         if config.samples is not None:
-            sampler = run_sampler(config.samples, config.data, tokenizer, self.model.position_rows or None, layouts)
+            sampler = Sampler(config.samples, config.data, tokenizer, self.model.position_rows or None)
         self._evaluation = Evaluation(
             validator, sampler, keep_best=config.train.keep_best, checkpoints=self._checkpoints
         )
@@ -88,15 +88,7 @@ class Trainer:
         self._planner_state = PlannerState()
         self._layouts_known: tuple[KnownAfter, ...] = ()
         self.coefficients: CostCoefficients | None = None
-        writer = CheckpointWriter(
-            self._checkpoints,
-            self.state.buffers,
-            self.state.optimizer,
-            mesh,
-            keep=config.train.keep_checkpoints,
-            keep_best=config.train.keep_best,
-        )
-        self._saves = Saves(config.train, writer, self._position)
+        self._saves = Saves(config.train, self.state, self._position)
         self.step_trainer = StepTrainer(config.train, self.model, self.state, self._saves)
         self.saved_strategy = ""
         """Strategy of the last steps of the resumed checkpoint; "" = no run was resumed."""
@@ -135,7 +127,7 @@ class Trainer:
         path = checkpoint_for_all(self._checkpoints, self.mesh, may_resume=self.config.train.resume)
         if path is None:
             return None
-        position = load_checkpoint(path, self.state.buffers, self.state.optimizer, self.mesh)
+        position = load_checkpoint(path, self.state)
         self.loader.load_state(decode_state(position.loader))
         self.steps_done, self.totals = position.progress.steps_done, position.progress.totals
         self._loader_state = self.loader.state()
@@ -184,7 +176,7 @@ class Trainer:
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
         for layout in self.meshes.layouts:
             require_trainable(strategy, layout, planner.options, self.config.data.max_document_tokens)
-        source = self._source(FlexRunPlanner(flex or planner, strategy, measured_of), last_step)
+        source = self._source(FlexRunPlanner(flex or RunPlanner(planner, strategy), measured_of), last_step)
         self._saves.begin()
         run = EvaluatedRun(
             state=self.state,

@@ -1,8 +1,8 @@
 """Find the critical path of a simulated schedule, and where the idle time of its ranks goes (`split_bubble`).
 
-An action starts the moment its last input is there, from the action before it on its rank or from the neighbour stage.
-Following these *binding* predecessors back from the last end gives the critical path, whose seconds add up to the
-makespan to the last bit. Of two inputs at the same time the own rank's binds. O(actions) numpy; no graph is built.
+An action starts when its last input is there, from the action before it on its rank or from the neighbour stage (its
+binding predecessor; of two at the same time the one of its rank). Followed back from the last end they are the critical
+path, whose seconds add up to the makespan to the last bit. O(actions) numpy; no graph is built.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from evenload.types.timeline import KINDS
 
 @dataclass(frozen=True, eq=False)
 class CriticalPath:
-    """The chain that sets a replica's makespan.
+    """The actions that set a replica's makespan.
 
     Args:
         actions: int64[k], indices into the action columns, first to last; empty without actions.
         p2p_s: float64[k], seconds of the transfer that ends when the action starts.
         compute_s: float64[R, 4], seconds on the path by pipeline rank and kind (order of `KINDS`).
-        makespan_s: transfers and actions added up.
+        makespan_s: the sum of transfers and actions.
     """
 
     actions: NDArray[np.int64]
@@ -33,13 +33,9 @@ class CriticalPath:
     compute_s: NDArray[np.float64]
     makespan_s: float
 
-    @property
-    def communication_s(self) -> float:
-        return float(self.p2p_s.sum())
-
     def describe(self) -> str:
-        """Describe what bounds the makespan in one line, such as "rank 3 computes 91.2 % of it (F 30.1, B 61.1), ...
-        p2p 0.8 %"; "" without actions."""
+        """Describe the path in one line, such as "rank 3 computes 91.2 % of it (F 30.1, B 61.1), ... p2p 0.8 %"; ""
+        without actions."""
         if not self.makespan_s > 0:
             return ""
         shares = 100.0 * self.compute_s / self.makespan_s
@@ -51,38 +47,36 @@ class CriticalPath:
         if others:
             named = f"rank {others[0]}" if len(others) == 1 else f"{len(others)} other ranks"
             text += f", {named} {float(of_rank[others].sum()):.1f} %"
-        return f"{text}, p2p {100.0 * self.communication_s / self.makespan_s:.1f} %"
+        return f"{text}, p2p {100.0 * float(self.p2p_s.sum()) / self.makespan_s:.1f} %"
 
 
-def binding_predecessors(
+def _binding_predecessors(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """What each action waited for last: (action, seconds of the transfer between the two); int64[n], float64[n].
-
-    An action that starts with the step has -1; on the same rank the transfer takes 0.
-    """
+    """Return the action that each one waited for last, -1 = none, and the seconds of the transfer from it, 0 on its own
+    rank; int64[n], float64[n]."""
     count = len(actions.kind)
     source = np.arange(-1, count - 1, dtype=np.int64)
     source[actions.rank_offset[:-1][np.diff(actions.rank_offset) > 0]] = -1
     free_s = np.where(source >= 0, simulation.end_s[source], 0.0) if count else np.zeros(0)
-    producer = producers(tasks, actions)
+    producer = _producers(tasks, actions)
     arrives = np.flatnonzero((producer >= 0) & ((simulation.start_s > free_s) | (source < 0)))
     source[arrives] = producer[arrives]
     p2p_s = np.zeros(count)
-    p2p_s[arrives] = p2p_seconds(tasks, actions)[arrives]
+    p2p_s[arrives] = _p2p_seconds(tasks, actions)[arrives]
     return source, p2p_s
 
 
 def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> CriticalPath:
-    """The path that ends last; of equal ends the one on the lowest rank."""
-    source, p2p_s = binding_predecessors(tasks, actions, simulation)
+    """Return the path that ends last; of equal ends the one on the lowest rank."""
+    source, p2p_s = _binding_predecessors(tasks, actions, simulation)
     path: list[int] = []
     at = int(simulation.end_s.argmax()) if len(simulation.end_s) else -1
     while at >= 0:
         path.append(at)
         at = int(source[at])
     chain = np.array(path[::-1], np.int64)
-    seconds = action_seconds(tasks, actions)[chain]
+    seconds = _action_seconds(tasks, actions)[chain]
     compute_s = np.zeros((actions.num_ranks, len(KINDS)))
     np.add.at(compute_s, (actions.rank[chain], actions.kind[chain]), seconds)
     total_s = 0.0
@@ -91,8 +85,8 @@ def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simu
     return CriticalPath(chain, p2p_s[chain], compute_s, total_s)
 
 
-def producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
-    """The neighbour stage's action that feeds each action; int64[n], -1 where there is none."""
+def _producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
+    """Return the neighbour stage's action that feeds each action; int64[n], -1 where there is none."""
     most_packs = max(tasks.num_forward, tasks.num_backward)
     # A border around the stages stands for "no neighbour".
     place = np.full((3, most_packs, tasks.num_stages + 2), -1, np.int64)
@@ -102,8 +96,8 @@ def producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]
     return np.where(direction == 2, -1, place[direction, actions.pack, neighbour])
 
 
-def p2p_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
-    """Seconds of the transfer that brings each action's input, were there a producer; float64[n]."""
+def _p2p_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
+    """Return the seconds of the transfer of each action's input, had it a producer; float64[n]."""
     p2p_s = np.zeros(len(actions.kind))
     forward, backward = actions.kind == 0, (actions.kind == 1) | (actions.kind == 2)
     p2p_s[forward] = tasks.p2p_forward_s[actions.pack[forward]]
@@ -116,14 +110,14 @@ def p2p_transfers(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
     """Return all transfers between stages as (producer, consumer, start, end); int64[h] actions and float64[h] seconds.
     Those of one link do not queue behind each other."""
-    producer = producers(tasks, actions)
+    producer = _producers(tasks, actions)
     consumer = np.flatnonzero(producer >= 0)
     start_s = simulation.end_s[producer[consumer]]
-    return producer[consumer], consumer, start_s, start_s + p2p_seconds(tasks, actions)[consumer]
+    return producer[consumer], consumer, start_s, start_s + _p2p_seconds(tasks, actions)[consumer]
 
 
-def action_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
-    """Seconds of every action as planned; float64[n]."""
+def _action_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
+    """Return the planned seconds of every action; float64[n]."""
     parts = [tasks.forward_s, tasks.backward_s]
     parts += [tasks.split.input_s, tasks.split.weight_s] if tasks.split else []
     seconds = np.zeros(len(actions.kind))
@@ -133,21 +127,17 @@ def action_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.f
     return seconds
 
 
-# Where a pipeline's idle time goes:
-#
-#     warm-up           before a rank's first action: the pipeline fills (p2p and imbalance inside it included)
-#     cool-down         after its last action; the whole makespan of a rank without actions
-#     p2p               transfers in the chains of actions that made the rank wait in a gap
-#     dependency        what it would wait as well if all actions of a kind took their mean: the order's own price
-#     stage imbalance   what it would wait beyond that if packs were equal and stages were not
-#     pack imbalance    the rest
-#
-# Busy time and these add up to ranks * makespan, and none is negative. Price: three simulations, and one numpy pass for
-# every action of the longest chain inside one gap.
-
-
 class Bubble(NamedTuple):
-    """Idle seconds summed over ranks, names as in `TimeSplit`; `imbalance_s` is that of packs."""
+    """Idle seconds summed over ranks, none negative; with busy time they add up to ranks * makespan.
+
+    Args:
+        warmup_s: before a rank's first action (p2p and imbalance included).
+        cooldown_s: after its last action; the whole makespan of a rank without actions.
+        p2p_s: transfers in the chains of actions that a rank waited for in a gap.
+        dependency_s: what it would wait too if all actions of a kind took their mean: the price of the order.
+        stage_imbalance_s: what it would wait beyond that if packs were equal and stages were not.
+        imbalance_s: the rest, of packs.
+    """
 
     warmup_s: float
     cooldown_s: float
@@ -158,13 +148,16 @@ class Bubble(NamedTuple):
 
 
 def split_bubble(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> Bubble:
-    """Split the idle time of a simulated schedule."""
+    """Split the idle time of a simulated schedule by cause.
+
+    Takes three simulations, and one numpy pass for every action of the longest chain inside one gap.
+    """
     start, end = simulation.start_s, simulation.end_s
     first = actions.rank_offset[:-1]
     last = actions.rank_offset[1:] - 1
     used = last >= first
     p2p_s, waiting_s = _gaps(tasks, actions, simulation)
-    # Seconds each rank would wait were packs equal, and were stages equal too.
+    # Seconds that each rank would wait if packs were equal, and if stages were equal too.
     of_stages_s, of_order_s = (
         _gaps(even, actions, simulate(even, actions))[1] if waiting_s.any() else waiting_s
         for even in (_with_mean_seconds(tasks, (0,)), _with_mean_seconds(tasks, (0, 1)))
@@ -184,9 +177,9 @@ def split_bubble(tasks: PipelineTasks, actions: ActionColumns, simulation: Simul
 def _gaps(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Every rank's gaps by what fills the chains before them: (transfers, actions) seconds; float64[R] each."""
+    """Return the seconds of transfers and of actions in the chains that ranks waited for in gaps; float64[R] each."""
     start, end = simulation.start_s, simulation.end_s
-    source, _ = binding_predecessors(tasks, actions, simulation)
+    source, _ = _binding_predecessors(tasks, actions, simulation)
     inner = np.ones(len(start), dtype=bool)
     inner[actions.rank_offset[:-1][np.diff(actions.rank_offset) > 0]] = False
     at = np.flatnonzero(inner)  # actions with an earlier one on their rank
@@ -196,7 +189,7 @@ def _gaps(
     rank = actions.rank[at]
     hops_s, actions_s = np.zeros((2, actions.num_ranks))
     while len(at):
-        # From the start of `at` back to the end of what it waited for: a transfer, or nothing on the same rank.
+        # From the start of `at` back to the end of what it waited for there is a transfer, or nothing on the same rank.
         producer = source[at]
         arrived = np.maximum(low, end[producer])
         began = np.maximum(low, np.minimum(arrived, start[producer]))
@@ -208,7 +201,7 @@ def _gaps(
 
 
 def _with_mean_seconds(tasks: PipelineTasks, axis: tuple[int, ...]) -> PipelineTasks:
-    """The same tasks with the mean over packs (axis 0), or over packs and stages (0, 1), of every kind's seconds."""
+    """Return the tasks with the mean over packs (axis 0), or over packs and stages (0, 1), of every kind's seconds."""
 
     def mean(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.zeros_like(seconds) + (seconds.mean(axis=axis, keepdims=True) if len(seconds) else 0.0)

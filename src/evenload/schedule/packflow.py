@@ -1,8 +1,8 @@
-"""PackFlow (SlimPack §4.2): pipeline schedules for packs that differ between forward and backward.
+"""Schedule packs that differ between forward and backward (PackFlow, SlimPack §4.2).
 
-`packflow_static` is the paper's static order: 1F1B with, on demand, injected forwards. `packflow_list` is ours: the
-same pack orders, but each stage decides in simulated time within a memory cap; 5-15 % faster in simulation. Neither can
-deadlock (docs/architecture.md).
+`packflow_static` is the paper's static order: 1F1B with, on demand, injected forwards. In `packflow_list`, ours, each
+stage takes packs in the same order but decides in simulated time within a memory cap; 5-15 % faster in simulation.
+Neither can deadlock (docs/architecture.md).
 """
 
 import numpy as np
@@ -19,11 +19,11 @@ _UNLIMITED = 2**31 - 1
 
 
 def packflow_static(tasks: PipelineTasks, *, inject: bool) -> ActionColumns:
-    """The static PackFlow order: stage s runs B_j after `min(m_f, f[j] + P - 1 - s)` forwards.
+    """Order packs statically: stage s runs B_j after `min(m_f, f[j] + P - 1 - s)` forwards.
 
     Args:
-        inject: at least one new forward per backward (SlimPack Fig. 9), at the price of its memory;
-            otherwise 1F1B, whose backwards catch up as early as they can.
+        inject: at least one new forward for each backward (SlimPack Fig. 9), at the price of its memory; else 1F1B,
+            whose backwards catch up as early as they can.
     """
     if not inject:
         return one_f_one_b(tasks)
@@ -31,10 +31,7 @@ def packflow_static(tasks: PipelineTasks, *, inject: bool) -> ActionColumns:
 
 
 def keep_counts(forwards_needed: NDArray[np.int32], num_forward: int) -> NDArray[np.int64]:
-    """The f of injected forwards: `f[j] = min(m_f, max(D[j], f[j-1] + 1))`.
-
-    The last stage stays one-forward-one-backward where a backward pack needs nothing new.
-    """
+    """Return the f of injected forwards, `f[j] = min(m_f, max(D[j], f[j-1] + 1))`; int64[m_b]."""
     # f[j] - j is the running maximum of D[j] - j; the cap commutes with it because D <= m_f.
     steps = np.arange(len(forwards_needed), dtype=np.int64)
     return np.minimum(num_forward, np.maximum.accumulate(forwards_needed.astype(np.int64) - steps) + steps)
@@ -48,38 +45,36 @@ def packflow_list(
     lookahead: int | None = None,
     split: bool = False,
 ) -> ActionColumns:
-    """Event-driven list schedule under a memory cap.
+    """Schedule by events in simulated time under a memory cap.
 
-    In simulated time, a rank decides whenever it is free and something may have arrived. It runs the backward whose
-    gradient is there (lowest pack, then highest stage), else the next forward whose input is there and that either a
-    backward needs or that fits under the cap. With `split` a backward runs as I, for which the stage before waits, and
-    W runs when its rank would idle or needs the memory (zero bubble; Qi et al. 2023). The rules in full, and why they
-    never get stuck, stand in `tests/reference/list_schedule.py`. O(actions (ranks + stages a rank)).
-
-    With one stage a rank the peak is at most max(cap, what any schedule of these pack orders must hold).
-    The cap is therefore a wish: compare `simulate(...).peak_bytes` with the device.
+    A rank decides whenever it is free and something may have arrived. It runs the backward whose gradient is there
+    (lowest pack, then highest stage), else the next forward whose input is there and that either a backward needs or
+    that fits under the cap. With `split` a backward runs as I, for which the stage before waits, and W runs when its
+    rank would idle or needs the memory (zero bubble; Qi et al. 2023). `tests/reference/list_schedule.py` has the rules
+    in full, and why they never deadlock. O(actions (ranks + stages a rank)).
 
     Args:
-        cap_bytes: int64[R], static bytes included; below the need it is exceeded as little as possible.
+        cap_bytes: int64[R], static bytes included. Where packs need more it is exceeded, with one stage a rank as
+            little as possible: compare `simulate(...).peak_bytes` with the device.
         alternate: after a backward prefer a forward (holds less for uniform packs), else always backward.
         lookahead: packs a stage may run ahead of 1F1B; None = limited by memory only.
         split: run backwards as I and later W (zero bubble) wherever memory allows.
 
     Raises:
-        ConfigError, ValueError: `split` without split columns, columns or values out of range, or a forward pack
-            that no backward needs.
+        ConfigError, ValueError: `split` without split columns, columns or values out of range, or a forward pack that
+            no backward needs.
     """
     arrays = task_arrays(tasks)
     caps = np.ascontiguousarray(cap_bytes, dtype=np.int64)
     if caps.shape != (tasks.num_ranks,):
         raise ConfigError(f"packflow_list: cap_bytes has shape {caps.shape} for {tasks.num_ranks} ranks")
-    ahead = _UNLIMITED if lookahead is None else lookahead
-    if not 0 <= ahead <= _UNLIMITED:
+    most_ahead = _UNLIMITED if lookahead is None else lookahead
+    if not 0 <= most_ahead <= _UNLIMITED:
         raise ConfigError(f"packflow_list: lookahead is {lookahead}, must be at least 0 (None = no limit)")
     if split and tasks.split is None:
         raise ConfigError("packflow_list: split backwards asked for, but the tasks have no split columns")
     columns = split_arrays(tasks) if split else None
-    return ActionColumns(*_native.list_schedule(arrays, caps, alternate, ahead, columns))
+    return ActionColumns(*_native.list_schedule(arrays, caps, alternate, most_ahead, columns))
 
 
 STATIC = ScheduleRule(

@@ -1,4 +1,4 @@
-"""All schedules by name; packages add theirs by entry points, a program by `register`. Adding one: CONTRIBUTING.md."""
+"""List all schedules by name; packages add theirs by entry points, programs by `register` (CONTRIBUTING.md)."""
 
 from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC
 from evenload.schedule.schedule_rule import ScheduleRule
@@ -6,9 +6,6 @@ from evenload.schedule.static_schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B, 
 from evenload.types.base import Registry
 
 SCHEDULES: Registry[ScheduleRule] = Registry(
-    "schedule",
-    ScheduleRule,
-    "evenload.schedules",
-    (ONE_F_ONE_B, INTERLEAVED, GPIPE, ZB_H1, STATIC, LIST, LIST_SPLIT),
+    "schedule", ScheduleRule, "evenload.schedules", (ONE_F_ONE_B, INTERLEAVED, GPIPE, ZB_H1, STATIC, LIST, LIST_SPLIT)
 )
 register = SCHEDULES.register

@@ -1,5 +1,5 @@
-"""`ScheduleRule`: one way to order the packs of a pipeline, in one record; and `static_order`, the orders that two
-sequences say."""
+"""Define `ScheduleRule`, one way to order the packs of a pipeline, and `static_order`, which makes orders of two
+sequences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from evenload.errors import ConfigError
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 UNLIMITED_BYTES = 2**62
-"""A rank's memory where no limit is given."""
+"""Memory of a rank without a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,14 @@ class ScheduleRule:
     Args:
         name: `plan.options.schedule`.
         description: in one line.
-        order: priced packs and int64[R] bytes that every rank should not exceed, to the order; at least one pack.
-        splits_backward: runs backwards as I and W, so the packs are priced with both.
+        order: makes the order of at least one pack from priced packs and the bytes that ranks should not exceed,
+            int64[R].
+        splits_backward: runs backwards as I and W, so packs are priced with both.
         needs_equal_packs: backward packs have to be the forward packs, in the same order.
         one_stage_per_rank: virtual stages are refused.
-        reads_times: the order depends on durations or memory, not on the number of packs and their dependencies alone.
-        deals_packs: knows stages of several ranks, whose packs go round them (`ParallelLayout.stage_devices`).
-        tried_by_auto: `auto` also runs the packs that it found under this rule.
+        reads_times: the order depends on durations or memory, not only on the number of packs and their dependencies.
+        deals_packs: supports stages of several ranks, which take packs in turn (`ParallelLayout.stage_devices`).
+        tried_by_auto: `auto` also runs its packs under this rule.
     """
 
     name: str
@@ -41,14 +42,8 @@ class ScheduleRule:
     tried_by_auto: bool = False
 
     def actions(self, tasks: PipelineTasks, cap_bytes: NDArray[np.int64] | None) -> ActionColumns:
-        """The order of any packs, also of none.
-
-        Args:
-            cap_bytes: int64[R]; None = no limit.
-
-        Raises:
-            ConfigError: the packs or the stages do not suit the rule.
-        """
+        """Order any packs, also none, within int64[R] bytes (None = no limit); `ConfigError` where packs or stages do
+        not suit the rule."""
         if tasks.num_ranks > tasks.num_stages and not self.deals_packs:
             raise ConfigError(
                 f"schedule {self.name}: stages have {tasks.widths.tolist()} ranks, and it knows one rank a stage; use "
@@ -60,25 +55,22 @@ class ScheduleRule:
         return self.order(tasks, cap)
 
 
-# Static schedules from two sequences (docs/architecture.md): `f[j]`, how many forwards the last stage has run before
-# its backward j, and w, how many forwards a stage runs ahead of the last. Stage s runs B_j after exactly `min(m_f, f[j]
-# + w[s])` forwards. With the key
-#
-#     F(k, s) -> (k - w[s], s)          B(j, s) -> (f[j] - 1/2, j, -s)
-#
-# every edge goes to a larger key if f does not fall, `f[j] >= D[j]` and w does not rise over stages, so there is no
-# circle for any durations, also on ranks with several stages whose actions are sorted by key. O(actions log actions).
-
-
 def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> ActionColumns:
-    """The schedule of f and w.
+    """Order packs by two sequences (docs/architecture.md): stage s runs B_j after `min(m_f, f[j] + w[s])` forwards.
+
+    With the key
+
+        F(k, s) -> (k - w[s], s)          B(j, s) -> (f[j] - 1/2, j, -s)
+
+    every edge goes to a larger key, so nothing deadlocks, whatever actions take, also on ranks with several stages,
+    whose actions are sorted by key. O(actions log actions).
 
     Args:
-        forward_counts: int64[m_b], f.
-        warmup: int64[P], w: forwards stage s runs ahead of the last stage.
+        forward_counts: int64[m_b], f: forwards of the last stage before its backward j; not falling, `f[j] >= D[j]`.
+        warmup: int64[P], w: forwards that stage s runs ahead of the last stage; not rising.
 
     Raises:
-        ConfigError: f or w break the conditions under which the schedule cannot deadlock.
+        ConfigError: f or w break these conditions.
     """
     m_f, m_b, num_stages = tasks.num_forward, tasks.num_backward, tasks.num_stages
     _check(tasks, forward_counts, warmup)
@@ -91,8 +83,7 @@ def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup
     first[:, m_f:] = 2 * forward_counts - 1
     pack = np.concatenate([np.arange(m_f, dtype=np.int32), np.arange(m_b, dtype=np.int32)])
     stage = np.arange(num_stages, dtype=np.int32)[:, None]
-    # Equal first keys are of one kind. Forwards: by stage, equivalently by pack. Backwards: by pack, then from
-    # the last stage down.
+    # Equal first keys are of one kind: forwards are sorted by stage, backwards by pack, then from the last stage down.
     last = np.empty_like(first)
     last[:, :m_f] = stage
     last[:, m_f:] = np.arange(m_b) * num_stages + (num_stages - 1 - stage)
@@ -110,7 +101,7 @@ def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup
 
 
 def _one_stage_a_rank(m_f: int, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> ActionColumns:
-    """The same without sorting: B_j stands after j backwards and `min(m_f, f[j] + w[s])` forwards."""
+    """Do the same without sorting: B_j stands after j backwards and `min(m_f, f[j] + w[s])` forwards."""
     num_stages, m_b = len(warmup), len(forward_counts)
     place = np.arange(m_b) + np.minimum(m_f, forward_counts + warmup[:, None])
     kind = np.zeros((num_stages, m_f + m_b), np.uint8)

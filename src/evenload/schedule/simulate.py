@@ -3,9 +3,9 @@
     start = max(end of the previous action on the rank, end of the neighbour stage's action + p2p)
 
 A backward runs whole (B) or as I, for which the neighbours wait, and later W. It also needs `forwards_needed` forwards
-on its own stage, which stand before it on the rank: only their absence is a deadlock. P2p transfers are edge delays and
-do not queue. A forward adds what it keeps when it starts, a backward gives back when it ends, temporary bytes are held
-while an action runs. `tests/reference/simulation.py` is the same as an explicit graph, equal to the last bit.
+before it on its own stage. P2p transfers are delays of edges and do not queue. A forward adds what it keeps when it
+starts, a backward frees it when it ends, temporary bytes are held while an action runs.
+`tests/reference/simulation.py` is the same as an explicit graph, equal to the last bit.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,7 @@ class Simulation:
 
 
 def simulate(tasks: PipelineTasks, actions: ActionColumns) -> Simulation:
-    """Run the schedule in simulated time.
-
-    A schedule may lack actions at the end (a prefix is simulated); `check_schedule` checks completeness.
+    """Run a schedule, or the beginning of one, in simulated time.
 
     Raises:
         ConfigError, ValueError: columns or values out of range, or packs of a stage not in index order.
@@ -73,8 +71,8 @@ def _check_actions(tasks: PipelineTasks, actions: ActionColumns) -> None:
 def to_timeline(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation, dp_rank: int, step_time_s: float
 ) -> Timeline:
-    """Return tasks in schedule order, and memory samples as of `memory_ledger`, two an action; the step time is that of
-    all replicas."""
+    """Return the timeline of one replica: tasks in schedule order, and the memory samples of `memory_ledger`; the step
+    time is that of all replicas."""
     rank = actions.rank.astype(np.int32)
     held = memory_ledger(tasks, actions)
     times_s = np.stack([simulation.start_s, simulation.end_s], axis=1).ravel()
@@ -95,12 +93,8 @@ def to_timeline(
 
 
 def join_timelines(parts: Sequence[Timeline], **more: Any) -> Timeline:
-    """Timelines of a step's replicas as one, tasks and samples in the order of the parts.
-
-    Args:
-        parts: at least one.
-        more: fields that are not joined: `step_time_s`, and what only the whole step knows.
-    """
+    """Join the timelines of a step's replicas, at least one; `more` are fields that are not joined: `step_time_s`, and
+    what only the whole step knows."""
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in (
@@ -112,10 +106,8 @@ def join_timelines(parts: Sequence[Timeline], **more: Any) -> Timeline:
 
 
 def memory_ledger(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
-    """Bytes that ranks hold; int64[num_samples], or int64[num_samples, K] of the tasks of `cost.memory`.
-
-    Samples of a rank: one at the start of the step, then one at the start and one at the end of each of its actions.
-    """
+    """Return the bytes that ranks hold at the start of the step, and at the start and end of each of their actions;
+    int64[num_samples], or int64[num_samples, K] of tasks by kind of memory (`cost.memory.bytes_by_kind`)."""
     held, split = tasks.held, tasks.split
     kept, freed, temporary = np.zeros((3, len(actions.kind), *held.static_bytes.shape[1:]), np.int64)
     moved = [

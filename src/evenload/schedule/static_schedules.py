@@ -12,10 +12,8 @@ from evenload.types.timeline import KINDS
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (KINDS.index(name) for name in "FBIW")
 
 
-# GPipe (Huang et al. 2019): all forwards, then all backwards, in pack order; every pack is held at once.
-
-
 def gpipe(tasks: PipelineTasks) -> ActionColumns:
+    """Run all forwards, then all backwards (Huang et al. 2019); every pack is held at once."""
     counts = np.full(tasks.num_backward, tasks.num_forward, np.int64)
     return static_order(tasks, counts, np.zeros(tasks.num_stages, dtype=np.int64))
 
@@ -27,9 +25,9 @@ GPIPE = ScheduleRule(
 )
 
 
-# 1F1B where stages have several ranks, to which their packs are dealt in turn (FlexPipe's part-pipeline parallelism).
-# Stage s has g[s] ranks and runs pack k on rank number k % g[s]. Every rank runs 1F1B over its own packs, w[s] = W[s] /
-# g[s] forwards ahead of its backwards, so that all later ranks have one each:
+# 1F1B where stages have several ranks, which take packs in turn (FlexPipe's part pipelines): stage s has g[s]
+# ranks and runs pack k on rank number k % g[s]. Every rank runs 1F1B over its own packs, w[s] = W[s] / g[s] forwards
+# ahead of its backwards, so that all later ranks have one each:
 #
 #     W[last] = 0        W[s] = W[s+1] + g[s+1], rounded up to a multiple of g[s]
 #
@@ -39,22 +37,18 @@ GPIPE = ScheduleRule(
 #     stage 2:         2F0 2B0 2F1 2B1 2F2 2B2 ...                      w = 0
 #
 # Nothing deadlocks, whatever actions take: with the key (k, s) for F(k, s) and (j + W[s] + 1/2, -s) for B(j, s), every
-# edge goes to a larger key, for W falls from stage to stage. O(actions).
+# edge goes to a larger key, because W falls from stage to stage. O(actions).
 
 
-def dealt_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
-    """The order of whole documents' packs.
-
-    Raises:
-        ConfigError: a backward pack needs another forward than its own.
-    """
+def _replicated_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
+    """Order packs of whole documents; `ConfigError` where a backward pack needs another forward than its own."""
     count = tasks.num_forward
     if tasks.num_backward != count or (tasks.forwards_needed != np.arange(1, count + 1)).any():
         raise ConfigError(
             f"1f1b: stages have {tasks.widths.tolist()} ranks, so every backward pack has to be a forward pack, in the "
             "same order, of whole documents; use balanced or flexpipe, or one rank a stage"
         )
-    warmup = dealt_warmup(tasks.widths).tolist()
+    warmup = _replicated_warmup(tasks.widths).tolist()
     rows = []
     for stage, width in enumerate(tasks.widths.tolist()):
         for turn in range(width):
@@ -64,8 +58,8 @@ def dealt_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
     return ActionColumns.of_ranks(rows)
 
 
-def dealt_warmup(widths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Forwards that every rank of a stage runs before its first backward, on top of that one's; int64[P]."""
+def _replicated_warmup(widths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return w: forwards that ranks of a stage run before their first backward, besides that one's; int64[P]."""
     ahead = np.zeros(len(widths), np.int64)  # W
     for stage in range(len(widths) - 2, -1, -1):
         packs = ahead[stage + 1] + widths[stage + 1]
@@ -74,7 +68,7 @@ def dealt_warmup(widths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _one_rank(own: NDArray[np.int64], warmup: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Kinds and packs of one rank in order: its i-th backward after i + 1 + warmup forwards, or all."""
+    """Return kinds and packs of one rank in order: its i-th backward after i + 1 + warmup forwards, or all."""
     index = np.arange(len(own))
     kind = np.full(2 * len(own), _FORWARD)
     kind[index + np.minimum(len(own), index + 1 + warmup)] = _BACKWARD
@@ -83,23 +77,23 @@ def _one_rank(own: NDArray[np.int64], warmup: int) -> tuple[NDArray[np.int64], N
     return kind, pack
 
 
-# 1F1B: the static order with `w[s] = P - 1 - s` and the least f, the running maximum of D. With whole documents it is
-# the plain 1F1B of PipeDream-Flush (Narayanan et al. 2021); on sliced packs SlimPack's 1F1B without injected forwards.
-# A stage holds at most P - s packs when `D[j] = j + 1`.
-#
-#     stage 0:  0F0 0F1 0B0 0F2 0B1 0B2
-#     stage 1:  1F0 1B0 1F1 1B1 1F2 1B2
-
-
 def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
+    """Run the static order with `w[s] = P - 1 - s` and the least f, the running maximum of D.
+
+        stage 0:  0F0 0F1 0B0 0F2 0B1 0B2
+        stage 1:  1F0 1B0 1F1 1B1 1F2 1B2
+
+    With whole documents it is 1F1B of PipeDream-Flush (Narayanan et al. 2021), whose stages hold at most P - s packs;
+    on sliced packs SlimPack's 1F1B without injected forwards.
+    """
     if tasks.num_ranks > tasks.num_stages:
-        return dealt_one_f_one_b(tasks)
+        return _replicated_one_f_one_b(tasks)
     least_counts = np.maximum.accumulate(tasks.forwards_needed.astype(np.int64))
     return static_order(tasks, least_counts, one_a_stage(tasks))
 
 
 def one_a_stage(tasks: PipelineTasks) -> NDArray[np.int64]:
-    """The w of 1F1B, a forward for every later stage; int64[P]."""
+    """Return the w of 1F1B, a forward for every later stage; int64[P]."""
     return np.arange(tasks.num_stages - 1, -1, -1, dtype=np.int64)
 
 
@@ -126,12 +120,8 @@ ONE_F_ONE_B = ScheduleRule(
 
 
 def interleaved_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
-    """The interleaved schedule of packs that are the same in both directions, at least one.
-
-    Raises:
-        ConfigError: stages that are not assigned round robin, or packs that differ between forward and backward;
-            `packflow_list` schedules those.
-    """
+    """Order at least one pack; `ConfigError` where stages are not assigned round robin, or packs differ between forward
+    and backward (`packflow_list` schedules those)."""
     num_ranks, num_packs, num_stages = tasks.num_ranks, tasks.num_forward, tasks.num_stages
     if tasks.stage_to_rank.tolist() != [stage % num_ranks for stage in range(num_stages)] or num_stages % num_ranks:
         raise ConfigError(f"interleaved: stages are on ranks {tasks.stage_to_rank.tolist()}, expected round robin")
@@ -177,11 +167,8 @@ INTERLEAVED = ScheduleRule(
 
 
 def zero_bubble_h1(tasks: PipelineTasks) -> ActionColumns:
-    """The ZB-H1 schedule of packs whose backwards can be split.
-
-    Raises:
-        ConfigError: tasks without split columns, or several stages on a rank (`packflow_list` schedules those).
-    """
+    """Order packs; `ConfigError` where they have no split columns, or ranks several stages (`packflow_list` schedules
+    those)."""
     if tasks.split is None:
         raise ConfigError("zero bubble: the tasks have no split columns; price backwards as I and W first")
     if tasks.stage_to_rank.tolist() != list(range(tasks.num_ranks)):

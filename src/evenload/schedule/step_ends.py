@@ -1,16 +1,16 @@
-"""Time what stands before and after a step's packs: gathers of updated weights, reductions of gradients, the update.
+"""Time the collectives before, during and after a step's packs: all-gathers of updated weights, reduce-scatters of
+gradients; and the update.
 
-Updated weights are gathered unit by unit, after the update of the unit and the gather before it
-(`runtime.optim.data_parallel`), during the update and the first forwards. A forward waits for the gathers of its own
+Weights are gathered unit by unit (embedding, layers, head), after the update of the unit and the gather before it, as
+`runtime.optim.data_parallel` does, during the update and the first forwards. A forward waits for the gathers of its own
 units, the first backward for all. Gradients are reduced unit by unit from the head down, as soon as the last replica
-has completed a unit and the reduction before it is done. The norm needs the reductions of all ranks, the update the
-norm.
+has completed a unit and the reduction before it is done. The update needs the gradient's norm, and so all reductions.
 
 Times follow two clocks: a collective during compute takes `communication_slowdown` times its seconds, and compute goes
 on at the rate 1 - `compute_slowdown` (`cost.coefficients.OverlapCost`); while nothing is computed it takes its seconds
-alone. What a rank loses to gathers is put on its first forward, and the packs are simulated again.
+alone. What a rank loses to gathers is added to its first forward, and the packs are simulated again.
 
-Left out: the gathers are taken to be of the same layout as the step; what lies between two steps hides more of them; a
+Not modelled: gathers of a layout other than the step's; the time between two steps, which hides more of them; that a
 rank whose last backward is slowed lets the stage before it wait longer. O(replicas · (actions + stages) + units), a few
 milliseconds for 32 replicas, and one more simulation a replica.
 """
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.units import forward_units, pack_features, shares_before, shares_left, stage_units, unit_transfers
+from evenload.cost.units import pack_features, stage_units, unit_shares, unit_transfers
 from evenload.schedule.simulate import Simulation, simulate
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
@@ -43,15 +43,14 @@ class SimulatedReplica:
 
 @dataclass(frozen=True, eq=False)
 class RankGathers:
-    """The gathers of the units of one pipeline rank, over all that hold them, from the step's start.
+    """All-gathers of the weights of one pipeline rank, unit by unit.
 
     Args:
-        unit: int64[n], in their order; start_s, end_s: float64[n], below 0 during the update before the step.
+        start_s, end_s: float64[n], from the step's start; below 0 during the update before the step.
         wait_start_s, wait_end_s: float64[m], when forwards wait for them.
         lost_s: by which the rank's first packs are later.
     """
 
-    unit: NDArray[np.int64]
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     wait_start_s: NDArray[np.float64]
@@ -60,32 +59,32 @@ class RankGathers:
 
     @property
     def seconds(self) -> float:
-        """In which a gather runs."""
+        """Seconds in which a gather runs."""
         return float((self.end_s - self.start_s).sum())
 
     @property
     def hidden_s(self) -> float:
-        """Of these, those in which nothing waits for it."""
+        """Those of `seconds` in which nothing waits for it."""
         return max(0.0, self.seconds - float((self.wait_end_s - self.wait_start_s).sum()))
 
 
-def first_gathers(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> tuple[RankGathers, ...]:
-    """Of every pipeline rank; none where weights are whole when a step begins."""
+def _first_gathers(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> tuple[RankGathers, ...]:
+    """Return the gathers of every pipeline rank; none where weights are whole when a step begins."""
     overlap, num_ranks = costs.coefficients.gather_overlap, costs.layout.pipeline_ranks
     if overlap is None or max(costs.layout.data_sizes) == 1:
         return ()
     needed_s, first_s = _needed_seconds(costs, replicas)
-    found: dict[int, RankGathers] = {}
+    gathers: dict[int, RankGathers] = {}
     total_s = np.zeros(num_ranks)
     for rank in np.argsort(first_s, kind="stable").tolist():
         later_s = float(total_s[first_s < first_s[rank]].max(initial=0.0))
-        found[rank] = _rank_gathers(costs, overlap, rank, needed_s[rank], (float(first_s[rank]), later_s))
-        total_s[rank] = later_s + found[rank].lost_s
-    return tuple(found[rank] for rank in range(num_ranks))
+        gathers[rank] = _rank_gathers(costs, overlap, rank, needed_s[rank], float(first_s[rank]), later_s)
+        total_s[rank] = later_s + gathers[rank].lost_s
+    return tuple(gathers[rank] for rank in range(num_ranks))
 
 
-def delayed(replica: SimulatedReplica, gathers: Sequence[RankGathers]) -> SimulatedReplica:
-    """With what every rank loses on its first forward."""
+def _delayed(replica: SimulatedReplica, gathers: Sequence[RankGathers]) -> SimulatedReplica:
+    """Add what every rank loses to its first forward."""
     actions, num_stages = replica.actions, replica.tasks.forward_s.shape[1]
     forward_s = replica.tasks.forward_s.copy()
     places = _first_places(actions, "F", num_stages)
@@ -98,20 +97,19 @@ def delayed(replica: SimulatedReplica, gathers: Sequence[RankGathers]) -> Simula
 
 
 def _rank_gathers(
-    costs: PackCosts, overlap: OverlapCost, rank: int, needed_s: Mapping[int, float], first: tuple[float, float]
+    costs: PackCosts, overlap: OverlapCost, rank: int, needed_s: Mapping[int, float], first_s: float, later_s: float
 ) -> RankGathers:
+    """Time the gathers of a rank whose first forward begins at `first_s`, and by `later_s` later for other ranks'."""
     layout, coefficients = costs.layout, costs.coefficients
-    found = unit_transfers(costs.model, coefficients, layout, rank)
-    updated_s = np.cumsum(coefficients.optimizer_s_per_parameter * found.parameters / layout.data_sizes[rank])
+    transfers = unit_transfers(costs.model, coefficients, layout, rank)
+    updated_s = np.cumsum(coefficients.optimizer_s_per_parameter * transfers.parameters / layout.data_sizes[rank])
     update_end_s = float(updated_s[-1]) if len(updated_s) else 0.0
-    first_s, later_s = first
     # On compute's clock, which begins with the update.
-    needed = np.array([needed_s.get(unit, np.inf) for unit in found.unit.tolist()]) + update_end_s + later_s
+    needed = np.array([needed_s.get(unit, np.inf) for unit in transfers.unit.tolist()]) + update_end_s + later_s
     idle = update_end_s, update_end_s + first_s + later_s
-    start_s, end_s, waits, lost_s = run_gathers(updated_s, needed, found.gather_s, idle, overlap)
+    start_s, end_s, waits, lost_s = run_collectives(updated_s, needed, transfers.gather_s, idle, overlap)
     waits_s = np.array(waits, np.float64).reshape(-1, 2)
     return RankGathers(
-        unit=found.unit,
         start_s=start_s - update_end_s,
         end_s=end_s - update_end_s,
         wait_start_s=waits_s[:, 0] - update_end_s,
@@ -120,38 +118,40 @@ def _rank_gathers(
     )
 
 
-def run_gathers(
-    updated_s: NDArray[np.float64],
+def run_collectives(
+    ready_s: NDArray[np.float64],
     needed_s: NDArray[np.float64],
     alone_s: NDArray[np.float64],
     idle: tuple[float, float],
     overlap: OverlapCost,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[tuple[float, float]], float]:
-    """Start and end of every gather, in their order, float64[n] each; when compute waits for them, and all that it
-    loses.
+    """Run collectives one after the other during compute.
 
     Args:
-        updated_s, needed_s: when each may begin and when compute reads what it brings, on compute's clock, were nothing
-            beside compute; alone_s: were no compute beside the gathers.
+        ready_s, needed_s: when each may begin and when compute waits for it, on compute's clock without collectives.
+        alone_s: seconds of each without compute.
         idle: from when to when nothing is computed, on that clock; it ends no later for what was lost before.
+
+    Returns:
+        Start and end of each, float64[n]; when compute waits for them; and the seconds that compute loses in all.
     """
     start_s, end_s = np.zeros(len(alone_s)), np.zeros(len(alone_s))
     waits: list[tuple[float, float]] = []
-    # A gather is waited for by whoever waits for one behind it.
+    # Who waits for a collective waits for those before it.
     wanted_s = np.minimum.accumulate(needed_s[::-1])[::-1].tolist()
-    now_s = computed_s = 0.0
-    for at, (updated, wanted, left_s) in enumerate(zip(updated_s.tolist(), wanted_s, alone_s.tolist(), strict=True)):
-        if computed_s < updated:
-            now_s, computed_s = now_s + updated - computed_s, updated
+    now_s = computed_s = 0.0  # time, and how far compute has come on its own clock
+    for at, (ready, wanted, left_s) in enumerate(zip(ready_s.tolist(), wanted_s, alone_s.tolist(), strict=True)):
+        if computed_s < ready:
+            now_s, computed_s = now_s + ready - computed_s, ready
         start_s[at] = now_s
         while left_s > 0:
+            if is_idle := idle[0] <= computed_s < idle[1]:
+                computed_s = max(computed_s, min(now_s, idle[1]))
+                is_idle = computed_s < idle[1]
             if computed_s >= wanted:
                 waits.append((now_s, now_s + left_s))
                 now_s, left_s = now_s + left_s, 0.0
                 continue
-            if is_idle := idle[0] <= computed_s < idle[1]:
-                computed_s = max(computed_s, min(now_s, idle[1]))
-                is_idle = computed_s < idle[1]
             rate, stretch = (1.0, 1.0) if is_idle else (1 - overlap.compute_slowdown, overlap.communication_slowdown)
             change = min(edge for edge in (*idle, wanted, np.inf) if edge > computed_s)
             to_change_s = (change - computed_s) / rate if rate else np.inf
@@ -168,8 +168,8 @@ def run_gathers(
 def _needed_seconds(
     costs: PackCosts, replicas: Sequence[SimulatedReplica]
 ) -> tuple[list[dict[int, float]], NDArray[np.float64]]:
-    """By pipeline rank and unit when the first of the replicas reads its weights; and when each rank's first forward
-    begins, 0 without any; float64[ranks]."""
+    """Return when the first replica reads a unit's weights, by pipeline rank and unit; and when each rank's first
+    forward begins, 0 without any, float64[ranks]."""
     layout = costs.layout
     needed_s: list[dict[int, float]] = [{} for _ in range(layout.pipeline_ranks)]
     first_s = np.full(layout.pipeline_ranks, np.inf)
@@ -185,10 +185,10 @@ def _needed_seconds(
             begin_s, seconds = float(simulation.start_s[at]), float(simulation.end_s[at] - simulation.start_s[at])
             first_s[rank] = min(first_s[rank], begin_s)
             row = int(np.searchsorted(packs, actions.pack[at]))
-            shares = shares_before(costs, features[row : row + 1], stage)[0].tolist()
-            for unit, share in zip(forward_units(costs, stage), shares, strict=True):
+            shares = unit_shares(costs, features[row : row + 1], stage, "forward")[0].tolist()
+            for unit, share in zip(stage_units(costs, stage, "forward"), shares, strict=True):
                 needed_s[rank][unit] = min(needed_s[rank].get(unit, np.inf), begin_s + share * seconds)
-        # Whatever a rank holds is there before its first backward, which may read the head.
+        # A rank's first backward, which may read the head, needs all its weights.
         back = np.flatnonzero(actions.kind != KINDS.index("F"))
         head = 1 + costs.model.num_layers
         for rank in np.unique(actions.rank[back]).tolist():
@@ -198,24 +198,23 @@ def _needed_seconds(
 
 
 def _first_places(actions: ActionColumns, kind: str, num_stages: int) -> NDArray[np.int64]:
-    """Of a kind's first action by rank and stage, -1 = none; int64[ranks, stages]."""
-    found = np.full((actions.num_ranks, num_stages), -1, np.int64)
+    """Return the first action of a kind by rank and stage, -1 = none; int64[ranks, stages]."""
+    places = np.full((actions.num_ranks, num_stages), -1, np.int64)
     at = np.flatnonzero(actions.kind == KINDS.index(kind))[::-1]
-    found[actions.rank[at], actions.stage[at]] = at  # of several the first
-    return found
+    places[actions.rank[at], actions.stage[at]] = at  # of several the first
+    return places
 
 
 @dataclass(frozen=True, eq=False)
-class RankSums:
-    """The sums of the units of one pipeline rank, over all that hold them.
+class RankReductions:
+    """Reduce-scatters of the gradients of one pipeline rank, unit by unit.
 
     Args:
-        unit: int64[n], in their order; start_s, end_s: float64[n].
-        compute_end_s: when the last of the replicas has computed its last pack here.
-        slowdown: seconds that compute loses in each second of a sum beside it.
+        start_s, end_s: float64[n].
+        compute_end_s: when the last replica has computed its last pack here.
+        slowdown: seconds that compute loses in each second of a reduction.
     """
 
-    unit: NDArray[np.int64]
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     compute_end_s: float
@@ -223,20 +222,20 @@ class RankSums:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds in which a reduction runs."""
+        """Seconds in which a reduction runs."""
         return float((self.end_s - self.start_s).sum())
 
     @property
     def hidden_s(self) -> float:
-        """Return those of `seconds` during compute."""
+        """Those of `seconds` during compute."""
         early = np.minimum(self.end_s, self.compute_end_s) - np.minimum(self.start_s, self.compute_end_s)
         return float(early.sum())
 
-    def put_off(self, computed_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """When compute has come as far as it would have at these times, were no sum beside it; float64[n]."""
-        sums_s = np.minimum(np.stack([self.start_s, self.end_s], axis=1).ravel(), self.compute_end_s)
-        edges_s = np.concatenate([[0.0], sums_s, [self.compute_end_s]])
-        # Sums run one after the other: every second step from edge to edge is one of them.
+    def overlapped(self, computed_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return when compute has come as far as it would have at these times without reductions; float64[n]."""
+        reductions_s = np.minimum(np.stack([self.start_s, self.end_s], axis=1).ravel(), self.compute_end_s)
+        edges_s = np.concatenate([[0.0], reductions_s, [self.compute_end_s]])
+        # Reductions run one after the other: every second step from edge to edge is one of them.
         lost_s = np.diff(edges_s) * np.resize([0.0, self.slowdown], len(edges_s) - 1)
         return np.interp(computed_s, edges_s - np.concatenate([[0.0], np.cumsum(lost_s)]), edges_s)
 
@@ -246,16 +245,15 @@ class StepEnd:
     """The end of a step.
 
     Args:
-        sums: of every pipeline rank.
-        gathers: of the update before the step, beside its first packs, of every pipeline rank; none where weights are
-            gathered at the end of a step.
-        replicas: with what first forwards lose to these gathers; nothing is put off by sums here.
-        packs_s: end of the last pack, were there nothing beside any.
-        summed_s: end of the last sum; updated_s: of the update; end_s: of the step, with the gather where nothing hides
-            it.
+        reductions: reductions of every pipeline rank.
+        gathers: of the update before the step, of every pipeline rank; none where weights are gathered at the end of a
+            step.
+        replicas: with what first forwards lose to these gathers; reductions delay nothing here.
+        packs_s: end of the last pack without collectives.
+        summed_s: end of the last reduction; updated_s: of the update; end_s: of the step, with exposed gathers.
     """
 
-    sums: tuple[RankSums, ...]
+    reductions: tuple[RankReductions, ...]
     gathers: tuple[RankGathers, ...]
     replicas: tuple[SimulatedReplica, ...]
     packs_s: float
@@ -265,81 +263,89 @@ class StepEnd:
 
     @property
     def reduction_s(self) -> float:
-        """In which a sum of gradients runs, mean over pipeline ranks."""
-        return sum(one.seconds for one in self.sums) / len(self.sums)
+        """Seconds in which gradients are reduced, mean over pipeline ranks."""
+        return sum(one.seconds for one in self.reductions) / len(self.reductions)
 
     @property
     def reduction_hidden_s(self) -> float:
-        """Of these, beside compute."""
-        return sum(one.hidden_s for one in self.sums) / len(self.sums)
+        """Those of `reduction_s` during compute."""
+        return sum(one.hidden_s for one in self.reductions) / len(self.reductions)
 
     @property
     def gather_s(self) -> float:
-        """In which updated weights are gathered, mean over pipeline ranks."""
-        return (
-            sum(one.seconds for one in self.gathers) / len(self.sums) if self.gathers else self.end_s - self.updated_s
-        )
+        """Seconds in which updated weights are gathered, mean over pipeline ranks."""
+        exposed_s = self.end_s - self.updated_s
+        return sum(one.seconds for one in self.gathers) / len(self.reductions) if self.gathers else exposed_s
 
     @property
     def gather_hidden_s(self) -> float:
-        """Of these, those in which no forward waits for them."""
-        return sum(one.hidden_s for one in self.gathers) / len(self.sums)
+        """Those of `gather_s` in which no forward waits for them."""
+        return sum(one.hidden_s for one in self.gathers) / len(self.reductions)
 
 
 def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
-    """Of all replicas of a step together."""
+    """Time the end of a step of all replicas."""
     packs_s = max(replica.simulation.makespan_s for replica in replicas)
-    gathers = first_gathers(costs, replicas)
+    gathers = _first_gathers(costs, replicas)
     if gathers:
-        replicas = [delayed(replica, gathers) for replica in replicas]
+        replicas = [_delayed(replica, gathers) for replica in replicas]
     overlap = costs.coefficients.reduction_overlap
     # As the trainer decides: not where replicas wait for each other in packs.
     if any((one.backward.cp > costs.layout.cp).any() for one in replicas):
         overlap = None
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.max([_rank_ends(replica) for replica in replicas], axis=0)
-    sums = tuple(_rank_sums(costs, overlap, completed_s, ends_s, rank) for rank in range(costs.layout.pipeline_ranks))
+    ranks = range(costs.layout.pipeline_ranks)
+    reductions = tuple(_rank_reductions(costs, overlap, completed_s, ends_s, rank) for rank in ranks)
     packs_end_s = max(replica.simulation.makespan_s for replica in replicas)
-    summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in sums))
+    summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in reductions))
     updated_s = summed_s + costs.optimizer_seconds()
-    gather_s = 0.0 if gathers else _gather_seconds(costs)
-    return StepEnd(sums, gathers, tuple(replicas), packs_s, summed_s, updated_s, updated_s + gather_s)
+    exposed_s = 0.0 if gathers else max(_gather_seconds(costs, rank) for rank in ranks)
+    return StepEnd(reductions, gathers, tuple(replicas), packs_s, summed_s, updated_s, updated_s + exposed_s)
 
 
-def _gather_seconds(costs: PackCosts) -> float:
-    """Of all updated weights, one after the other, on the rank that takes longest."""
-    transfers = (
-        unit_transfers(costs.model, costs.coefficients, costs.layout, rank)
-        for rank in range(costs.layout.pipeline_ranks)
-    )
-    return max(float(found.gather_s.sum()) for found in transfers)
+def _gather_seconds(costs: PackCosts, rank: int) -> float:
+    return float(unit_transfers(costs.model, costs.coefficients, costs.layout, rank).gather_s.sum())
 
 
-def _rank_sums(
+def _rank_reductions(
     costs: PackCosts,
     overlap: OverlapCost | None,
     completed_s: dict[tuple[int, int], float],
     ends_s: NDArray[np.float64],
     rank: int,
-) -> RankSums:
-    """Over all ranks that hold the layers of one; `completed_s` by rank and unit."""
+) -> RankReductions:
+    """Time the reductions over all ranks that hold the layers of one; `completed_s` by rank and unit."""
     layout = costs.layout
-    found = unit_transfers(costs.model, costs.coefficients, layout, rank)
-    units, alone_s = found.unit[::-1], found.sum_s[::-1]
+    transfers = unit_transfers(costs.model, costs.coefficients, layout, rank)
+    units, alone_s = transfers.unit[::-1], transfers.sum_s[::-1]
     twins = [twin for twin, leading in enumerate(layout.leading_ranks) if leading == layout.leading_ranks[rank]]
     compute_end_s = float(ends_s[twins].max())
     released_s = [max(completed_s.get((twin, unit), 0.0) for twin in twins) for unit in units.tolist()]
     released = np.array(released_s) if overlap else np.full(len(units), compute_end_s)
-    start_s, end_s, compute_end_s = run_sums(released, alone_s, compute_end_s, overlap or OverlapCost())
-    return RankSums(units, start_s, end_s, compute_end_s, overlap.compute_slowdown if overlap else 0.0)
+    return run_reductions(released, alone_s, compute_end_s, overlap or OverlapCost(compute_slowdown=0.0))
+
+
+def run_reductions(
+    released_s: NDArray[np.float64], alone_s: NDArray[np.float64], compute_end_s: float, overlap: OverlapCost
+) -> RankReductions:
+    """Run reductions as `run_collectives`; `compute_end_s` is when compute would end without them."""
+    never, idle = np.full(len(alone_s), np.inf), (compute_end_s, float("inf"))
+    start_s, end_s, _, _ = run_collectives(released_s, never, alone_s, idle, overlap)
+    slowdown = overlap.compute_slowdown
+    for start, end in zip(start_s.tolist(), end_s.tolist(), strict=True):
+        if start < compute_end_s:
+            outlasted_s = start + (compute_end_s - start) / (1 - slowdown) if slowdown < 1 else float("inf")
+            compute_end_s = min(compute_end_s + slowdown * (end - start), outlasted_s)
+    return RankReductions(start_s, end_s, compute_end_s, slowdown)
 
 
 def _rank_ends(replica: SimulatedReplica) -> NDArray[np.float64]:
     offset = replica.actions.rank_offset
     has_actions = offset[1:] > offset[:-1]
-    found = np.zeros(len(has_actions))
-    found[has_actions] = replica.simulation.end_s[offset[1:][has_actions] - 1]
-    return found
+    ends_s = np.zeros(len(has_actions))
+    ends_s[has_actions] = replica.simulation.end_s[offset[1:][has_actions] - 1]
+    return ends_s
 
 
 def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> dict[tuple[int, int], float]:
@@ -351,7 +357,7 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
     if not packs:
         return {}
     features = pack_features(costs, [(replicas[number].backward, pack) for number, pack in packs])
-    found: dict[tuple[int, int], float] = {}
+    completed_s: dict[tuple[int, int], float] = {}
     for rank in range(costs.layout.pipeline_ranks):
         for stage in costs.layout.stages_of_rank(rank):
             rows, end_s, inside_s = [], [], []
@@ -360,18 +366,18 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
                     continue
                 rows.append(packs[number, int(replica.actions.pack[at])])
                 end_s.append(float(replica.simulation.end_s[at]))
-                # Told unit by unit where one whole backward completes one stage, as the executor does.
+                # As in the executor, a whole backward that completes one stage completes it unit by unit.
                 inside_s.append(end_s[-1] - float(replica.simulation.start_s[at]) if is_whole[rank, stage] else 0.0)
             if rows:
-                left = shares_left(costs, features[rows], stage)
-                complete_s = (np.array(end_s)[:, None] - left * np.array(inside_s)[:, None]).max(axis=0)
-                found |= {(rank, u): s for u, s in zip(stage_units(costs, stage), complete_s.tolist(), strict=True)}
-    return found
+                left = unit_shares(costs, features[rows], stage, "backward")
+                units_s = (np.array(end_s)[:, None] - left * np.array(inside_s)[:, None]).max(axis=0)
+                completed_s |= {(rank, u): s for u, s in zip(stage_units(costs, stage), units_s.tolist(), strict=True)}
+    return completed_s
 
 
 def _completing_places(costs: PackCosts, replica: SimulatedReplica) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """As `types.plan.completing_actions` by rank and stage: which action completes the stage's weights, -1 = none,
-    and whether it is a whole backward of it; int64 and bool [ranks, stages]."""
+    """Return which action completes a stage's gradients, -1 = none, and whether it is a whole backward, by rank and
+    stage, as `types.plan.completing_actions`; int64 and bool [ranks, stages]."""
     actions, shape = replica.actions, (costs.layout.pipeline_ranks, costs.layout.num_stages)
     place = np.full(shape, -1, np.int64)
     at = np.flatnonzero(actions.kind != KINDS.index("F"))
@@ -384,40 +390,3 @@ def _completing_places(costs: PackCosts, replica: SimulatedReplica) -> tuple[NDA
         if own[rank].sum() > 1:
             place[rank, own[rank]], is_whole[rank] = place[rank].max(), False
     return place, is_whole
-
-
-def run_sums(
-    released_s: NDArray[np.float64], alone_s: NDArray[np.float64], compute_end_s: float, overlap: OverlapCost
-) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """Start and end of every sum, in their order, float64[n] each, and when compute ends with them beside it.
-
-    Args:
-        released_s, compute_end_s: were nothing beside compute; alone_s: were no compute beside the sums.
-    """
-    start_s, end_s = np.zeros(len(alone_s)), np.zeros(len(alone_s))
-    rate = 1 - overlap.compute_slowdown
-    now_s = computed_s = 0.0  # time, and how far compute has come on its own clock
-    ended_s = None
-    for at, (released, left_s) in enumerate(zip(released_s.tolist(), alone_s.tolist(), strict=True)):
-        if computed_s < released:
-            now_s, computed_s = now_s + released - computed_s, released
-        start_s[at] = now_s
-        if computed_s < compute_end_s:
-            to_end_s = (compute_end_s - computed_s) / rate if rate else float("inf")
-            whole_s = left_s * overlap.communication_slowdown
-            if whole_s < to_end_s:
-                now_s, computed_s, left_s = now_s + whole_s, computed_s + whole_s * rate, 0.0
-            else:
-                now_s, computed_s, left_s = (
-                    now_s + to_end_s,
-                    compute_end_s,
-                    left_s - to_end_s / overlap.communication_slowdown,
-                )
-                ended_s = now_s
-        elif ended_s is None:
-            ended_s = now_s
-        now_s += left_s
-        end_s[at] = now_s
-    if ended_s is None:
-        ended_s = now_s + compute_end_s - computed_s
-    return start_s, end_s, ended_s

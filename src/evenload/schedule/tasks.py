@@ -1,5 +1,4 @@
-"""`PipelineTasks` as the plain tuple that the native core takes, checked once; and the text of a deadlock
-(`stuck_grid`)."""
+"""Check `PipelineTasks` and hand them to the native core as tuples; describe a deadlock (`stuck_grid`)."""
 
 from dataclasses import fields
 from typing import Any
@@ -23,16 +22,13 @@ _DTYPES = {
 
 
 def task_arrays(tasks: PipelineTasks) -> tuple[NDArray[Any], ...]:
-    """The columns of `tasks` and `tasks.held` in field order, with dtypes, shapes and memory order checked. O(1).
-
-    Raises:
-        ConfigError: a column of another dtype, shape or memory order than `PipelineTasks` documents.
-    """
+    """Return the columns of `tasks` and `tasks.held` in field order; `ConfigError` where a dtype, shape or memory order
+    is not that of `PipelineTasks`. O(1)."""
     return _checked(tasks, "tasks", tasks, _SECONDS) + _checked(tasks, "tasks.held", tasks.held, _BYTES)
 
 
 def split_arrays(tasks: PipelineTasks) -> tuple[NDArray[Any], ...] | None:
-    """As `task_arrays`, for `tasks.split`; None where there is none."""
+    """Return the columns of `tasks.split`, checked as by `task_arrays`; None where there is none."""
     return None if tasks.split is None else _checked(tasks, "tasks.split", tasks.split, _SPLIT)
 
 
@@ -53,13 +49,12 @@ def _checked(tasks: PipelineTasks, path: str, part: object, names: tuple[str, ..
     return arrays
 
 
-# The text of a deadlock: how many actions ran, and every rank's next ones, the stuck ones with what they await.
-
 _SHOWN_BEFORE, _SHOWN_AFTER = 4, 6
 
 
 def stuck_grid(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.int64]) -> str:
-    """One line for the whole and one a rank; `done` is how many of its actions each rank ran, int64[R]."""
+    """Describe a deadlock: every rank's next actions, stuck ones with what they wait for; `done` is how many actions
+    each rank ran, int64[R]."""
     next_actions = actions.rank_offset[:-1] + done
     forwards_done = np.zeros((tasks.num_ranks, tasks.num_stages), np.int64)
     for rank, (lo, hi) in enumerate(zip(actions.rank_offset[:-1], next_actions, strict=True)):
@@ -78,18 +73,14 @@ def stuck_grid(tasks: PipelineTasks, actions: ActionColumns, done: NDArray[np.in
 
 
 def _awaited(tasks: PipelineTasks, actions: ActionColumns, at: int, forwards_done: NDArray[np.int64]) -> str:
-    """What the action at this place waits for, as an action name; I stands for B of the stage after.
-
-    Args:
-        forwards_done: int64[P], on the action's rank.
-    """
+    """Return the action that the one at a place waits for; `forwards_done`, int64[P], are those of its rank."""
     kind, stage, pack = KINDS[actions.kind[at]], int(actions.stage[at]), int(actions.pack[at])
     if kind == "F":
         return f"{stage - 1}F{pack}"
     if kind == "W":
         return f"{stage}I{pack}"
     width, needed = int(tasks.widths[stage]), int(tasks.forwards_needed[pack])
-    own = range(pack % width, needed, width)  # of the forwards it needs those that its rank runs
+    own = range(pack % width, needed, width)  # the forwards it needs that its rank runs
     if forwards_done[stage] < len(own):
         return f"{stage}F{own[-1]}"
     return f"{min(stage + 1, tasks.num_stages - 1)}B{pack}"

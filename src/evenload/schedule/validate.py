@@ -1,8 +1,8 @@
-"""Check that a schedule is complete, in order, and free of deadlock. Run on every plan before execution.
+"""Check that a schedule is complete, in order, and free of deadlock, on every plan before execution.
 
 Running all actions in simulated time proves it: the simulator refuses actions on other ranks or out of pack order and
-gets stuck where an input comes too late; missing actions show in the counts. With directed channels in pack order on
-both sides nothing else can block (`tests/reference/rendezvous.py`). O(actions), some 20 ns each.
+stops where an input comes too late; missing actions show in the counts. With directed channels in pack order on both
+sides nothing else can block. O(actions), some 20 ns each.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,14 @@ def check_schedule(
     stage_to_rank: Sequence[int],
     num_ranks: int | None = None,
 ) -> None:
-    """Every F once and every B, or I and later W, once on every stage, on its own rank, in pack order, executable.
-
-    Pack order per stage makes every channel first-in-first-out. A backward stands after the forwards it needs.
+    """Check that every F and every B, or I and later W, runs once on every stage, on its own rank, in pack order, and
+    that all can run.
 
     Args:
         num_forward: forward packs, m_f.
-        forwards_needed: D, one entry per backward pack (`PackPlan.forwards_needed()` or
-            `PipelineTasks.forwards_needed`).
+        forwards_needed: D, one entry per backward pack.
         stage_to_rank: pipeline rank of every virtual stage, the first of several.
-        num_ranks: pipeline ranks; more than stages where these have several; None = one for every number in
-            `stage_to_rank`.
+        num_ranks: pipeline ranks; None = one for every number in `stage_to_rank`.
 
     Raises:
         InvalidPlanError: an action missing, twice, out of order or on another rank; W without I before it.
@@ -81,7 +78,7 @@ def _instant_tasks(num_forward: int, needed: list[int], ranks: list[int], num_ra
 
 
 def _has_all(actions: ActionColumns, num_forward: int, num_backward: int, num_stages: int) -> bool:
-    """Whether actions that all ran, hence none twice, are all that the packs need."""
+    """Whether actions that all ran, so none twice, are all that the packs need."""
     forwards, backwards, inputs, weights = np.bincount(actions.kind, minlength=len(KINDS))[: len(KINDS)].tolist()
     return (
         forwards == num_forward * num_stages and backwards + inputs == num_backward * num_stages and inputs == weights
@@ -89,7 +86,7 @@ def _has_all(actions: ActionColumns, num_forward: int, num_backward: int, num_st
 
 
 def _first_fault(actions: ActionColumns, tasks: PipelineTasks) -> str | None:
-    """The first action that is missing, twice, out of order or on another rank; None where only waiting is wrong."""
+    """Name the first action that is missing, twice, out of order or on another rank; None where there is none."""
     widths, first_ranks = tasks.widths.tolist(), tasks.stage_to_rank.tolist()
     # By F or B, stage and turn of its rank: that rank's next pack.
     following = {

@@ -1,10 +1,9 @@
-"""Write and read the plan file of `evenload plan --emit-plan`: StepPlans as JSON anyone can re-simulate without our
-code.
+"""Write and read the plan file of `evenload plan --emit-plan`, JSON of StepPlans that others can simulate too.
 
-The shape is fixed. Optional keys make a file read back to the same StepPlan: `num_label_tokens` of a document, `pad_to`
-of a padded slice, `policies` of a replica, `left_out`, `mean_token_delay_steps`, `digest`; of a shared forward pack
-`sharding`, its rule, or `owner`, the rank that computes the slice whole, -1 = all ranks. Readers ignore keys they do
-not know. `cost_s` of a pack is the largest of its durations.
+The shape is fixed. Optional keys: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a
+replica, `left_out`, `mean_token_delay_steps`, `digest`; of slices of a shared forward pack `sharding`, its rule, or
+`owner`, the rank that computes the slice whole, -1 = all ranks. Readers ignore unknown keys. `cost_s` of a pack is the
+largest of its durations.
 """
 
 import json
@@ -14,23 +13,19 @@ from typing import Any
 import msgspec
 
 from evenload.errors import ConfigError, InvalidPlanError
-from evenload.schedule.validate import check_schedule
+from evenload.stepplan.validate import check_replica
 from evenload.types.document import Direction, Document, MicroPack, PackPlan, PackSharding, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPlan, parse_action, plan_digest, seal
 
 
 def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:
-    """Plans as one JSON object."""
+    """Encode plans as one JSON object."""
     return json.dumps({"plans": [_plan_to_json(plan) for plan in plans]}, separators=(",", ":")).encode() + b"\n"
 
 
 def decode_plan_file(data: bytes) -> tuple[StepPlan, ...]:
-    """Inverse of `encode_plan_file`.
-
-    Raises:
-        InvalidPlanError: not a plan file, a needed key is missing, or a digest does not match its content.
-    """
+    """Decode what `encode_plan_file` gives; `InvalidPlanError` where a key is missing or a digest does not match."""
     try:
         plans = json.loads(data)["plans"]
         return tuple(_plan_from_json(plan) for plan in plans)
@@ -178,17 +173,8 @@ def _sharding_from_json(pack: list[dict[str, Any]], where: str) -> PackSharding:
     return rule
 
 
-# `forward_only`: a step's plan without its backwards, for validation. A forward waits for forwards alone, so any order
-# of the whole plan is one of its forwards too; `check_schedule` proves it all the same. O(actions).
-
-
 def forward_only(plan: StepPlan) -> StepPlan:
-    """The same forwards, sealed.
-
-    Raises:
-        InvalidPlanError: a forward is missing, twice, out of order or on another rank.
-        ScheduleDeadlockError: forwards wait for each other.
-    """
+    """Return the plan without its backwards, for validation; `InvalidPlanError` as of `check_schedule`."""
     replace = msgspec.structs.replace
     schedules = tuple(
         Schedule(ranks=tuple(tuple(action for action in row if action.kind == "F") for row in one.ranks))
@@ -196,12 +182,6 @@ def forward_only(plan: StepPlan) -> StepPlan:
     )
     packs = tuple(replace(one, backward=()) for one in plan.pack_plans)
     for one, schedule in zip(packs, schedules, strict=True):
-        check_schedule(
-            schedule,
-            num_forward=len(one.forward),
-            forwards_needed=(),
-            stage_to_rank=plan.layout.stage_to_rank,
-            num_ranks=plan.layout.pipeline_ranks,
-        )
+        check_replica(plan.layout, one, schedule)
     times = tuple(replace(one, backward_s=(), p2p_backward_s=(), input_s=(), weight_s=()) for one in plan.times)
     return seal(replace(plan, pack_plans=packs, schedules=schedules, times=times))

@@ -1,24 +1,23 @@
-"""Compute which rows of every pack each rank of a context-parallel group computes, for prices (`ranked_packs`) and for
-the runtime (`replica_rows`).
+"""Divide every pack among the ranks of a context-parallel group, for prices (`ranked_packs`) and for the runtime
+(`replica_rows`).
 
     per_sequence   the pack as one sequence in 2·cp chunks; rank r computes chunks r and 2·cp - 1 - r. Equal tokens,
-                   but documents cut anywhere: attention is uneven.
-    per_document   every slice in 2·cp chunks, rank r computes a symmetric pair. Equal tokens (± 1) and equal
-                   attention; many short pieces waste kernel tiles. Tokens beyond a multiple of 2·cp make chunks one
-                   longer, round robin over ranks through all slices of a pack (in WLB §5.1 own pieces).
+                   but documents are cut anywhere: attention is uneven.
+    per_document   every slice in 2·cp chunks, of which each rank computes a symmetric pair. Equal tokens (± 1) and
+                   equal attention; many short pieces waste kernel tiles. Tokens beyond a multiple of 2·cp make chunks
+                   one longer, round robin over ranks through all slices of a pack (in WLB §5.1 pieces of their own).
     owners         a slice whole on its owner; those of owner -1 per document
 
-Which rule a pack gets is the planner's choice (`plan.cp_sharding`). A document's tokens stay on one rank from forward
-to backward, but backward packs are cut elsewhere. So forward packs decide, and a slice is first cut into *cells* at its
-document's backward cuts; every cell goes to the ranks by its own 2·cp chunks:
+The planner chooses the rule (`plan.cp_sharding`). A token runs backward on the rank on which it ran forward, but
+backward packs are cut elsewhere: forward slices are first cut into cells at their document's backward cuts, and every
+cell is divided by itself:
 
     forward slices   |-------------------|--------------|
     backward slices  |-----------|----------------------|
     cells            |-----------|-------|--------------|    each: rank 0 1 .. cp-1 cp-1 .. 1 0
 
 Slices of both directions are unions of cells, so both are even, in tokens (± 1 over a pack) and in attention;
-`per_sequence` keeps its chunks as they are. A document that lies whole on one rank is *local* and needs no transfer.
-O(slices · cp) numpy.
+`per_sequence` keeps its chunks. A document whole on one rank is local and needs no transfer. O(slices · cp) numpy.
 """
 
 import bisect
@@ -39,14 +38,9 @@ from evenload.types.document import MicroPack, PackSharding, Range, ReplicaBlock
 from evenload.types.plan import StepPlan, block_of
 
 
-@dataclass(frozen=True, eq=False)
-class RankRanges:
-    """Who computes what: rank `rank[i]` of the group computes tokens `[start[i], stop[i])` of slice `piece[i]`.
-
-    Args:
-        rank, piece: int64[n].
-        start, stop: int64[n], positions in the document; not empty.
-    """
+class RankRanges(NamedTuple):
+    """Rank `rank[i]` of the group computes tokens `[start[i], stop[i])` of the document of slice `piece[i]`, at least
+    one; int64[n] each."""
 
     rank: NDArray[np.int64]
     piece: NDArray[np.int64]
@@ -55,10 +49,9 @@ class RankRanges:
 
 
 def joined(ranges: RankRanges) -> RankRanges:
-    """Sort by slice, rank and position; neighbours of one slice and rank become one range, as they are one kernel
-    call."""
+    """Sort by slice, rank and position, and join neighbours of one slice and rank, which are one kernel call."""
     order = np.lexsort((ranges.start, ranges.rank, ranges.piece))
-    rank, piece, start, stop = (column[order] for column in (ranges.rank, ranges.piece, ranges.start, ranges.stop))
+    rank, piece, start, stop = (column[order] for column in ranges)
     is_new = np.ones(len(piece), bool)
     is_new[1:] = (piece[1:] != piece[:-1]) | (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
     first = np.flatnonzero(is_new)
@@ -69,14 +62,13 @@ def joined(ranges: RankRanges) -> RankRanges:
 def ranges_per_sequence(
     start: NDArray[np.int64], stop: NDArray[np.int64], pack_offset: NDArray[np.int64], cp: int
 ) -> RankRanges:
-    """Every pack as one sequence.
+    """Divide every pack as one sequence among `cp` ranks.
 
     Args:
         start, stop: int64[k], the packs' slices; not empty.
         pack_offset: int64[p + 1]; pack i holds slices `[pack_offset[i], pack_offset[i + 1])`.
-        cp: ranks.
     """
-    # All packs are laid end to end, so that a pack's first token is a border of a chunk.
+    # Packs are laid end to end, so that a pack's first token is a border of a chunk.
     ends = np.cumsum(stop - start)
     pack_ends = np.concatenate([[0], ends])[pack_offset]
     chunks = _chunk_tokens(np.diff(pack_ends), np.arange(len(pack_ends)), cp)
@@ -91,18 +83,10 @@ def ranges_per_sequence(
 
 
 def ranges_by_owner(
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-    owner: NDArray[np.int64],
-    pack_offset: NDArray[np.int64],
-    cp: int,
+    start: NDArray[np.int64], stop: NDArray[np.int64], owner: NDArray[np.int64], pack_offset: NDArray[np.int64], cp: int
 ) -> RankRanges:
-    """Slices whole on their owner; those of owner -1 per document.
-
-    Args:
-        start, stop, pack_offset, cp: see `ranges_per_sequence`.
-        owner: int64[k], a rank or -1.
-    """
+    """Give slices whole to their owner, a rank in int64[k], and divide those of owner -1 per document; other arguments
+    as of `ranges_per_sequence`."""
     shared, whole = np.flatnonzero(owner < 0), np.flatnonzero(owner >= 0)
     chunks = _chunk_tokens((stop - start)[shared], np.searchsorted(shared, pack_offset), cp)
     high = start[shared][:, None] + np.cumsum(chunks, axis=1)
@@ -120,50 +104,49 @@ def _rank_of_chunk(chunk: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
 
 
 def _chunk_tokens(tokens: NDArray[np.int64], offset: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
-    """Tokens of the 2·cp chunks of every sequence; int64[k, 2·cp]. Over a pack ranks differ by at most one.
-
-    Args:
-        offset: int64[p + 1], the sequences of every pack.
-    """
+    """Return the tokens of the 2·cp chunks of every sequence, int64[k, 2·cp], of which packs hold those between
+    `offset`s; over a pack ranks differ by at most one."""
     base, extra = np.divmod(tokens, 2 * cp)
     before = np.concatenate([[0], np.cumsum(extra)])
     first = before[:-1] - np.repeat(before[offset[:-1]], np.diff(offset))  # the next rank in turn
     turn = (np.arange(cp)[None, :] - first[:, None]) % cp
     once, twice = (turn < extra[:, None]).astype(np.int64), (turn + cp < extra[:, None]).astype(np.int64)
-    # In the early chunk in one round of ranks, in the late one in the next: a token that opens a tile costs by what
-    # it sees, and always early would be cheap for rank 0 and expensive for the last.
+    # The early chunk is longer in one round of ranks, the late one in the next: always early would be cheap for rank 0
+    # and expensive for the last, because a token that opens a tile costs by the keys that it sees.
     is_late = (first // cp % 2 == 1)[:, None]
     head = base[:, None] + np.where(is_late, twice, once)
     tail = base[:, None] + np.where(is_late, once, twice)
     return np.concatenate([head, tail[:, ::-1]], axis=1)
 
 
-class _Rows(NamedTuple):
-    """Token ranges: the slice that each lies in, the rank of the group that has it, its document; int64[n] each."""
-
-    piece: NDArray[np.int64]
-    rank: NDArray[np.int64]
-    doc: NDArray[np.int64]
-    start: NDArray[np.int64]
-    stop: NDArray[np.int64]
-
-
 class _Side(NamedTuple):
-    """One direction: its packs, who runs them together, and where slices end with padding."""
+    """Packs of one direction.
+
+    Args:
+        columns: the packs; ranks: how many share each, int64[num_packs].
+        pack, doc: of every slice; stop: with padding; in_group: whether several ranks share it.
+    """
 
     columns: SliceColumns
     ranks: NDArray[np.int64]
     pack: NDArray[np.int64]
+    doc: NDArray[np.int64]
     stop: NDArray[np.int64]
     in_group: NDArray[np.bool_]
 
 
 class _SharedRows(NamedTuple):
-    """Rows of the forward packs that groups run, cut wherever a slice of either direction begins; `is_cut`
-    bool[documents], and `scale`, more than the tokens of any document: `doc * scale + position` is one sorted key."""
+    """Ranges of the forward packs that groups run, cut wherever a slice of either direction begins.
+
+    Args:
+        doc: document of every range, int64[n].
+        is_cut: bool[documents].
+        scale: more than the tokens of any document: `doc * scale + position` is one sorted key.
+    """
 
     sides: tuple[_Side, _Side]
-    rows: _Rows
+    rows: RankRanges
+    doc: NDArray[np.int64]
     is_cut: NDArray[np.bool_]
     scale: int
 
@@ -176,30 +159,30 @@ def ranked_packs(
     *,
     prefix_travels: bool = False,
 ) -> tuple[RankedPacks, RankedPacks]:
-    """Both directions of one replica's packs, rank by rank.
+    """Divide both directions of one replica's packs among their ranks.
 
     Args:
-        shardings: of every forward pack (`MicroPack.sharding`); of packs that nobody shares it does not count.
+        shardings: of every forward pack (`MicroPack.sharding`); only those of shared packs count.
         layout_cp: context ranks of the layout.
-        prefix_travels: with a slice's keys and values go those of its prefix (a ring).
+        prefix_travels: keys and values of a slice's prefix are sent with its own (a ring).
     """
     shared = _shared_rows(forward, backward, shardings, layout_cp)
     num_documents = len(shared.is_cut)
     lowest, highest = np.full(num_documents, np.iinfo(np.int64).max), np.full(num_documents, -1)
-    np.minimum.at(lowest, shared.rows.doc, shared.rows.rank)
-    np.maximum.at(highest, shared.rows.doc, shared.rows.rank)
-    both = (shared.rows, _within(shared.sides[1], shared.rows, shared.scale))
-    found = [
-        _ranked(side, _joined(of_side, side.columns.doc), lowest == highest, shared.is_cut, prefix_travels)
-        for side, of_side in zip(shared.sides, both, strict=True)
-    ]
-    return found[0], found[1]
+    np.minimum.at(lowest, shared.doc, shared.rows.rank)
+    np.maximum.at(highest, shared.doc, shared.rows.rank)
+    is_local = lowest == highest
+    of_forward, of_backward = shared.sides
+    return (
+        _ranked(of_forward, joined(shared.rows), is_local, shared.is_cut, prefix_travels),
+        _ranked(of_backward, joined(_backward_rows(shared)), is_local, shared.is_cut, prefix_travels),
+    )
 
 
 def ranked_where_shared(
     costs: PackCosts, forward: SliceColumns, backward: SliceColumns, shardings: Sequence[PackSharding]
 ) -> tuple[RankedPacks, RankedPacks] | tuple[None, None]:
-    """As `ranked_packs`, as these costs run them; None twice where no packs are shared."""
+    """Divide packs as `ranked_packs`, as these costs run them; None twice where no packs are shared."""
     cp = costs.layout.cp
     if cp == 1 and not (forward.cp > 1).any():
         return None, None
@@ -213,21 +196,21 @@ def _shared_rows(
     sides = (_side(forward, layout_cp), _side(backward, layout_cp))
     scale = 1 + max(int(side.stop.max(initial=0)) for side in sides)
     # Where slices of either direction begin, document after document.
-    edges = np.unique(
-        np.concatenate([(side.columns.doc * np.int64(scale) + side.columns.start)[side.in_group] for side in sides])
-    )
-    num_documents = 1 + max(int(columns.doc.max(initial=-1)) for columns in (forward, backward))
+    edges = np.unique(np.concatenate([(side.doc * scale + side.columns.start)[side.in_group] for side in sides]))
+    num_documents = 1 + max(int(side.doc.max(initial=-1)) for side in sides)
     is_cut = np.bincount(edges // scale, minlength=num_documents) > 1
-    return _SharedRows(sides, _forward_rows(sides[0], shardings, edges, scale), is_cut, scale)
+    rows = _forward_rows(sides[0], shardings, edges, scale)
+    return _SharedRows(sides, rows, sides[0].doc[rows.piece], is_cut, scale)
 
 
 def _side(columns: SliceColumns, layout_cp: int) -> _Side:
     pack, ranks = columns.pack_of_slice(), np.maximum(layout_cp, columns.pack_ranks())  # more under DP-Merge
-    return _Side(columns, ranks, pack, columns.start + columns.slice_tokens(), (ranks > 1)[pack])
+    stop = columns.start + columns.slice_tokens()
+    return _Side(columns, ranks, pack, columns.doc.astype(np.int64), stop, (ranks > 1)[pack])
 
 
-def _forward_rows(side: _Side, shardings: Sequence[PackSharding], edges: NDArray[np.int64], scale: int) -> _Rows:
-    """Rows of all packs that groups run, cut wherever a slice of either direction begins but where a rank has all."""
+def _forward_rows(side: _Side, shardings: Sequence[PackSharding], edges: NDArray[np.int64], scale: int) -> RankRanges:
+    """Return the ranges of all packs that groups run; slices that no rank has whole are cut at `edges`."""
     columns, parts = side.columns, []
     is_sequence = np.array([sharding == "per_sequence" for sharding in shardings], bool)
     owner = np.full(columns.num_slices, -1)
@@ -244,59 +227,44 @@ def _forward_rows(side: _Side, shardings: Sequence[PackSharding], edges: NDArray
             if by_sequence:
                 of_piece, ranges = pieces, ranges_per_sequence(start, stop, _offset(side.pack[pieces], packs), size)
             else:
-                base = columns.doc[pieces] * np.int64(scale)
+                base = side.doc[pieces] * scale
                 first = np.searchsorted(edges, base + start, side="right")
                 inside = np.searchsorted(edges, base + stop) - first
                 inside[owner[pieces] >= 0] = 0
                 cell = np.repeat(np.arange(len(pieces)), inside + 1)
                 place = np.arange(len(cell)) - np.repeat(np.cumsum(inside + 1) - (inside + 1), inside + 1)
-                low = np.where(
-                    place == 0, start[cell], edges[np.minimum(first[cell] + place - 1, len(edges) - 1)] - base[cell]
-                )
+                cut = edges[np.minimum(first[cell] + place - 1, len(edges) - 1)] - base[cell]
+                low = np.where(place == 0, start[cell], cut)
                 high = np.where(place == inside[cell], stop[cell], np.roll(low, -1))
                 of_piece = pieces[cell]
                 offset = _offset(side.pack[of_piece], packs)
                 ranges = ranges_by_owner(low, high, owner[of_piece], offset, size)
-            parts.append(_rows_of(ranges, of_piece, columns.doc))
+            parts.append(ranges._replace(piece=of_piece[ranges.piece]))
     if not parts:
-        return _Rows(*(np.zeros(0, np.int64) for _ in _Rows._fields))
-    return _Rows(*(np.concatenate(of_parts) for of_parts in zip(*parts, strict=True)))
-
-
-def _rows_of(ranges: RankRanges, of_piece: NDArray[np.int64], doc: NDArray[np.int32]) -> _Rows:
-    piece = of_piece[ranges.piece]
-    return _Rows(piece, ranges.rank, doc[piece].astype(np.int64), ranges.start, ranges.stop)
-
-
-def _joined(rows: _Rows, doc: NDArray[np.int32]) -> _Rows:
-    return _rows_of(joined(RankRanges(rows.rank, rows.piece, rows.start, rows.stop)), np.arange(len(doc)), doc)
+        return RankRanges(*np.zeros((4, 0), np.int64))
+    return RankRanges(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def _offset(pack: NDArray[np.int64], packs: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.searchsorted(pack, packs), [len(pack)]])
 
 
-def _within(side: _Side, rows: _Rows, scale: int) -> _Rows:
-    """The same rows by the slices of the other direction, cut where those begin."""
-    columns, pieces = side.columns, np.flatnonzero(side.in_group)
-    pieces = pieces[np.argsort(columns.doc[pieces] * np.int64(scale) + columns.start[pieces])]
-    keys = columns.doc[pieces] * np.int64(scale) + columns.start[pieces]
-    first = np.searchsorted(keys, rows.doc * scale + rows.start, side="right") - 1
-    count = np.searchsorted(keys, rows.doc * scale + rows.stop) - first
+def _backward_rows(shared: _SharedRows) -> RankRanges:
+    """Return the same ranges by backward slices, cut where those begin."""
+    side, rows, base = shared.sides[1], shared.rows, shared.doc * shared.scale
+    pieces, keys = np.flatnonzero(side.in_group), side.doc * shared.scale + side.columns.start
+    pieces = pieces[np.argsort(keys[pieces])]
+    first = np.searchsorted(keys[pieces], base + rows.start, side="right") - 1
+    count = np.searchsorted(keys[pieces], base + rows.stop) - first
     of_row = np.repeat(np.arange(len(first)), count)
     place = np.arange(len(of_row)) - np.repeat(np.cumsum(count) - count, count)
     piece = pieces[first[of_row] + place]
-    return _Rows(
-        piece,
-        rows.rank[of_row],
-        rows.doc[of_row],
-        np.maximum(rows.start[of_row], columns.start[piece]),
-        np.minimum(rows.stop[of_row], side.stop[piece]),
-    )
+    start = np.maximum(rows.start[of_row], side.columns.start[piece])
+    return RankRanges(rows.rank[of_row], piece, start, np.minimum(rows.stop[of_row], side.stop[piece]))
 
 
 def _ranked(
-    side: _Side, rows: _Rows, is_local: NDArray[np.bool_], is_cut: NDArray[np.bool_], prefix_travels: bool
+    side: _Side, rows: RankRanges, is_local: NDArray[np.bool_], is_cut: NDArray[np.bool_], prefix_travels: bool
 ) -> RankedPacks:
     columns = side.columns
     first_rank = np.concatenate([[0], np.cumsum(side.ranks)])
@@ -307,7 +275,7 @@ def _ranked(
     pad_to = np.zeros(num_packs, np.int64)
     pad_to[first_rank[:-1]] = np.where(side.ranks > 1, 0, columns.pad_to)
     ranged = SliceColumns(
-        doc=np.concatenate([rows.doc.astype(np.int32), columns.doc[alone]])[order],
+        doc=np.concatenate([columns.doc[rows.piece], columns.doc[alone]])[order],
         start=np.concatenate([rows.start, columns.start[alone]])[order],
         stop=np.concatenate([rows.stop, columns.stop[alone]])[order],
         pack_offset=np.concatenate([[0], np.cumsum(np.bincount(pack, minlength=num_packs))]),
@@ -322,13 +290,13 @@ def _ranked(
 
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """Where a document's tokens lie.
+    """Which ranks have a document's tokens.
 
     Args:
         num_tokens: padding included.
-        is_cut: in forward or backward, into slices of several packs.
+        is_cut: forward or backward, into slices of several packs.
         owners: (start, stop, rank) of all its tokens, ascending.
-        ranges: per rank of the group its tokens, ascending.
+        ranges: tokens of every rank of the group, ascending.
     """
 
     doc_id: int
@@ -339,22 +307,22 @@ class DocumentRows:
 
     @property
     def home(self) -> int | None:
-        """The rank that has all of it, None where several have some."""
+        """The rank that has the whole document; None where several share it."""
         having = [rank for rank, ranges in enumerate(self.ranges) if ranges]
         return having[0] if len(having) == 1 else None
 
     def rows_before(self, rank: int, position: int) -> int:
-        """Rows of a rank at positions below `position`."""
+        """Count the rows of a rank at positions below `position`."""
         return sum(min(stop, position) - start for _, start, stop in self.ranges[rank] if start < position)
 
     def within(self, start: int, stop: int) -> tuple[tuple[Range, ...], ...]:
-        """Per rank its tokens among `[start, stop)`, ascending, neighbours joined."""
-        found: list[list[Range]] = [[] for _ in self.ranges]
+        """Return the tokens of every rank among `[start, stop)`, ascending, neighbours joined."""
+        of_ranks: list[list[Range]] = [[] for _ in self.ranges]
         for low, high, rank in self.owners[bisect.bisect_left(self.owners, (start + 1,)) - 1 :]:
             if low >= stop:
                 break
-            _append(found[rank], Range(self.doc_id, max(low, start), min(high, stop)))
-        return tuple(map(tuple, found))
+            _append(of_ranks[rank], Range(self.doc_id, max(low, start), min(high, stop)))
+        return tuple(map(tuple, of_ranks))
 
 
 def _append(ranges: list[Range], following: Range) -> None:
@@ -366,7 +334,7 @@ def _append(ranges: list[Range], following: Range) -> None:
 
 @dataclass(frozen=True, eq=False)
 class SharedSlice:
-    """A slice of a document that several ranks have rows of; `ranges` are the tokens of each rank, ascending."""
+    """A slice of a document that several ranks share; `ranges` are the tokens of each rank, ascending."""
 
     document: DocumentRows
     start: int
@@ -380,8 +348,8 @@ class PackRows:
 
     Args:
         block: the replicas that run it.
-        shared: slices whose keys and values travel; those of documents that are never cut first.
-        local: per rank the slices of documents that lie whole on it.
+        shared: slices whose keys and values are exchanged; those of documents that are never cut first.
+        local: slices of documents that every rank has whole.
     """
 
     block: ReplicaBlock
@@ -389,18 +357,18 @@ class PackRows:
     local: tuple[tuple[Range, ...], ...]
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
-        """What a rank computes, in row order: shared slices, then local ones."""
+        """Return what a rank computes, in row order: shared slices, then local ones."""
         return (*(own for piece in self.shared for own in piece.ranges[rank]), *self.local[rank])
 
     def held(self, rank: int) -> tuple[Range, ...]:
-        """Slices, whole, of the documents that a rank holds something of."""
+        """Return the whole slices of the documents of which a rank has rows."""
         shared = [Range(piece.document.doc_id, piece.start, piece.stop) for piece in self.shared]
         return (*shared, *self.local[rank])
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaRows:
-    """All packs of one replica, None where its own rank runs the pack alone; documents of those that groups run."""
+    """All packs of one replica, None where its own rank runs the pack alone; and the documents of the others."""
 
     forward: tuple[PackRows | None, ...]
     backward: tuple[PackRows | None, ...]
@@ -411,27 +379,28 @@ class ReplicaRows:
 
 
 def replica_rows(plan: StepPlan, dp_rank: int) -> ReplicaRows:
-    """Find the rows of every pack of a replica.
-
-    Raises:
-        InvalidPlanError: the sharding of a pack that ranks share does not say who computes what.
-    """
+    """Return the rows of every pack of a replica; `InvalidPlanError` where the sharding of a shared pack does not say
+    which rank computes what."""
     packs, cp = plan.pack_plans[dp_rank], plan.layout.cp
     for pack in packs.forward:
         _require_owners(plan, pack, block_of(plan, dp_rank, pack).size * cp)
     columns = replica_columns(plan, dp_rank)
     shared = _shared_rows(columns.forward, columns.backward, columns.shardings, cp)
-    rows, ranks = shared.rows, shared.sides[0].ranks[shared.sides[0].pack[shared.rows.piece]]
+    rows, side = shared.rows, shared.sides[0]
     owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     sizes: dict[int, int] = {}
-    table = np.stack([rows.doc, rows.start, rows.stop, rows.rank, ranks], axis=1)
+    table = np.stack([shared.doc, rows.start, rows.stop, rows.rank, side.ranks[side.pack[rows.piece]]], axis=1)
     for doc, start, stop, rank, size in table.tolist():
         owners[doc].append((start, stop, rank))
         sizes[doc] = size
     documents: dict[int, DocumentRows] = {}
     for doc, owned in owners.items():
-        doc_id = plan.documents[doc].doc_id
-        documents[doc_id] = _document_rows(doc_id, sorted(owned), sizes[doc], is_cut=bool(shared.is_cut[doc]))
+        doc_id, owned = plan.documents[doc].doc_id, sorted(owned)
+        ranges: list[list[Range]] = [[] for _ in range(sizes[doc])]
+        for start, stop, rank in owned:
+            _append(ranges[rank], Range(doc_id, start, stop))
+        of_ranks = tuple(map(tuple, ranges))
+        documents[doc_id] = DocumentRows(doc_id, owned[-1][1], bool(shared.is_cut[doc]), tuple(owned), of_ranks)
     forward, backward = (
         tuple(
             _pack_rows(pack, documents, block, block.size * cp) if block.size * cp > 1 else None
@@ -443,24 +412,15 @@ def replica_rows(plan: StepPlan, dp_rank: int) -> ReplicaRows:
     return ReplicaRows(forward, backward, documents)
 
 
-def _document_rows(doc_id: int, owners: list[tuple[int, int, int]], ranks: int, *, is_cut: bool) -> DocumentRows:
-    ranges: list[list[Range]] = [[] for _ in range(ranks)]
-    for start, stop, rank in owners:
-        _append(ranges[rank], Range(doc_id, start, stop))
-    return DocumentRows(doc_id, owners[-1][1], is_cut, tuple(owners), tuple(map(tuple, ranges)))
-
-
 def _pack_rows(pack: MicroPack, documents: dict[int, DocumentRows], block: ReplicaBlock, ranks: int) -> PackRows:
     shared: list[SharedSlice] = []
     local: list[list[Range]] = [[] for _ in range(ranks)]
     for piece in pack.slices:
-        doc_id, start, stop = piece.doc_id, piece.start, pack.pad_to or piece.stop
-        document = documents[doc_id]
-        home = document.home
-        if home is None:
+        start, stop, document = piece.start, pack.pad_to or piece.stop, documents[piece.doc_id]
+        if document.home is None:
             shared.append(SharedSlice(document, start, stop, document.within(start, stop)))
         else:
-            local[home].append(Range(doc_id, start, stop))
+            local[document.home].append(Range(piece.doc_id, start, stop))
     shared.sort(key=lambda piece: piece.document.is_cut)
     return PackRows(block, tuple(shared), tuple(map(tuple, local)))
 

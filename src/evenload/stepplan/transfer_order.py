@@ -1,7 +1,7 @@
-"""Order a rank's receives (`transfer_order`), and say when it may wait for its own sends and free them (`freed_sends`).
+"""Order a rank's receives, and choose when it waits for its own sends to free their tensors (`transfer_order`).
 
-A send is over when its receiver has posted the receive, which transports do not tell, and waiting at a bad moment is a
-deadlock. So both ends follow one order of all actions, the plan's predicted start times:
+A send is over when its receiver has posted the receive, which transports do not report, and waiting at a bad moment is
+a deadlock. So both ends follow one order of all actions, the plan's predicted starts (`freed_sends`):
 
     before an action that starts at t, wait for the sends of a channel whose pack number i is followed by a pack
     i + LAG that its receiver starts strictly before t
@@ -13,17 +13,17 @@ that agree to the bit; where they do not (plans made by hand), no send is waited
 Where all transfers of a rank share one first-in-first-out queue (`queued_order`), two ranks must post what they
 exchange in the same order. Both follow one order of all actions, in which each comes after what it needs:
 
-    a transfer stands where the action stands that sends it
-    before an action a rank posts all receives that stand before it, in their order
-    when a channel has sent LAG more, a rank waits for a send and lets its tensor go
+    a transfer has the place of the action that sends it
+    before an action a rank posts all receives with an earlier place, in their order
+    when a channel has sent LAG more, a rank waits for a send and frees its tensor
 
-Nothing deadlocks. Let A be the first action of the order that has not run, on any rank: all that it waits for stands
-before it, so it was sent. Of all transfers sent and not arrived take the first, which stands before A: its sender
-posted it and all before it; its receiver's next action stands at A or later, so the receiver did too; so it arrives,
-and the next, until A runs. The order is by predicted ends (Kahn's algorithm with a heap), so that while ranks run as
-predicted no transfer waits for one that is not there yet. Actions of replicas that share packs are placed together.
+Nothing deadlocks. Let A be the first action of the order that has not run, on any rank: all that it waits for has an
+earlier place, so it was sent. Of all transfers sent and not arrived take the first, which is before A: its sender
+posted it and all before it; its receiver's next action is A or later, so the receiver did too; so it arrives, and the
+next, until A runs. The order is by predicted ends (Kahn's algorithm with a heap), so that while ranks run as predicted
+no transfer waits for one that is not there yet. Actions of replicas that share packs are placed together.
 
-A rank keeps what is under way in the prediction plus LAG packs a channel. O(actions log actions).
+A rank keeps what is in flight in the prediction plus LAG packs a channel. O(actions log actions).
 """
 
 import heapq
@@ -56,7 +56,7 @@ _FORWARD, _WEIGHT = KINDS.index("F"), KINDS.index("W")
 
 
 def freed_sends(plan: StepPlan, dp_rank: int, pp_rank: int) -> FreedSends:
-    """What a pipeline rank waits for and frees."""
+    """Return the sends that a pipeline rank waits for and frees before each of its actions."""
     channels = sending_channels(plan.layout, pp_rank)
     actions = action_columns(plan.schedules[dp_rank])
     own = actions.of_rank(pp_rank)
@@ -69,8 +69,7 @@ def freed_sends(plan: StepPlan, dp_rank: int, pp_rank: int) -> FreedSends:
 
 
 def freed_before(over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.number]) -> FreedSends:
-    """Return for every own action the channels whose first so many sends are over: LAG packs further ones are over
-    before it.
+    """Return the sends to free before each action: all but the last LAG that are over before it.
 
     Args:
         over: by channel, when each send is over; not falling.
@@ -87,53 +86,53 @@ def freed_before(over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.num
 
 
 def received_runs(layout: ParallelLayout, actions: ActionColumns, channel: Channel, pp_rank: int) -> NDArray[np.bool_]:
-    """Which actions are those that a pipeline rank sends to on a channel; bool[n]."""
+    """Choose the actions that receive what a pipeline rank sends on a channel; bool[n]."""
     kind, stage = channel[:2]
-    found = runs_of(actions, kind, stage)
+    chosen = runs_of(actions, kind, stage)
     if layout.has_wide_stages:
         (sending,) = layout.stages_of_rank(pp_rank)
         width, first = layout.devices[sending], layout.stage_to_rank[sending]
-        found = found & (actions.rank == channel[-1]) & (actions.pack % width == pp_rank - first)
-    return found
+        chosen = chosen & (actions.rank == channel[-1]) & (actions.pack % width == pp_rank - first)
+    return chosen
 
 
 def runs_of(actions: ActionColumns, kind: str, stage: int) -> NDArray[np.bool_]:
-    """Which actions are the forwards ("F") or the backwards ("B": B or I) of a stage; bool[n]."""
+    """Choose the forwards ("F") or the backwards ("B": B or I) of a stage; bool[n]."""
     is_backward = (actions.kind != _FORWARD) & (actions.kind != _WEIGHT)
     return (actions.stage == stage) & (actions.kind == _FORWARD if kind == "F" else is_backward)
 
 
 def _members_agree(plan: StepPlan) -> bool:
     """Whether all replicas predict the same starts of the packs that they share."""
-    sizes = [
+    blocks_of = [
         {(pack.direction, pack.index): block_of(plan, dp_rank, pack) for pack in (*packs.forward, *packs.backward)}
         for dp_rank, packs in enumerate(plan.pack_plans)
     ]
-    if all(block.size == 1 for of_replica in sizes for block in of_replica.values()):
+    if all(block.size == 1 for blocks in blocks_of for block in blocks.values()):
         return True
     starts: dict[ReplicaBlock, list[list[tuple]]] = defaultdict(list)
-    for dp_rank, blocks in enumerate(sizes):
+    for dp_rank, blocks in enumerate(blocks_of):
         start_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).start_s.tolist()
         actions = [action for row in plan.schedules[dp_rank].ranks for action in row]
-        met: dict[ReplicaBlock, list[tuple]] = defaultdict(list)
+        shared: dict[ReplicaBlock, list[tuple]] = defaultdict(list)
         for action, start in zip(actions, start_s, strict=True):
             block = blocks["forward" if action.kind == "F" else "backward", action.pack]
             if block.size > 1:
-                met[block].append((action.kind, action.stage, start))
-        for block, rows in met.items():
+                shared[block].append((action.kind, action.stage, start))
+        for block, rows in shared.items():
             starts[block].append(rows)
     return all(rows == of_members[0] for of_members in starts.values() for rows in of_members)
 
 
 def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: ChannelMode) -> TransferOrder:
-    """What a pipeline rank posts and waits for."""
+    """Return what a pipeline rank posts and waits for before each of its actions."""
     if channels == "fifo":
         return queued_order(plan, dp_rank, pp_rank)
     return TransferOrder(None, freed_sends(plan, dp_rank, pp_rank))
 
 
 def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
-    """The same where all transfers of a rank share a queue; of layouts without stages of several ranks."""
+    """Do the same where all transfers of a rank share a queue, in layouts without stages of several ranks."""
     assert not plan.layout.has_wide_stages, "refused at the start of a run (`config.layouts`)"
     actions, ranks = action_columns(plan.schedules[dp_rank]), plan.layout.stage_to_rank
     places = action_places(plan, dp_rank)
@@ -155,13 +154,8 @@ def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
 
 
 def action_places(plan: StepPlan, dp_rank: int) -> NDArray[np.int64]:
-    """Each action's place in the one order; int64[n], aligned with `action_columns` of the replica's schedule.
-
-    The same on every rank of all replicas that share packs with this one.
-
-    Raises:
-        InvalidPlanError: actions that wait for each other in a circle.
-    """
+    """Return each action's place in the one order of all replicas that share packs; int64[n], aligned with
+    `action_columns`. `InvalidPlanError` where actions wait for each other in a circle."""
     packs = plan.pack_plans[dp_rank]
     blocks = (block_of(plan, dp_rank, pack) for pack in (*packs.forward, *packs.backward))
     # Blocks are nested, so the largest one holds all replicas that share packs with any of its members.
@@ -181,7 +175,7 @@ class _Graph:
         self._shared: dict[tuple, int] = {}
 
     def add_replica(self, plan: StepPlan, dp_rank: int) -> list[int]:
-        """The nodes of a replica's actions, rank by rank."""
+        """Add a replica's actions and return their nodes, rank by rank."""
         end_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).end_s.tolist()
         nodes: list[int] = []
         outputs: dict[tuple[bool, int, int], int] = {}
@@ -232,10 +226,8 @@ class _Graph:
 
 
 def _shared_names(plan: StepPlan, dp_rank: int, rank: int, row: Sequence[Action]) -> list[tuple | None]:
-    """For each action of a rank what all members call it; None where no other replica takes part.
-
-    Members run the packs that they share in the same order, so a count names them. W meets nobody.
-    """
+    """Return for each action of a rank a name that is the same on all replicas that share its pack, None where none
+    does: they run shared packs in one order, so a count names them. W needs no other replica."""
     packs, seen = plan.pack_plans[dp_rank], Counter()
     names: list[tuple | None] = []
     for action in row:

@@ -1,22 +1,23 @@
-"""Check the invariants of a plan on objects before anything runs: `validate_plan`.
+"""Check the invariants of a plan before anything runs (`validate_plan`), independently of the planners.
 
     digest      the content is what was sealed
     layout      one pack plan, schedule and table of times per replica; ranks and stages fit the layout
-    coverage    every token of every document in exactly one forward and one backward slice, on one replica or on all
+    coverage    every token of every document is in exactly one forward and one backward slice, on one replica or on all
                 of the block that shares it
     slices      at most one slice of a document in a pack; forward ascends, backward descends
     order       documents start their backward in the order in which they started their forward (FIFO)
     padding     a padded pack holds whole documents not longer than its padding
     cap         no pack above the token limit, padding included
-    dealt       where stages have several ranks, which packs go round, a document lies in one pack, the same both ways
+    replicated  where stages have several ranks, which take packs in turn, a document lies in one pack, the same both
+                ways
     schedule    every pack once per stage, on the stage's rank, in order, executable (`schedule.validate`)
     sharing     a slice is shared by the layout's context ranks, by one of them (DACP), or by an aligned block of
-                replicas, whose size divides all; crossing blocks are refused, and a block's members have its documents
-    meeting     all members run the shared packs, larger blocks first, in the same order in both directions, with the
-                same sharding and the same order of actions on every rank: else they meet at different collectives
+                replicas, whose size divides all; blocks do not cross, and a block's members have its documents
+    collectives members of a block run shared packs, larger blocks first, in the same order in both directions, with the
+                same sharding and the same order of actions on every rank
 
-Independent of the planners. Slices are read into one table, and an invariant is a few numpy operations over it: O(n log
-n) for n slices, about 1 µs each, and O(actions). `tests/reference/slice_offences.py` checks one slice after the other.
+Slices are read into one table, and an invariant is a few numpy operations over it: O(n log n) for n slices, about 1 µs
+each, and O(actions).
 """
 
 import itertools
@@ -29,11 +30,23 @@ from numpy.typing import NDArray
 
 from evenload.errors import InvalidPlanError
 from evenload.schedule.validate import check_schedule
-from evenload.types.document import MicroPack, ReplicaBlock
-from evenload.types.plan import StepPlan, block_of, plan_digest
+from evenload.types.document import MicroPack, PackPlan, ReplicaBlock
+from evenload.types.layout import ParallelLayout
+from evenload.types.plan import Schedule, StepPlan, block_of, plan_digest
 
 
-def group_offences(plan: StepPlan) -> Iterator[str]:
+def check_replica(layout: ParallelLayout, packs: PackPlan, schedule: Schedule) -> None:
+    """Check the schedule of one replica as `check_schedule`."""
+    check_schedule(
+        schedule,
+        num_forward=len(packs.forward),
+        forwards_needed=packs.forwards_needed(),
+        stage_to_rank=layout.stage_to_rank,
+        num_ranks=layout.pipeline_ranks,
+    )
+
+
+def _group_offences(plan: StepPlan) -> Iterator[str]:
     layout = plan.layout
     homes: dict[int, set[int]] = {}
     wanted: dict[int, ReplicaBlock] = {}
@@ -96,16 +109,15 @@ def _shared_order_offences(plan: StepPlan, block: ReplicaBlock) -> Iterator[str]
             [(action.kind, action.stage, shared[action.kind != "F"].get(action.pack)) for action in row]
             for row in plan.schedules[dp_rank].ranks
         ]
-        met = [[one for one in row if one[2] is not None] for row in actions]
-        found = ([list(listed.values()) for listed in shared], met)
+        order = [list(listed.values()) for listed in shared], [[one for one in row if one[2]] for row in actions]
         if expected is None:
-            expected = found
-        elif found != expected:
+            expected = order
+        elif order != expected:
             yield f"replicas {block.first} and {dp_rank} run the packs that they share in different orders or shardings"
 
 
 class _Pack(NamedTuple):
-    """A pack, and the place at which the plan lists it."""
+    """A pack, and its place in the plan."""
 
     dp_rank: int
     direction: str
@@ -117,10 +129,10 @@ class _Pack(NamedTuple):
 
 
 class _Table:
-    """All slices: replica after replica, forward before backward, pack after pack; int64[n] but `inside`, bool[n].
+    """All slices, replica after replica, forward before backward, pack after pack, as columns int64[n].
 
-    `doc_id`, `start`, `stop`, `cp` are theirs. `pack` is an index into `packs`; `row` that of the document in the plan,
-    -1 where it has none; `inside` says whether the document has such tokens.
+    `pack` is an index into `packs`; `row` that of the document in the plan, -1 where it has none; `inside`, bool[n],
+    is whether the document has such tokens.
     """
 
     def __init__(self, plan: StepPlan) -> None:
@@ -143,22 +155,21 @@ class _Table:
         self.inside = (self.start >= 0) & (self.start < self.stop) & (self.stop <= self.length)
 
     def of_pack(self, values: Iterable[int]) -> NDArray[np.int64]:
-        """A value of every pack, for each of its slices; int64[n]."""
+        """Repeat a value of every pack for each of its slices; int64[n]."""
         return np.fromiter(values, np.int64, len(self.packs))[self.pack]
 
     def tokens(self, at: int) -> str:
         return f"[{self.start[at]}, {self.stop[at]})"
 
 
-def slice_offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
-    """Offences of packs, slices, their order, groups and coverage, in words; there is one pack plan a replica."""
+def _slice_offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
     table = _Table(plan)
     yield from _pack_offences(table, max_pack_tokens)
     yield from _order_offences(table)
     dp = len(plan.pack_plans)
     homes = np.unique(table.row * dp + table.of_pack(one.dp_rank for one in table.packs)) // dp
     if (homes[1:] == homes[:-1]).any() or not np.isin(table.cp, (1, plan.layout.cp)).all():
-        yield from group_offences(plan)
+        yield from _group_offences(plan)
     yield from _coverage_offences(plan, table)
 
 
@@ -202,7 +213,7 @@ def _order_offences(table: _Table) -> Iterator[str]:
             f"replica {dp_rank}: {direction} slices of document {table.doc_id[at]} do not {verb} at "
             f"{table.tokens(at)} in pack {index}"
         )
-    # The packs in which documents begin. Those that start forward in the same one may start backward in any order.
+    # Documents that start forward in the same pack may start backward in any order.
     first = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(order)])
     forward, backward = first[:-1], first[1:]
     is_pair = (doc_id[forward] == doc_id[backward]) & (lane[forward] // 2 == lane[backward] // 2)
@@ -230,7 +241,7 @@ def _coverage_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
     start, stop = np.concatenate([table.start[used], ends]), np.concatenate([table.stop[used], ends])
     order = np.lexsort((stop, start, place))
     place, start, stop = place[order], start[order], stop[order]
-    # Up to which token the slices before cover their document: documents are laid end to end.
+    # Documents are laid end to end; `edge` is the token up to which the slices before cover their document.
     base = place * (1 + table.lengths.max(initial=0))
     edge = np.maximum(np.concatenate([[0], np.maximum.accumulate(base + stop)])[:-1] - base, 0)
     for at in np.flatnonzero(start != edge).tolist():
@@ -242,14 +253,11 @@ def _coverage_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
 
 
 def validate_plan(plan: StepPlan, *, max_pack_tokens: int | None = None) -> None:
-    """Check a plan.
-
-    Args:
-        max_pack_tokens: the token limit it was made for; None = not checked.
+    """Check a plan, and its packs against a token limit.
 
     Raises:
-        InvalidPlanError: naming every offence.
-        ScheduleDeadlockError: the schedule alone is broken: its actions wait for each other.
+        InvalidPlanError: with every offence.
+        ScheduleDeadlockError: actions of a schedule wait for each other.
     """
     offences = list(_offences(plan, max_pack_tokens))
     if offences:
@@ -258,13 +266,7 @@ def validate_plan(plan: StepPlan, *, max_pack_tokens: int | None = None) -> None
     # D of a broken pack plan means nothing, so schedules come last.
     for packs, schedule in zip(plan.pack_plans, plan.schedules, strict=True):
         try:
-            check_schedule(
-                schedule,
-                num_forward=len(packs.forward),
-                forwards_needed=packs.forwards_needed(),
-                stage_to_rank=plan.layout.stage_to_rank,
-                num_ranks=plan.layout.pipeline_ranks,
-            )
+            check_replica(plan.layout, packs, schedule)
         except InvalidPlanError as error:
             raise type(error)(
                 f"plan of step {plan.step} ({plan.strategy}): replica {packs.dp_rank}: {error}"
@@ -285,11 +287,11 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
         if packs.policies and any(plan.layout.recomputed_counts):
             yield f"layers are recomputed for all documents, and document {min(packs.policies)} has a policy of its own"
     yield from _document_offences(plan)
-    yield from slice_offences(plan, max_pack_tokens)
+    yield from _slice_offences(plan, max_pack_tokens)
     for dp_rank in range(dp):
         yield from _times_offences(plan, dp_rank)
     if plan.layout.has_wide_stages:
-        yield from _dealt_offences(plan)
+        yield from _replicated_stage_offences(plan)
 
 
 def _document_offences(plan: StepPlan) -> Iterator[str]:
@@ -305,8 +307,8 @@ def _document_offences(plan: StepPlan) -> Iterator[str]:
         yield f"document {min(both)} is both trained and left out"
 
 
-def _dealt_offences(plan: StepPlan) -> Iterator[str]:
-    """What a forward leaves on its rank, its backward needs there."""
+def _replicated_stage_offences(plan: StepPlan) -> Iterator[str]:
+    """A backward needs what its forward left on its rank."""
     for packs in plan.pack_plans:
         if [pack.slices for pack in packs.forward] != [pack.slices for pack in packs.backward]:
             yield (

@@ -1,4 +1,4 @@
-"""`Architecture`: all that Evenload knows of one kind of decoder, by name; nothing here needs torch."""
+"""Describe every architecture of decoders that can be planned or trained (`Architecture`), without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,8 @@ _ACTIVATIONS = frozenset({"SiLUActivation", "SiLU", "GELUTanh", "GELUActivation"
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How an architecture's experts are called in safetensors files; transformers fuses them when it loads.
-
-    Args:
-        block: the name of the block in files, in the place of "mlp".
-        gate, up, down: an expert's three matrices.
-    """
+    """Names of a block of experts ("mlp" in other layers) and of an expert's three matrices in safetensors files, which
+    transformers fuses when it loads them."""
 
     block: str
     gate: str
@@ -25,14 +21,14 @@ class ExpertNames:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleNames:
-    """How transformers' class of a whole model calls its parts; tensors in files are called after them.
+    """Names of the parts of transformers' whole models, and so of the tensors in files.
 
     Args:
         decoder: all but the head, which is "lm_head" everywhere.
-        embedding, positions, layers, norm: in the decoder; positions "" = rotary ones, which no table holds.
+        embedding, positions, layers, norm: in the decoder; positions "" = rotary ones, which have no weights.
         attention: in a layer.
-        fused: the linear in the attention that makes queries, keys and values at once; "" = one linear for each.
-        last_linear: in a layer; behind it nothing but the residual sum.
+        fused: the linear of the attention that makes queries, keys and values at once; "" = one linear for each.
+        last_linear: of a layer; only the residual sum follows.
     """
 
     decoder: str = "model"
@@ -46,21 +42,21 @@ class ModuleNames:
 
     @property
     def embedding_path(self) -> str:
-        """Of the embedding of words in the whole model."""
+        """Name of the embedding in the whole model."""
         return f"{self.decoder}.{self.embedding}"
 
     @property
     def positions_path(self) -> str:
-        """Of the table of positions."""
+        """Name of the learned positions in the whole model."""
         return f"{self.decoder}.{self.positions}"
 
     @property
     def norm_path(self) -> str:
-        """Of the last norm."""
+        """Name of the last norm in the whole model."""
         return f"{self.decoder}.{self.norm}"
 
     def layer_path(self, index: int) -> str:
-        """Of a layer."""
+        """Return the name of a layer in the whole model."""
         return f"{self.decoder}.{self.layers}.{index}"
 
 
@@ -68,40 +64,40 @@ class ModuleNames:
 class Architecture:
     """One `model_type` of Hugging Face configurations.
 
-    Planning reads how config.json is to be understood: what it leaves out, or names in its own way. Layers must be
-    those that `ModelSpec` describes: alike, with attention over keys and values of every head, and one feed-forward
-    block or one block of experts. tests/types counts the weights of every architecture against transformers' own.
+    Planning reads what config.json leaves out or names in its own way. Layers must be those that `ModelSpec` describes:
+    alike, with attention over keys and values of every head, and one feed-forward block or one block of experts.
+    tests/types compares the weights of every architecture with transformers'.
 
-    Training also needs the names of transformers' classes, because replay runs the layers of transformers as they are:
-    an unknown module might mix tokens of different documents, draw random numbers, or depend on the length of the
-    pack. Linears are named as Llama's, or `names` says how. tests/runtime compares gradients with plain training.
+    Training also needs the names of transformers' classes, because replay runs transformers' layers as they are: an
+    unknown module might mix tokens of different documents, draw random numbers, or depend on the length of the pack.
+    Linears are named as Llama's, or as `names` says. tests/runtime compares gradients with plain training.
 
     Args:
         tied: the head shares the embedding's weights where the configuration does not say.
         gated: three matrices in the feed-forward block.
         ffn_factor: width of the feed-forward block in hidden sizes where the configuration does not say; 0 = it must.
-        post_norm: norms behind attention and feed-forward block.
+        post_norm: norms follow attention and feed-forward block.
         plain_norms: norms are a weight times the row over its root mean square.
         causal: False for encoders.
-        full_every: every layer whose number, from 1, this divides has no window; 0 = all have it.
-        pattern_key: the key that says `full_every`, where there is one.
+        full_every: layers whose number, from 1, it divides have no window; 0 = all have one.
+        pattern_key: the key of `full_every`, where there is one.
         optional_window: a window counts only with `use_sliding_window`.
         first_layers_full: the first `max_window_layers` have no window.
-        nested_in: `model_type` of a model of text and pictures that has this decoder in `text_config`. The pictures'
-            encoder is not counted.
-        keys: this architecture's name of a key, where it has another.
-        defaults: of keys that a configuration nested in another leaves out.
-        classes: what transformers' class names begin with; "" = planned only, not trained.
+        nested_in: `model_type` of a model of text and pictures with this decoder in `text_config`; the encoder of
+            pictures is not counted.
+        keys: names of keys where they are not the usual ones.
+        defaults: of keys that a nested configuration leaves out.
+        classes: prefix of transformers' class names; "" = planned only, not trained.
         whole_class: transformers' class of the whole model, where it is not "...ForCausalLM".
-        more_modules: classes of modules that a layer may hold beside those of all architectures.
+        more_modules: further classes of modules that a layer may hold.
         names: of the parts of the whole model.
-        biases: of every matrix of a layer and of every norm.
+        biases: matrices of layers and norms have biases.
         dropouts: keys of the probabilities that must be 0.
-        norm_first: a norm stands between a layer's input and its first linears.
-        soft_cap_key: of the limit that attention scores are squeezed below by a tanh.
-        experts: of a block of experts in every layer; None = dense.
+        norm_first: a norm lies between a layer's input and its first linears.
+        soft_cap_key: of the limit of attention scores, by a tanh.
+        experts: names in every layer; None = dense.
         column_linears, row_linears: cut by output and by input under tensor parallelism.
-        blocks: that a tensor-parallel rank gives all rows of a pack.
+        blocks: whose input every tensor-parallel rank needs whole.
         uncut: why tensor parallelism cannot cut it; "" = it can.
         unadapted: why its linears get no adapters (LoRA); "" = they can.
     """
@@ -142,7 +138,7 @@ class Architecture:
 
     @property
     def layers_key(self) -> str:
-        """What config.json calls the number of layers."""
+        """The key of the number of layers in config.json."""
         return self.keys.get("num_hidden_layers", "num_hidden_layers")
 
     @property
@@ -154,12 +150,12 @@ class Architecture:
 
     @property
     def unused_outputs(self) -> tuple[str, ...]:
-        """Linears inside a layer whose output no backward reads: a pre-norm layer's down projection only feeds the
-        residual sum. With a norm behind it, the norm's backward reads it."""
+        """Linears of a layer whose output no backward reads: a pre-norm layer's down projection only feeds the residual
+        sum; a norm behind it would read it."""
         return () if self.post_norm or self.experts else (self.names.last_linear,)
 
     def windows(self, config: Mapping[str, Any], window: int, num_layers: int) -> tuple[int, ...]:
-        """Attention window of every layer in tokens, 0 = none, by the pattern of the architecture."""
+        """Return the attention window of every layer in tokens, 0 = none, by the pattern of the architecture."""
         period = config.get(self.pattern_key) or self.full_every
         first = (config.get("max_window_layers") or 0) if self.first_layers_full else 0
         return tuple(
@@ -170,32 +166,7 @@ class Architecture:
 EXPERTS_UNCUT = "has experts: their matrices are not cut in this version"
 """Why tensor parallelism refuses a model with experts."""
 
-_LLAMA = (
-    Architecture(model_type="llama", classes="Llama"),
-    Architecture(model_type="mistral", classes="Mistral"),
-    Architecture(
-        model_type="mixtral",
-        classes="Mixtral",
-        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        uncut=EXPERTS_UNCUT,
-    ),
-)
-
-
-_QWEN = (
-    Architecture(model_type="qwen2", classes="Qwen2", optional_window=True, first_layers_full=True),
-    Architecture(model_type="qwen3", classes="Qwen3", optional_window=True, first_layers_full=True),
-    Architecture(
-        model_type="qwen3_moe",
-        classes="Qwen3Moe",
-        optional_window=True,
-        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
-        uncut=EXPERTS_UNCUT,
-    ),
-)
-
-
-_GEMMA = (
+_ALL = (
     Architecture(model_type="gemma", classes="Gemma", tied=True, plain_norms=False),
     Architecture(
         model_type="gemma2",
@@ -218,24 +189,6 @@ _GEMMA = (
         pattern_key="sliding_window_pattern",
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208},
     ),
-)
-
-
-_OLMO = (
-    Architecture(model_type="olmo"),
-    Architecture(
-        model_type="olmo2",
-        classes="Olmo2",
-        post_norm=True,
-        norm_first=False,
-        uncut="norms all query heads together, which lie on different ranks",
-    ),
-    Architecture(model_type="olmo3", post_norm=True, full_every=4),
-    Architecture(model_type="olmoe"),
-)
-
-
-_GPT2 = (
     Architecture(
         model_type="gpt2",
         classes="GPT2",
@@ -267,10 +220,24 @@ _GPT2 = (
         uncut="makes queries, keys and values with one matrix, whose columns of a head are not together",
         unadapted="keeps its matrices as transformers' Conv1D, and adapters are put on nn.Linear only",
     ),
-)
-
-
-_PLANNED = (
+    Architecture(model_type="llama", classes="Llama"),
+    Architecture(model_type="mistral", classes="Mistral"),
+    Architecture(
+        model_type="mixtral",
+        classes="Mixtral",
+        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        uncut=EXPERTS_UNCUT,
+    ),
+    Architecture(model_type="olmo"),
+    Architecture(
+        model_type="olmo2",
+        classes="Olmo2",
+        post_norm=True,
+        norm_first=False,
+        uncut="norms all query heads together, which lie on different ranks",
+    ),
+    Architecture(model_type="olmo3", post_norm=True, full_every=4),
+    Architecture(model_type="olmoe"),
     Architecture(model_type="bert", tied=True, gated=False, causal=False),
     Architecture(model_type="gpt_neox", gated=False),
     Architecture(model_type="granite"),
@@ -279,17 +246,19 @@ _PLANNED = (
     Architecture(model_type="roberta", tied=True, gated=False, causal=False),
     Architecture(model_type="seed_oss"),
     Architecture(model_type="starcoder2", tied=True, gated=False),
+    Architecture(model_type="qwen2", classes="Qwen2", optional_window=True, first_layers_full=True),
+    Architecture(model_type="qwen3", classes="Qwen3", optional_window=True, first_layers_full=True),
+    Architecture(
+        model_type="qwen3_moe",
+        classes="Qwen3Moe",
+        optional_window=True,
+        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+        uncut=EXPERTS_UNCUT,
+    ),
 )
 
+ARCHITECTURES: Mapping[str, Architecture] = {one.model_type: one for one in _ALL}
+"""What can be planned; others are refused by name, because they would be planned wrong."""
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    architecture.model_type: architecture
-    for family in (_GEMMA, _GPT2, _LLAMA, _OLMO, _PLANNED, _QWEN)
-    for architecture in family
-}
-"""What is planned; others are refused by name, because they would be planned wrong."""
-
-TRAINED: Mapping[str, Architecture] = {
-    architecture.causal_class: architecture for architecture in ARCHITECTURES.values() if architecture.classes
-}
-"""What is trained, by transformers' class of the whole model; proven equal to transformers by tests/runtime."""
+TRAINED: Mapping[str, Architecture] = {one.causal_class: one for one in _ALL if one.classes}
+"""What can be trained, by transformers' class of the whole model; proven equal to transformers by tests/runtime."""

@@ -1,5 +1,5 @@
-"""What all types share: the frozen, strict struct (`Frozen`), names that are nearly right (`did_you_mean`), and
-registries that packages add to (`Registry`)."""
+"""Define what all types share: the frozen, strict struct (`Frozen`), the nearest name of a misspelt one
+(`did_you_mean`), and registries that packages add to (`Registry`)."""
 
 import difflib
 import os
@@ -44,21 +44,14 @@ LEAST_SIMILARITY = 0.4
 def nearest_name(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str | None:
     """Return the most similar of `known`, upper and lower case alike; None where none is similar."""
     by_lower = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str:
-    """ "did you mean 'x'? ", to stand before the list of choices; "" where nothing is similar."""
+    """Return "did you mean 'x'? ", to stand before the list of choices; "" where nothing is similar."""
     near = nearest_name(name, known, similarity)
     return f"did you mean '{near}'? " if near else ""
-
-
-# `Registry`: records by name: built-in ones, registered ones, and those of installed packages, by an entry point whose
-# value is the record. They are looked up once, when the registry is first read.
-#
-#     [project.entry-points."evenload.strategies"]
-#     toy = "toy_package.strategy:TOY"
 
 
 class Named(Protocol):
@@ -74,12 +67,16 @@ Record = TypeVar("Record", bound=Named)
 
 
 class Registry(Mapping[str, Record], Generic[Record]):
-    """Map names to records, in the order: built-in, entry points by name, registered.
+    """Map names to records: built-in ones, those of installed packages by entry points, which are read once, at the
+    first use, and registered ones.
+
+        [project.entry-points."evenload.strategies"]
+        toy = "toy_package.strategy:TOY"
 
     Args:
-        what: one record, in words: "strategy".
+        what: what messages call a record: "strategy".
         kind: class of the records.
-        group: of entry points.
+        group: of entry points, whose values are records.
         built_in: records of this package.
     """
 
@@ -91,20 +88,13 @@ class Registry(Mapping[str, Record], Generic[Record]):
         self._discovered: dict[str, Record] | None = None
 
     def register(self, record: Record) -> None:
-        """Add a record in this process.
-
-        Raises:
-            ConfigError: no record of this registry, or its name is taken.
-        """
+        """Add a record in this process; `ConfigError` where it is no record of this registry, or its name is taken."""
         self._require_new(record, dict(self), f"register({record!r})")
         self._registered[record.name] = record
 
     def named(self, name: str) -> Record:
-        """The record of a name.
-
-        Raises:
-            ConfigError: unknown (the message offers the nearest name), or an entry point cannot be used.
-        """
+        """Return the record of a name; `ConfigError` where it is unknown, with the nearest name, or where an entry
+        point cannot be used."""
         records = self._records()
         if name in records:
             return records[name]
@@ -123,12 +113,12 @@ class Registry(Mapping[str, Record], Generic[Record]):
 
     def _records(self) -> dict[str, Record]:
         if self._discovered is None:
-            found: dict[str, Record] = {}
+            discovered: dict[str, Record] = {}
             for entry in sorted(entry_points(group=self.group), key=lambda entry: entry.name):
                 record = self._loaded(entry)
-                self._require_new(record, self.built_in | found, _described(entry))
-                found[record.name] = record
-            self._discovered = found
+                self._require_new(record, self.built_in | discovered, _described(entry))
+                discovered[record.name] = record
+            self._discovered = discovered
         return self.built_in | self._discovered | self._registered
 
     def _loaded(self, entry: EntryPoint) -> Record:

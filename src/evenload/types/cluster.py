@@ -1,5 +1,4 @@
-"""`ClusterSpec`: devices, memory and links, as far as the cost model needs them; by name, from a file, or from data
-sheets."""
+"""Describe devices, memory and links for the cost model (`ClusterSpec`), by name, from a file, or from data sheets."""
 
 import re
 from pathlib import Path
@@ -11,11 +10,11 @@ from evenload.errors import ConfigError
 from evenload.types.base import Frozen, nearest_name
 
 DeviceKind = Literal["cpu", "cuda"]
-"""On which a rank of `evenload train` computes."""
+"""What a rank of `evenload train` computes on."""
 
 
 class LinkSpec(Frozen):
-    """A link between two devices: bytes per second one way, and start-up seconds."""
+    """A link between two devices: bytes per second one way, and seconds of latency."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -26,15 +25,12 @@ class DeviceSpec(Frozen):
 
     Args:
         peak_flops_per_s: dense matrix-product peak in compute precision; MFU is a share of it.
-        memory_bytes: in all; reserved_bytes: of them, for CUDA's context and kernels, NCCL's buffers, workspaces of
-            libraries.
+        memory_bytes: in all; reserved_bytes: of them, for CUDA's context, NCCL's buffers, workspaces of libraries.
         fragmentation_share: of `memory_bytes`, what the allocator cannot use in one piece.
         matmul_efficiency: share of the peak that large matrix products reach.
-        attention_efficiency: share of the peak that long attention reaches forward, by the kernels that the runtime
-            takes by default (on GPUs torch's FlashAttention 2); attention_backward_efficiency: backward; None = as
-            forward.
-        attention_by_backend: [forward, backward] of other backends (`train.attention`) by name; others count as the
-            default.
+        attention_efficiency: share of the peak that long attention reaches forward, with the default kernels (on GPUs
+            torch's FlashAttention 2); attention_backward_efficiency: backward; None = as forward.
+        attention_by_backend: [forward, backward] of backends (`train.attention`) that differ from the default.
         matmul_half_tokens: tokens at which matrix products reach half of that efficiency.
         attention_tile: query rows of one attention kernel block, all of one head; fewer rows cost a whole block.
         kernel_s: fixed seconds a pack costs in every layer (launches, small kernels).
@@ -75,12 +71,12 @@ class DeviceSpec(Frozen):
 
     @property
     def usable_bytes(self) -> int:
-        """For weights, gradients, optimizer state, activations and buffers: memory without what is reserved and what
+        """Memory for weights, gradients, optimizer state, activations and buffers: all but what is reserved or
         fragments."""
         return self.memory_bytes - self.reserved_bytes - round(self.fragmentation_share * self.memory_bytes)
 
     def attention_shares(self, backend: str = "auto") -> tuple[float, float]:
-        """Of the peak, that attention of a backend reaches: forward, backward."""
+        """Return the shares of the peak that attention of a backend reaches forward and backward."""
         backward = self.attention_backward_efficiency
         default = self.attention_efficiency, self.attention_efficiency if backward is None else backward
         return self.attention_by_backend.get(backend, default)
@@ -133,7 +129,7 @@ class ClusterSpec(Frozen):
         return self.devices_per_node if self.nics_per_node is None else self.nics_per_node
 
     def host_link(self) -> LinkSpec | None:
-        """To host memory, for one device while the others of its node copy too; None where it is not known."""
+        """Return the link of one device to host memory while all of its node copy; None where it is not known."""
         link, shared = self.device.host_link, self.host_memory_bytes_per_s
         if link is None or shared is None:
             return link
@@ -141,11 +137,11 @@ class ClusterSpec(Frozen):
         return LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=link.latency_s)
 
     def group_link(self, members: int, stride: int) -> LinkSpec:
-        """What bounds a collective over `members` ranks that lie `stride` devices apart: `group_link`."""
+        """Return the link that bounds a collective over `members` ranks that lie `stride` devices apart."""
         return group_link(members, stride, self.devices_per_node, self.num_nics, self.intra_node, self.inter_node)
 
     def device_link(self, span_devices: int) -> LinkSpec:
-        """What one device gets that sends to one other, where both lie among so many consecutive devices."""
+        """Return the link of one device to one other, both among so many consecutive devices."""
         if span_devices <= self.devices_per_node:
             return self.intra_node
         return device_share(self.inter_node, self.num_nics, self.devices_per_node)
@@ -156,10 +152,9 @@ def group_link(
 ) -> LinkSpec:
     """Return the link that bounds a ring over `members` ranks that lie `stride` devices apart.
 
-    Inside a node it is the node's own. A group that leaves the node has k = devices_per_node / stride members in each
-    (data and context groups have stride tp) and crosses the network on k adapters at once, one a member, as NCCL's
-    rings do; with fewer or more adapters than devices each member has its share. Then it is min(inside a node, rails x
-    adapter). Counted as if the group filled all its nodes.
+    Inside a node it is the node's own. A group that leaves the node has devices_per_node / stride members in each (data
+    and context groups have stride tp) and crosses the network on as many adapters at once, as NCCL's rings do, or on
+    each member's share of the adapters. Counted as if the group filled all its nodes.
     """
     if members * stride <= devices_per_node:
         return intra_node
@@ -171,8 +166,7 @@ def group_link(
 
 
 def device_share(inter_node: LinkSpec, nics_per_node: int, devices_per_node: int) -> LinkSpec:
-    """Of the network, for one transfer of one device while the others of its node send too: one adapter, or its share
-    of one where there are fewer than devices."""
+    """Return one device's share of the network while all of its node send: at most one adapter."""
     share = min(1.0, nics_per_node / devices_per_node)
     return LinkSpec(bandwidth_bytes_per_s=share * inter_node.bandwidth_bytes_per_s, latency_s=inter_node.latency_s)
 
@@ -196,7 +190,7 @@ def device_share(inter_node: LinkSpec, nics_per_node: int, devices_per_node: int
 #         H100    68 and 56 %     Shah et al. 2024, abstract: up to 75 % forward; backward 1.5 to 1.75 times FA 2
 
 DEVICES_PER_NODE = 8
-"""Of the built-in clusters."""
+"""Of built-in clusters."""
 
 _H100_OTHERS = {"varlen_cuda_fa3": (0.68, 0.56)}
 _HOST_SHARE = 0.8
@@ -228,16 +222,12 @@ _DEVICES: dict[str, _System] = {
 }
 
 BUILT_IN = tuple(_DEVICES)
-"""Devices of the built-in clusters, to be followed by x and how many."""
+"""Devices of built-in clusters, to be followed by x and how many."""
 
 
 def cluster_from(name_or_path: str) -> ClusterSpec:
-    """A built-in cluster or one described by a TOML file.
-
-    Raises:
-        ConfigError: unknown name (the message offers the nearest), a device count that does not fill nodes, or a
-            TOML with missing or unknown fields.
-    """
+    """Return a built-in cluster or one described by a TOML file; `ConfigError` where the name is unknown (with the
+    nearest), devices do not fill nodes, or the file lacks fields or has others."""
     match = re.fullmatch(r"([a-z0-9-]+?)x(\d+)", name_or_path.lower())
     if match and match[1] in _DEVICES:
         return _built_in(name_or_path.lower(), match[1], int(match[2]))
@@ -286,11 +276,9 @@ def _built_in(name: str, device_name: str, num_devices: int) -> ClusterSpec:
     )
 
 
-# `data_sheet_flops_per_s`: the dense bf16 peak of a GPU, by the name that `torch.cuda.get_device_name` gives. Names are
-# compared whole: cards of one chip have different peaks ("H200", "H200 NVL"), and a share of a card has its name with
-# more behind it. Sums are in fp32; GeForce cards are twice as fast without.
-
 _TERA = 1e12
+# Dense bf16 peaks with fp32 sums (GeForce cards are twice as fast without) by torch.cuda.get_device_name. Names are
+# compared whole: cards of one chip have different peaks ("H200", "H200 NVL"), and a part of a card has a longer name.
 _PEAKS: dict[str, float] = {
     # NVIDIA A100 data sheet (2021): SXM and PCIe have the same peak, and differ in memory and power.
     "A100-SXM4-40GB": 312 * _TERA,
@@ -322,10 +310,7 @@ _PEAKS: dict[str, float] = {
     "GeForce RTX 4090": 165.2 * _TERA,
 }
 
-KNOWN_GPUS = tuple(_PEAKS)
-"""Names without "NVIDIA "."""
-
 
 def data_sheet_flops_per_s(device: str) -> float | None:
-    """Of a GPU by torch's name of it, with or without "NVIDIA "; None where its data sheet is not known here."""
+    """Return the dense bf16 peak of a GPU by torch's name, with or without "NVIDIA "; None where it is not known."""
     return _PEAKS.get(device.removeprefix("NVIDIA "))

@@ -1,5 +1,4 @@
-"""Hold packs as flat numpy columns, the form in which planners think (`SliceColumns`); and seconds of a token range
-(`WorkCurve`). Objects are made once, for the chosen candidate."""
+"""Hold packs as flat numpy columns, on which planners work (`SliceColumns`), and price token ranges (`WorkCurve`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from evenload.errors import ConfigError
 from evenload.types.document import Direction, MicroPack, PackSharding, Slice
 
 PackSlices = tuple[tuple[Slice, ...], ...]
-"""Per pack its slices."""
+"""The slices of every pack."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +35,7 @@ class SliceColumns:
 
     @classmethod
     def from_ranges(cls, packs: Sequence[Sequence[tuple[int, int, int]]], cp: int = 1) -> "SliceColumns":
-        """Packs without padding, of (document, start, stop), each shared by `cp` ranks."""
+        """Make packs without padding from (document, start, stop), each shared by `cp` ranks."""
         flat = np.array([piece for pack in packs for piece in pack], np.int64).reshape(-1, 3)
         return cls(
             doc=flat[:, 0].astype(np.int32),
@@ -49,7 +48,7 @@ class SliceColumns:
 
     @classmethod
     def concat(cls, parts: Sequence["SliceColumns"], first_doc: Sequence[int]) -> "SliceColumns":
-        """Packs of all parts one after the other; `first_doc` is what a part's document 0 counts as."""
+        """Concatenate packs; `first_doc` is the new index of each part's document 0."""
         return cls(
             doc=np.concatenate([part.doc + np.int32(doc) for part, doc in zip(parts, first_doc, strict=True)]),
             start=np.concatenate([part.start for part in parts]),
@@ -70,11 +69,11 @@ class SliceColumns:
         return len(self.doc)
 
     def pack_of_slice(self) -> NDArray[np.int64]:
-        """int64[num_slices]: the pack each slice lies in."""
+        """Return the pack of each slice; int64[num_slices]."""
         return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offset))
 
     def pack_ranks(self) -> NDArray[np.int64]:
-        """int64[num_packs]: ranks that share each pack, the most of any of its slices; 1 where nobody does."""
+        """Return the number of ranks that share each pack, the most of any of its slices; int64[num_packs]."""
         ranks = np.ones(self.num_packs, np.int64)
         np.maximum.at(ranks, self.pack_of_slice(), self.cp)
         return ranks
@@ -84,22 +83,8 @@ class SliceColumns:
         sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
         return sums.astype(np.float64, copy=False)
 
-    def assigned(self, chosen: NDArray[np.bool_], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
-        """Some slices, without padding, assigned to packs anew; in their order inside a pack.
-
-        Args:
-            chosen: bool[num_slices].
-            pack: int64[num_slices], the new pack of every slice.
-        """
-        order = np.flatnonzero(chosen)[np.argsort(pack[chosen], kind="stable")]
-        return self.taken(order, pack[order], num_packs)
-
     def taken(self, index: NDArray[np.int64], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
-        """The slices with these indices, some perhaps several times, without padding.
-
-        Args:
-            pack: int64 as `index`, the new pack of each; not falling.
-        """
+        """Take slices by index, without padding; `pack` is the new pack of each, not falling."""
         return SliceColumns(
             doc=self.doc[index],
             start=self.start[index],
@@ -110,7 +95,7 @@ class SliceColumns:
         )
 
     def pack_range(self, first: int, last: int) -> "SliceColumns":
-        """The packs `[first, last)`."""
+        """Return the packs `[first, last)`."""
         lo, hi = self.pack_offset[[first, last]].tolist()
         return SliceColumns(
             doc=self.doc[lo:hi],
@@ -122,7 +107,7 @@ class SliceColumns:
         )
 
     def slice_tokens(self) -> NDArray[np.int64]:
-        """Tokens of each slice as computed, padding included; int64[num_slices]."""
+        """Return the tokens of each slice, padding included; int64[num_slices]."""
         tokens = self.stop - self.start
         if not self.pad_to.any():
             return tokens
@@ -130,19 +115,15 @@ class SliceColumns:
         return np.where(pad_to > 0, pad_to, tokens)
 
     def pack_tokens(self) -> NDArray[np.int64]:
-        """Tokens of each pack as computed, padding included; int64[num_packs]."""
+        """Return the tokens of each pack, padding included; int64[num_packs]."""
         return self.pack_sums(self.slice_tokens()).astype(np.int64)
 
     def rank_tokens(self) -> NDArray[np.int64]:
-        """Tokens of each pack on one of the ranks that share it, padding included; int64[num_packs]."""
+        """Return the tokens of each pack on one of the ranks that share it, padding included; int64[num_packs]."""
         return self.pack_sums(-(-self.slice_tokens() // self.cp)).astype(np.int64)
 
     def pack_slices(self, doc_ids: NDArray[np.int64]) -> PackSlices:
-        """The slices of every pack as objects; both directions may share them where they have the same packs.
-
-        Args:
-            doc_ids: int64[num_documents], the id of each document index.
-        """
+        """Return the slices of every pack as objects; `doc_ids`, int64[num_documents], are by document index."""
         columns = (doc_ids[self.doc].tolist(), self.start.tolist(), self.stop.tolist(), self.cp.tolist())
         slices = tuple(
             Slice(doc_id=doc_id, start=start, stop=stop, cp=ranks)
@@ -157,38 +138,31 @@ class SliceColumns:
         cost_s: NDArray[np.float64],
         shardings: Sequence[PackSharding] = (),
     ) -> tuple[MicroPack, ...]:
-        """The same packs as objects.
+        """Return the packs as objects.
 
         Args:
-            slices: of `pack_slices`.
+            slices: from `pack_slices`.
             cost_s: float64[num_packs].
-            shardings: how several ranks share each pack; () = none is shared, or these are backward packs.
+            shardings: of every pack; () = none is shared, or these are backward packs.
         """
         unshared: tuple[PackSharding, ...] = ("",) * self.num_packs
         rows = zip(slices, self.pad_to.tolist(), shardings or unshared, cost_s.tolist(), strict=True)
         return tuple(
-            MicroPack(
-                index=index,
-                direction=direction,
-                slices=pieces,
-                pad_to=pad_to,
-                sharding=sharding,
-                cost_s=seconds,
-            )
-            for index, (pieces, pad_to, sharding, seconds) in enumerate(rows)
+            MicroPack(index=i, direction=direction, slices=own, pad_to=pad_to, sharding=sharding, cost_s=seconds)
+            for i, (own, pad_to, sharding, seconds) in enumerate(rows)
         )
 
 
 def whole_document_columns(
     groups: Sequence[Sequence[int]], num_tokens: NDArray[np.int64], cp: int = 1, *, padded: bool = False
 ) -> SliceColumns:
-    """Packs of whole documents.
+    """Make packs of whole documents.
 
     Args:
-        groups: per pack the document indices, in order.
+        groups: document indices of every pack, in order.
         num_tokens: int64[num_documents].
         cp: ranks that share every document.
-        padded: every document of a pack is padded to the pack's longest; no pack is empty then.
+        padded: documents are padded to the longest of their pack; no pack is empty then.
     """
     sizes = np.array([len(group) for group in groups], np.int64)
     doc = np.fromiter(chain.from_iterable(groups), np.int32, int(sizes.sum()))
@@ -200,27 +174,18 @@ def whole_document_columns(
 
 
 def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
-    """`pack_offset` of packs with so many slices."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-# `WorkCurve`: tokens `[a, b)` of a document take `linear_s (b - a) + sum_i coef_i pairs_i(a, b) + slice_s`, with the
-# pairs of causal attention. Monotone in b and, for a fixed b, in b - a; partitioners rely on it.
-
-
 def causal_pairs(start: ArrayLike, stop: ArrayLike, window: int = 0) -> NDArray[np.float64]:
-    """(query, key) pairs of the queries `[start, stop)` of causal documents.
+    """Count (query, key) pairs of the queries `[start, stop)` of causal documents, arrays of one shape.
 
     Query t sees `min(t + 1, window)` keys; `window` 0 = all. Exact below 2**53.
-
-    Args:
-        start, stop: integers of equal shape, `0 <= start <= stop`.
     """
     return _pairs_below(np.asarray(stop, np.float64), window) - _pairs_below(np.asarray(start, np.float64), window)
 
 
 def _pairs_below(tokens: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Pairs of the queries `[0, tokens)`."""
     if not window:
         return tokens * (tokens + 1) * 0.5
     inside = np.minimum(tokens, window)
@@ -229,12 +194,14 @@ def _pairs_below(tokens: NDArray[np.float64], window: int) -> NDArray[np.float64
 
 @dataclass(frozen=True)
 class WorkCurve:
-    """Seconds of token ranges; non-negative coefficients.
+    """Seconds of token ranges: `linear_s (b - a) + sum_i coef_i pairs_i(a, b) + slice_s` for tokens `[a, b)`.
+
+    Monotone in b and, for a fixed b, in b - a; partitioners rely on it.
 
     Args:
         linear_s: seconds a token.
         attention_s: (seconds a pair, window in tokens) terms; window 0 = full causal attention.
-        slice_s: seconds every slice costs whatever its length.
+        slice_s: seconds of every slice whatever its length.
     """
 
     linear_s: float
@@ -247,13 +214,3 @@ class WorkCurve:
             raise ConfigError(f"work curve: {self} has a negative or non-finite coefficient")
         if any(window < 0 for _, window in self.attention_s):
             raise ConfigError(f"work curve: windows {[w for _, w in self.attention_s]} must be >= 0 (0 = full)")
-
-    def slice_works_s(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of non-empty slices; start, stop: int64[n]; returns float64[n].
-
-        The order of operations is part of the contract: the native core repeats it bit for bit.
-        """
-        work = self.linear_s * (stop - start).astype(np.float64)
-        for coef, window in self.attention_s:
-            work = work + coef * causal_pairs(start, stop, window)
-        return work + self.slice_s

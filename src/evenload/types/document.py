@@ -1,5 +1,5 @@
-"""What is trained and in which pieces: `Document`, `Slice`, token ranges, blocks of replicas, and the micro-batches
-(`MicroPack`, `PackPlan`) that hold slices."""
+"""Define what is trained and how it is cut: `Document`, `Slice`, token ranges, blocks of replicas, and micro-batches
+(`MicroPack`, called packs here), which hold slices."""
 
 from typing import Literal, NamedTuple
 
@@ -44,7 +44,7 @@ class Slice(Frozen, gc=False):
 
 
 class Range(NamedTuple):
-    """Tokens `[start, stop)` of a document; a `Slice` without what a plan says about it."""
+    """Tokens `[start, stop)` of a document."""
 
     doc_id: int
     start: int
@@ -67,22 +67,19 @@ class ReplicaBlock(NamedTuple):
 
 
 def block_sizes(dp: int) -> list[int]:
-    """Replicas of a block that a plan may use, ascending: all divisors of dp but 1."""
+    """Return the sizes of blocks that a plan may use, ascending: all divisors of dp but 1."""
     return [size for size in range(2, dp + 1) if dp % size == 0]
 
 
 def nested_sizes(dp: int) -> list[int]:
-    """Sizes of which each divides the next, so that their blocks are nested, as many as there can be: powers of two
-    first; 12 gives 2, 4, 12. O(dp)."""
-    found, size = [], 1
+    """Return sizes of blocks of which each divides the next, so that blocks are nested, as many as there can be: powers
+    of two first; 12 gives 2, 4, 12. O(dp)."""
+    sizes, size = [], 1
     while size < dp:
         size = next(larger for larger in range(2 * size, dp + 1, size) if dp % larger == 0)
-        found.append(size)
-    return found
+        sizes.append(size)
+    return sizes
 
-
-# A `MicroPack` is a list of slices that one stage computes in one go (SlimPack §4.1). Forward and backward have their
-# own; only whole documents tie them together.
 
 Direction = Literal["forward", "backward"]
 ActivationPolicy = Literal["replay", "recompute", "offload"]
@@ -92,7 +89,7 @@ that computes it whole, -1 = all of them; "" = no group shares the pack."""
 
 
 class MicroPack(Frozen):
-    """Slices computed together.
+    """Slices that a stage computes at once (SlimPack §4.1). Forward and backward packs are cut independently.
 
     Args:
         index: position among the packs of its direction, from 0.
@@ -136,6 +133,6 @@ class PackPlan(Frozen):
     policies: dict[int, ActivationPolicy] = msgspec.field(default_factory=dict)
 
     def forwards_needed(self) -> list[int]:
-        """`D[j]`: forward packs that must be done before backward pack j. Length m_b."""
+        """Return `D[j]`, how many forward packs must be done before backward pack j; length m_b."""
         last = {piece.doc_id: pack.index for pack in self.forward for piece in pack.slices}
         return [1 + max(last[piece.doc_id] for piece in pack.slices) for pack in self.backward]

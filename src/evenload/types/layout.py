@@ -1,4 +1,4 @@
-"""Arrange ranks, stages and layers: `ParallelLayout`, its text (`dp=4,pp=8`), and the channels between its ranks.
+"""Arrange ranks, stages and layers: `ParallelLayout`, how it is written (`dp=4,pp=8`), and the channels between ranks.
 
 Global rank order, slowest to fastest: pipeline, data, context, tensor rank, so tensor and context groups are neighbours
 on a node. Stages of one pipeline may have different numbers of devices (FlexPipe's part-pipeline data parallelism):
@@ -29,14 +29,12 @@ class ParallelLayout(Frozen):
 
     Args:
         dp, cp, pp, tp: sizes of the data, context, pipeline and tensor dimensions.
-        stage_layers: per virtual stage its layers as a half-open range; consecutive, covering all.
-        stage_to_rank: per virtual stage the pipeline rank that runs it, the first of several.
+        stage_layers: layers `[first, last)` of every virtual stage; consecutive, covering all.
+        stage_to_rank: pipeline rank of every virtual stage, the first of several.
         generation: rises by one at every live reconfiguration.
-        stage_recomputed: of every virtual stage how many of its layers, its first ones, make the products of their
-            linear layers again in backward instead of keeping them, for all documents (FlexPipe's O_plan); left out of
-            JSON where none does.
-        stage_devices: of every stage its number of pipeline ranks, where they differ; left out of JSON where they do
-            not.
+        stage_recomputed: how many of every virtual stage's layers, the first ones, recompute the outputs of their
+            linear layers in backward, for all documents (FlexPipe's O_plan); left out of JSON where none does.
+        stage_devices: pipeline ranks of every stage; left out of JSON where all have one.
     """
 
     dp: int = 1
@@ -67,27 +65,27 @@ class ParallelLayout(Frozen):
             self._check_devices()
         elif sorted(set(self.stage_to_rank)) != list(range(self.pp)):
             raise ConfigError(f"layout: stages go to ranks {self.stage_to_rank}, expected each of 0..{self.pp - 1}")
-        again = self.recomputed_counts
-        if len(again) != self.num_stages or not all(
-            0 <= some <= count for some, count in zip(again, self.stage_counts, strict=False)
+        recomputed, counts = self.recomputed_counts, self.stage_counts
+        if len(recomputed) != len(counts) or not all(
+            0 <= some <= count for some, count in zip(recomputed, counts, strict=True)
         ):
             raise ConfigError(
-                f"layout: {again} layers of the stages are recomputed, expected one number of each stage, at most its "
-                f"layers {self.stage_counts}"
+                f"layout: {recomputed} layers of the stages are recomputed, expected one number of each stage, at most "
+                f"its layers {counts}"
             )
 
     @property
     def recomputed_counts(self) -> tuple[int, ...]:
-        """Of every virtual stage its layers that make products again, which are its first ones."""
+        """How many of every virtual stage's layers, the first ones, are recomputed in backward."""
         return (0,) * self.num_stages if isinstance(self.stage_recomputed, msgspec.UnsetType) else self.stage_recomputed
 
     def recomputed_layers(self, stage: int) -> range:
-        """Of a virtual stage the layers of the model that make products again."""
+        """Return the layers of the model that a virtual stage recomputes in backward."""
         first, _ = self.stage_layers[stage]
         return range(first, first + self.recomputed_counts[stage])
 
     def recomputing(self, counts: Sequence[int]) -> "ParallelLayout":
-        """The same places with so many layers of every virtual stage recomputed."""
+        """Return the layout with so many layers of every virtual stage recomputed."""
         return msgspec.structs.replace(self, stage_recomputed=tuple(counts) if any(counts) else msgspec.UNSET)
 
     def _check_devices(self) -> None:
@@ -113,7 +111,7 @@ class ParallelLayout(Frozen):
 
     @property
     def has_wide_stages(self) -> bool:
-        """Stages have different numbers of devices."""
+        """Whether stages have different numbers of devices."""
         return self.stage_devices is not msgspec.UNSET
 
     @property
@@ -123,24 +121,24 @@ class ParallelLayout(Frozen):
 
     @property
     def pipeline_ranks(self) -> int:
-        """Ranks of one pipeline, a row of a schedule each: `pp`, or more where stages have several devices."""
+        """Ranks of one pipeline: `pp`, or more where stages have several devices."""
         return self.pp if isinstance(self.stage_devices, msgspec.UnsetType) else sum(self.stage_devices)
 
     def stages_of_rank(self, pp_rank: int) -> tuple[int, ...]:
-        """Virtual stages whose layers a pipeline rank holds, ascending; none of an idle rank (-1)."""
+        """Return the virtual stages of a pipeline rank, ascending; none of an idle rank (-1)."""
         pairs = enumerate(zip(self.stage_to_rank, self.devices, strict=True))
         return tuple(stage for stage, (first, count) in pairs if first <= pp_rank < first + count)
 
     def ranks_of_stage(self, stage: int) -> range:
-        """Pipeline ranks that hold the layers of a virtual stage."""
+        """Return the pipeline ranks of a virtual stage."""
         return range(self.stage_to_rank[stage], self.stage_to_rank[stage] + self.devices[stage])
 
     def rank_of_pack(self, stage: int, pack: int) -> int:
-        """The pipeline rank that runs a pack on a virtual stage, forward and backward."""
+        """Return the pipeline rank that runs a pack on a virtual stage, forward and backward."""
         return self.stage_to_rank[stage] + pack % self.devices[stage]
 
     def linked_ranks(self, stage: int) -> list[tuple[int, int]]:
-        """Pairs of pipeline ranks of a stage and of the next one that some pack passes."""
+        """Return the pairs of pipeline ranks of a stage and of the next one that some pack passes."""
         from_, to = self.ranks_of_stage(stage), self.ranks_of_stage(stage + 1)
         common = math.gcd(len(from_), len(to))
         pairs = itertools.product(enumerate(from_), enumerate(to))
@@ -148,20 +146,20 @@ class ParallelLayout(Frozen):
 
     @property
     def leading_ranks(self) -> tuple[int, ...]:
-        """Of every pipeline rank the first that holds the same layers: itself, but in a stage of several devices."""
+        """The first pipeline rank with the same layers as each: itself, unless its stage has several devices."""
         if not self.has_wide_stages:
             return tuple(range(self.pp))
         return tuple(first for first, count in zip(self.stage_to_rank, self.devices, strict=True) for _ in range(count))
 
     @property
     def data_sizes(self) -> tuple[int, ...]:
-        """Of every pipeline rank how many ranks hold the same weights: each owns a shard of the optimizer's state."""
+        """How many ranks hold the same weights as each pipeline rank; each owns a shard of the optimizer's state."""
         if not self.has_wide_stages:
             return (self.dp * self.cp,) * self.pp
         return tuple(count * self.dp * self.cp for count in self.devices for _ in range(count))
 
     def data_rank(self, *, pp_rank: int, dp_rank: int, cp_rank: int = 0) -> int:
-        """A rank's place among those that hold the same weights."""
+        """Return a rank's place among those that hold the same weights."""
         twin = pp_rank - self.leading_ranks[pp_rank] if self.has_wide_stages and pp_rank >= 0 else 0
         return (twin * self.dp + dp_rank) * self.cp + cp_rank
 
@@ -181,20 +179,17 @@ class ParallelLayout(Frozen):
         return self.dp * self.cp * self.pipeline_ranks * self.tp
 
     def global_rank(self, *, pp_rank: int, dp_rank: int, cp_rank: int = 0, tp_rank: int = 0) -> int:
-        """The rank in `torch.distributed` order."""
+        """Return the rank in `torch.distributed` order."""
         return ((pp_rank * self.dp + dp_rank) * self.cp + cp_rank) * self.tp + tp_rank
 
-    def dp_rank(self, rank: int) -> int:
-        """The replica that a global rank belongs to."""
-        return rank // (self.tp * self.cp) % self.dp
-
     def replicas(self, num_ranks: int) -> tuple[int | None, ...]:
-        """Of every one of so many ranks its replica; None for ranks beyond the layout, which are idle in it."""
-        return tuple(self.dp_rank(rank) if rank < self.world_size else None for rank in range(num_ranks))
+        """Return the replica of each of so many ranks; None for idle ones, which are beyond the layout."""
+        size = self.tp * self.cp
+        return tuple(rank // size % self.dp if rank < self.world_size else None for rank in range(num_ranks))
 
     @property
     def arrangement(self) -> "ParallelLayout":
-        """This layout in generation 0 and without recomputed layers: equal for layouts that place everything alike."""
+        """The layout in generation 0 and without recomputed layers: equal for layouts that place everything alike."""
         if not self.generation and self.stage_recomputed is msgspec.UNSET:
             return self
         return msgspec.structs.replace(self, generation=0, stage_recomputed=msgspec.UNSET)
@@ -211,22 +206,23 @@ class ParallelLayout(Frozen):
         return self.stage_counts == even_layout(self.num_layers, pp=self.num_stages, devices=devices).stage_counts
 
     def describe(self) -> str:
-        """Short form for tables and logs, for example `dp=2 pp=4`, with devices and layers of stages where uneven."""
+        """Return a short form such as `dp=2 pp=4`, with devices and layers of stages where uneven."""
         parts = [f"{k}={getattr(self, k)}" for k in ("dp", "cp", "pp", "tp") if getattr(self, k) > 1]
         virtual = self.num_stages // self.pp
         if virtual > 1:
             parts.append(f"virtual={virtual}")
-        if self.has_wide_stages:
-            parts.append(f"devices={'+'.join(map(str, self.devices))}")
-        if not self.is_even:
-            parts.append(f"layers={'+'.join(map(str, self.stage_counts))}")
-        if any(self.recomputed_counts):
-            parts.append(f"recomputed={'+'.join(map(str, self.recomputed_counts))}")
+        for name, counts, is_shown in (
+            ("devices", self.devices, self.has_wide_stages),
+            ("layers", self.stage_counts, not self.is_even),
+            ("recomputed", self.recomputed_counts, any(self.recomputed_counts)),
+        ):
+            if is_shown:
+                parts.append(f"{name}={'+'.join(map(str, counts))}")
         return " ".join(parts) or "single"
 
 
 def first_ranks(devices: Sequence[int]) -> tuple[int, ...]:
-    """Where stages begin that have so many pipeline ranks each."""
+    """Return the first pipeline rank of every stage, which have so many each."""
     return tuple(itertools.accumulate(devices[:-1], initial=0))
 
 
@@ -241,12 +237,8 @@ def even_layout(
     generation: int = 0,
     devices: Sequence[int] | None = None,
 ) -> ParallelLayout:
-    """Split layers as evenly as possible; earlier stages take the remainder (the last carries the head). Where stages
-    have different numbers of `devices`, layers are as even a device as whole layers can be.
-
-    Raises:
-        ConfigError: fewer layers than stages.
-    """
+    """Split layers as evenly as possible, a device where stages have different numbers of `devices`; earlier stages
+    take the remainder (the last has the head). `ConfigError` where there are fewer layers than stages."""
     stages = pp * virtual
     if stages < 1 or num_layers < stages:
         raise ConfigError(
@@ -260,7 +252,7 @@ def even_layout(
 
 
 def _even_by_device(num_layers: int, devices: Sequence[int]) -> list[int]:
-    """Layer after layer goes to the stage that has the fewest a device with it; the first of equals."""
+    """Give layer after layer to the stage that then has the fewest a device; the first of equals."""
     counts = [1] * len(devices)
     for _ in range(num_layers - len(devices)):
         counts[min(range(len(devices)), key=lambda stage: (counts[stage] + 1) / devices[stage])] += 1
@@ -278,11 +270,7 @@ def split_layout(
     devices: Sequence[int] | None = None,
 ) -> ParallelLayout:
     """Give every virtual stage so many layers; stages go round the pipeline's ranks, or have `devices` each.
-
-    Raises:
-        ConfigError: a stage without layers, a number of stages that pp does not divide, or `devices` that are not of
-            these stages.
-    """
+    `ConfigError` as of `ParallelLayout`."""
     return ParallelLayout(
         dp=dp,
         cp=cp,
@@ -302,7 +290,7 @@ _OF_STAGES = ("layers", "devices")
 
 
 class LayoutText(Frozen):
-    """What was written.
+    """A layout as written.
 
     Args:
         text: for messages.
@@ -317,7 +305,7 @@ class LayoutText(Frozen):
     devices: tuple[int, ...] | None = None
 
     def size(self, axis: str) -> int:
-        """1 where the axis is not named."""
+        """Return the size of an axis, 1 where it is not named."""
         return self.sizes.get(axis, 1)
 
     @property
@@ -327,12 +315,8 @@ class LayoutText(Frozen):
         return self.size("cp") * pipeline_ranks * self.size("tp")
 
     def layout(self, num_layers: int, **sizes: int) -> ParallelLayout:
-        """With these sizes in place of those that were not written.
-
-        Raises:
-            ConfigError: more stages than layers, `layers` that are not those of the stages and the model, or `devices`
-                that are not those of the stages, or not tested with the other sizes.
-        """
+        """Return the layout with `sizes` for axes that are not named; `ConfigError` where layers or devices do not
+        suit the stages or the model."""
         all_sizes = sizes | self.sizes
         if self.layers is None:
             return even_layout(num_layers, devices=self.devices, **all_sizes)
@@ -373,14 +357,14 @@ def read_layout_text(text: str) -> LayoutText:
 ChannelMode = Literal["directed", "fifo"]
 """Whether every channel has a process group of its own, or all channels between two ranks share one and its queue."""
 ChannelChoice = Literal["auto", "directed", "fifo"]
-"""What a run asks for; see `channel_mode`."""
+"""The setting; see `channel_mode`."""
 Channel = tuple[str, int] | tuple[str, int, int]
-"""("F", stage that receives hidden states) or ("B", stage that receives gradients). Where stages have several ranks, a
-rank has a channel for each rank at the other end: then that pipeline rank is the third."""
+"""("F", stage that receives hidden states) or ("B", stage that receives gradients), and, where stages have several
+ranks, the pipeline rank at the other end."""
 Receive = tuple[Channel, int]
 """(channel, pack)."""
 FreedSends = tuple[tuple[tuple[Channel, int], ...], ...]
-"""For every action of a rank the channels whose first so many sends to wait for before it, and to free."""
+"""For every action of a rank (channel, how many of its first sends to wait for before the action, and to free)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,8 +372,7 @@ class TransferOrder:
     """One rank's transfers, an entry for each of its actions.
 
     Args:
-        receives: those to post before the action, in this order; None = channels do not wait for each other, and each
-            posts its receives ahead by itself.
+        receives: to post before the action, in this order; None = every channel posts its receives early by itself.
         frees: sends to free before the action.
     """
 
@@ -398,36 +381,33 @@ class TransferOrder:
 
 
 def channel_mode(choice: ChannelChoice, device: DeviceKind, layouts: Iterable[ParallelLayout]) -> ChannelMode:
-    """Choose how channels share the way between two ranks where a run leaves it open: in one order on GPUs, whose
-    streams are not promised to go on beside each other (NVIDIA/nccl issue 783), else each by itself. Layouts whose
-    stages have different numbers of devices have no one order."""
+    """Choose how channels share the link between two ranks where the setting is "auto": in one order on GPUs, where
+    collectives of two streams may block each other (NVIDIA/nccl issue 783), else each by itself, as always where stages
+    have different numbers of devices, for which there is no one order."""
     if choice != "auto":
         return choice
     return "fifo" if device == "cuda" and not any(layout.has_wide_stages for layout in layouts) else "directed"
 
 
 def sending_channels(layout: ParallelLayout, pp_rank: int) -> list[Channel]:
-    """Channels on which a pipeline rank sends to another."""
-    found: list[Channel] = []
+    """Return the channels on which a pipeline rank sends to another."""
+    channels: list[Channel] = []
     for stage in layout.stages_of_rank(pp_rank):
         for kind, to in (("F", stage + 1), ("B", stage - 1)):
             if not 0 <= to < layout.num_stages or pp_rank in layout.ranks_of_stage(to):
                 continue
             if not layout.has_wide_stages:
-                found.append((kind, to))
+                channels.append((kind, to))
                 continue
             pairs = layout.linked_ranks(min(stage, to))
             ends = pairs if kind == "F" else [(sender, receiver) for receiver, sender in pairs]
-            found += [(kind, to, receiver) for sender, receiver in ends if sender == pp_rank]
-    return found
+            channels += [(kind, to, receiver) for sender, receiver in ends if sender == pp_rank]
+    return channels
 
 
 def channel_of(layout: ParallelLayout, pp_rank: int, kind: str, stage: int, pack: int) -> Channel:
-    """The channel on which a pipeline rank sends or receives a pack's tensor for a stage.
-
-    Args:
-        kind: "F" or "B"; stage: that receives.
-    """
+    """Return the channel on which a pipeline rank sends or receives a pack's tensor; `kind` is "F" or "B", `stage` the
+    one that receives."""
     if not layout.has_wide_stages:
         return kind, stage
     other = stage

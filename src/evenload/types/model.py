@@ -1,5 +1,5 @@
-"""`ModelSpec`: the numbers about a decoder that decide work, memory and communication; from a Hugging Face
-configuration or by name."""
+"""Define `ModelSpec`, the numbers about a transformer that decide work, memory and communication; read it from a
+Hugging Face configuration, or find it by name."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -27,19 +27,16 @@ class ModelSpec(Frozen):
         vocab_size: rows of the embedding.
         tied_embeddings: the head shares the embedding's weights.
         gated_ffn: three matrices (SwiGLU) instead of two.
-        num_experts, experts_per_token: 0 for dense; those that process one token.
-        sliding_windows: per layer the attention window in tokens, 0 = full; empty = all full.
-        post_norm: norms stand behind attention and feed-forward block, so backward reads the output of the block's last
-            product.
-        biases: every matrix of a layer and every norm has one; of other models biases are not counted.
-        position_rows: of a table of learned positions, which no document may be longer than (GPT-2); 0 = none is
-            counted.
-        adapter_parameters_per_layer: 0 = all weights are trained; else only so many a layer (LoRA), and all others have
-            no gradient and no optimizer state.
+        num_experts, experts_per_token: 0 for dense models.
+        sliding_windows: attention window of every layer in tokens, 0 = full; empty = all full.
+        post_norm: norms follow attention and feed-forward block, so backward reads the output of their last product.
+        biases: matrices and norms of layers have biases; those of other models are not counted.
+        position_rows: of learned positions, the longest document (GPT-2); 0 = not counted.
+        adapter_parameters_per_layer: the only trained weights of a layer (LoRA); 0 = all weights are trained.
         causal: False for bidirectional encoders, which cannot be sliced.
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
-        attention_workspace: attention runs in a GPU's kernels, whose workspace in backward counts as memory.
-        ordered_attention: these add in one order (`train.deterministic`), for which they hold more.
+        attention_workspace: attention runs in GPU kernels, whose workspace in backward is counted.
+        ordered_attention: these add in one order (`train.deterministic`), for which they need more.
         averaged_weights: a moving average of trained weights is kept with the optimizer's state (`train.ema_decay`).
     """
 
@@ -92,24 +89,25 @@ class ModelSpec(Frozen):
         """Attention window of every layer in tokens, 0 = full. Length `num_layers`."""
         return self.sliding_windows or (0,) * self.num_layers
 
-    @property
-    def linear_parameters_per_layer(self) -> int:
-        """Weights of one layer's matrices that one token meets (active experts only)."""
+    def _matrix_parameters(self, experts: int) -> int:
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         ffn = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_hidden_size
-        return attention + ffn * max(1, self.experts_per_token)
+        return attention + ffn * max(1, experts)
+
+    @property
+    def linear_parameters_per_layer(self) -> int:
+        """Weights of one layer's matrices that one token uses (active experts only)."""
+        return self._matrix_parameters(self.experts_per_token)
 
     @property
     def stored_parameters_per_layer(self) -> int:
         """Weights of one layer held in memory: matrices (of all experts), router, norms, and biases if counted."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        ffn = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_hidden_size
-        router = self.hidden_size * self.num_experts
-        return attention + ffn * max(1, self.num_experts) + router + 2 * self.hidden_size + self.biases_per_layer
+        router_and_norms = self.hidden_size * (self.num_experts + 2)
+        return self._matrix_parameters(self.num_experts) + router_and_norms + self.biases_per_layer
 
     @property
     def biases_per_layer(self) -> int:
-        """Of the matrices and the two norms of one layer; 0 where they are not counted."""
+        """Biases of the matrices and the two norms of one layer; 0 where they are not counted."""
         if not self.biases:
             return 0
         inner = (2 if self.gated_ffn else 1) * self.ffn_hidden_size
@@ -122,28 +120,27 @@ class ModelSpec(Frozen):
 
     @property
     def position_parameters(self) -> int:
-        """Of the table of learned positions, which stands beside the embedding; 0 = there is none."""
+        """Weights of learned positions; 0 = there are none."""
         return self.position_rows * self.hidden_size
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm."""
+        """Weights of one norm."""
         return (2 if self.biases else 1) * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the whole model, of all experts; a tied head counts once. Without adapters, and without biases
-        where they are not counted."""
+        """Weights of the whole model with all experts and without adapters; a tied head counts once."""
         return self.num_layers * self.stored_parameters_per_layer + self._outer_parameters
 
     @property
     def num_active_parameters(self) -> int:
-        """Of those the ones that one token meets: all of a dense model; of experts the chosen ones."""
+        """Weights that one token uses: all of a dense model, the chosen experts of others."""
         router_and_norms = self.hidden_size * (self.num_experts + 2) + self.biases_per_layer
         return self.num_layers * (self.linear_parameters_per_layer + router_and_norms) + self._outer_parameters
 
     def describe_size(self) -> str:
-        """Parameters for people, and how many of them one token meets where that is fewer."""
+        """Return the number of parameters in words, and how many of them one token uses where there are experts."""
         total, active = (
             scaled(count, 1000.0, ("", "K", "M", "B", "T"), separator="")
             for count in (self.num_parameters, self.num_active_parameters)
@@ -157,8 +154,8 @@ class ModelSpec(Frozen):
         return embeddings + self.position_parameters + self.norm_parameters
 
 
-# A `ModelSpec` from a Hugging Face configuration. Architectures that are not known are refused by name, and so are
-# fields that change what a layer costs: a model read wrong is planned wrong without a sign.
+# Unknown architectures and fields that change what a layer costs are refused: a model read wrong would be planned wrong
+# without a sign.
 
 _NESTED = {one.nested_in: one.model_type for one in ARCHITECTURES.values() if one.nested_in}
 
@@ -173,22 +170,14 @@ _COSTLY_FIELDS: Mapping[str, tuple[str, ...]] = {
     "layers of several kinds": ("layers_block_type", "block_types", "attn_layer_indices", "attn_type_list"),
     "chunked or sparse attention": ("attention_chunk_size", "index_topk", "sparse_attention_config"),
 }
-"""Fields that change what a layer costs, and what they stand for; absent, null, 0 and empty do no harm."""
+"""Fields that change what a layer costs, by what they stand for; absent, null, 0 and empty do no harm."""
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element: int = 2) -> ModelSpec:
-    """Read a Hugging Face `config.json`.
-
-    Args:
-        config: the parsed JSON object.
-        name: shown to users.
-        bytes_per_element: of the compute precision.
-
-    Raises:
-        ConfigError: a needed key is missing, or an architecture, or a field, that would be costed wrong.
-    """
+    """Read a parsed Hugging Face `config.json`; `ConfigError` where a needed key is missing, or an architecture or a
+    field would be costed wrong. The name is for messages."""
     config, architecture = _decoder(config, name)
     hidden = _needed(config, "hidden_size", name)
     heads = _needed(config, "num_attention_heads", name)
@@ -221,16 +210,16 @@ def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element
 
 
 def _decoder(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], Architecture]:
-    """The part of a configuration that describes a decoder, by the usual names of its keys, and its architecture."""
+    """Return the part of a configuration that describes a decoder, with the usual keys, and its architecture."""
     outer = config.get("model_type")
     if outer in _NESTED and isinstance(config.get("text_config"), Mapping):
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config = {"model_type": _NESTED[outer], **tied, **config["text_config"]}
     model_type = config.get("model_type")
-    found = list(_costly(config))
+    costly = "; ".join(_costly_fields(config))
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None:
-        why = f", and its config.json has {'; '.join(found)}" if found else ""
+        why = f", and its config.json has {costly}" if costly else ""
         named = (
             "names no model_type" if model_type is None else f"has model_type '{model_type}', which is not known{why}"
         )
@@ -239,17 +228,16 @@ def _decoder(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], A
             f"{', '.join(sorted({*ARCHITECTURES, *_NESTED}))}. A config.json of your own with the model_type whose "
             "layers come closest ('llama', or 'mixtral' with experts) is planned as that"
         )
-    if found:
+    if costly:
         raise ConfigError(
-            f"model {name}: config.json of model_type '{model_type}' has {'; '.join(found)}, which the cost model does "
-            "not describe, so that plans would be wrong; without these fields it is planned as if they were not there"
+            f"model {name}: config.json of model_type '{model_type}' has {costly}, which the cost model does not "
+            "describe, so that plans would be wrong; without these fields it is planned as if they were not there"
         )
     renamed = {usual: config[own] for usual, own in architecture.keys.items() if config.get(own) is not None}
     return {**architecture.defaults, **config, **renamed}, architecture
 
 
-def _costly(config: Mapping[str, Any]) -> Iterator[str]:
-    """Fields that change what layers cost, in words."""
+def _costly_fields(config: Mapping[str, Any]) -> Iterator[str]:
     for what, fields in _COSTLY_FIELDS.items():
         present = [f"{name} {config[name]}" for name in fields if config.get(name)]
         if present:
@@ -269,7 +257,7 @@ def _needed(config: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _sliding_windows(config: Mapping[str, Any], architecture: Architecture, layers: int) -> tuple[int, ...]:
-    """Window per layer as transformers applies it (`layer_types` first, else by the architecture's pattern)."""
+    """Return the window of every layer as transformers applies it: by `layer_types`, else by the architecture."""
     window = config.get("sliding_window")
     if not window or not config.get("use_sliding_window", not architecture.optional_window):
         return ()
@@ -279,14 +267,8 @@ def _sliding_windows(config: Mapping[str, Any], architecture: Architecture, laye
     return architecture.windows(config, window, layers)
 
 
-# Models by name. `llama-*`: SlimPack Table 3 (vocabulary 32,000). `wlb-*`: WLB-LLM §7.1, of which only 7B is given
-# (LLaMA-2-7B) and others scale layers and width in proportion (30B has 64 heads of 104, for 52 of 128 do not divide
-# over tp=8). `gpt-*` and `bert-*`: FlexPipe Table 1 (5120 is meant by its width 5140; GPT-3's 2048 learned positions
-# are counted). All others: their public config.json, of Gemma 3 the text part.
-
-
 class _Row(NamedTuple):
-    """0 key/value heads = as many as query heads; 0 head_dim = the width divided by the heads."""
+    """A built-in model; 0 key/value heads = as many as query heads, 0 head_dim = the width divided by the heads."""
 
     name: str
     model_type: str
@@ -306,6 +288,9 @@ class _Row(NamedTuple):
 
 _LLAMA3, _QWEN3 = 128_256, 151_936
 _GPT3_CONTEXT = 2048
+# `llama-*`: SlimPack Table 3 (vocabulary 32,000). `wlb-*`: WLB-LLM §7.1, which gives only 7B (LLaMA-2-7B); others scale
+# layers and width in proportion (30B has 64 heads of 104, because 52 of 128 do not divide over tp=8). `gpt-*` and
+# `bert-*`: FlexPipe Table 1 (its width 5140 means 5120). Others: their public config.json, of Gemma 3 the text part.
 _ROWS = (
     _Row("llama-7b", "llama", 32, 4096, 32, 0, 0, 11008, 32_000),
     _Row("llama-13b", "llama", 40, 5120, 40, 0, 0, 13824, 32_000),

@@ -1,4 +1,4 @@
-"""Hold the numeric input of schedules and of the simulator as flat numpy columns: `PipelineTasks`, `ActionColumns`."""
+"""Hold packs and schedules as flat numpy columns for the simulator: `PipelineTasks`, `ActionColumns`."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,36 +13,35 @@ from evenload.types.timeline import KINDS
 
 
 class _PackRows:
-    """A dataclass of columns of which all but `static_bytes` have a row a pack."""
+    """Base of dataclasses whose columns all have a row a pack, but `static_bytes`."""
 
     @classmethod
     def pack_columns(cls) -> tuple[str, ...]:
-        """Names of the columns that have a row a pack."""
+        """Return the names of the columns that have a row a pack."""
         return tuple(field.name for field in fields(cls) if field.name != "static_bytes")  # type: ignore[arg-type]
 
     def rows(self, packs: slice) -> Self:
-        """Some packs, the same forward and backward."""
+        """Return some packs, the same forward and backward."""
         return replace(self, **{name: getattr(self, name)[packs] for name in self.pack_columns()})  # type: ignore[type-var]
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """Packs of all parts one after the other, on the same ranks."""
+        """Concatenate packs, on the same ranks."""
         return replace(parts[0], **_stacked(parts, cls.pack_columns()))  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SplitBackward(_PackRows):
-    """Backward packs as two actions (zero bubble): I on the critical path, W any time later on the same stage.
-
-    I gives the gradient of the pack's input, which the stage before waits for; W adds the gradients of the weights
-    and needs nothing but what I left: inputs and output gradients of the matrix products.
+    """Backward packs as two actions (zero bubble): I gives the gradient of the input, which the stage before waits for;
+    W, any time later on the same stage, the gradients of the weights, from what I kept for it: inputs and output
+    gradients of the matrix products.
 
     Args:
         input_s, weight_s: float64[m_b, P] seconds of I and W; their sum is `PipelineTasks.backward_s` to rounding, or
             more where W makes transfers again.
-        input_freed_bytes: int64[m_b, P], given back when I ends; negative where I leaves more than it found.
-        input_temp_bytes: int64[m_b, P], held while I runs, what it leaves for W included.
-        weight_freed_bytes: int64[m_b, P], given back when W ends; with `input_freed_bytes` the whole backward's.
+        input_freed_bytes: int64[m_b, P], freed when I ends; negative where I keeps more than it frees.
+        input_temp_bytes: int64[m_b, P], held while I runs, what it keeps for W included.
+        weight_freed_bytes: int64[m_b, P], freed when W ends; with `input_freed_bytes` the whole backward's.
     """
 
     input_s: NDArray[np.float64]
@@ -60,7 +59,7 @@ class PackBytes(_PackRows):
         static_bytes: int64[R], weights, gradients and optimizer state.
         forward_kept_bytes: int64[m_f, P], held from the start of that forward on.
         forward_temp_bytes: int64[m_f, P], held only while it runs.
-        backward_freed_bytes: int64[m_b, P], given back when that backward ends.
+        backward_freed_bytes: int64[m_b, P], freed when that backward ends.
         backward_temp_bytes: int64[m_b, P], held only while it runs.
     """
 
@@ -72,7 +71,7 @@ class PackBytes(_PackRows):
 
     @classmethod
     def nothing(cls, num_forward: int, num_backward: int, num_stages: int, num_ranks: int) -> "PackBytes":
-        """Of packs and ranks that hold nothing, where only times matter."""
+        """Make the bytes of packs and ranks that hold nothing, where only times matter."""
         rows = {"forward": num_forward, "backward": num_backward}
         return cls(
             static_bytes=np.zeros(num_ranks, np.int64),
@@ -84,16 +83,15 @@ class PackBytes(_PackRows):
 class PipelineTasks:
     """One replica's packs as durations, dependencies and bytes. P = virtual stages, R = pipeline ranks.
 
-    Data dependencies: F(k, s) needs F(k, s-1) plus one transfer; B(j, s) needs B(j, s+1) plus one transfer;
-    B(j, s) needs the forwards `0 .. forwards_needed[j]-1` on its own stage, of them those that its rank runs where the
-    stage has several.
+    F(k, s) needs F(k, s-1) and a transfer; B(j, s) needs B(j, s+1) and a transfer, and those of the forwards
+    `0 .. forwards_needed[j]-1` of its stage that its rank runs.
 
     Args:
         forward_s: float64[m_f, P] seconds; backward_s: float64[m_b, P].
         p2p_forward_s: float64[m_f] seconds of one transfer to the next stage; p2p_backward_s: float64[m_b].
-        forwards_needed: int32[m_b], non-negative, `D[j]` of `docs/architecture.md`; not necessarily sorted.
-        stage_to_rank: int32[P], the pipeline rank of every virtual stage. Where R > P a stage has several: this is the
-            first, the next stage's is the end, and pack k runs on the rank number k % width of its stage.
+        forwards_needed: int32[m_b], `D[j]` of `docs/architecture.md`; not necessarily sorted.
+        stage_to_rank: int32[P], the pipeline rank of every virtual stage, where R > P the first of several: pack k runs
+            on number k % width.
         held: what the packs hold.
         split: how backwards divide into I and W; None = they run whole.
     """
@@ -129,7 +127,7 @@ class PipelineTasks:
 
     @property
     def widths(self) -> NDArray[np.int64]:
-        """How many ranks every stage has; int64[P]."""
+        """Pipeline ranks of every stage; int64[P]."""
         if self.num_ranks <= self.num_stages:
             return np.ones(self.num_stages, np.int64)
         return np.diff(self.stage_to_rank.astype(np.int64), append=self.num_ranks)
@@ -147,7 +145,7 @@ class PipelineTasks:
         parts_s: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None,
         num_ranks: int | None = None,
     ) -> "PipelineTasks":
-        """Packs that hold nothing, where only times matter.
+        """Make packs that hold nothing, where only times matter.
 
         Args:
             parts_s: seconds of I and W; None = backwards run whole.
@@ -178,7 +176,7 @@ class PipelineTasks:
         )
 
     def rows(self, first: int, last: int) -> "PipelineTasks":
-        """The packs `[first, last)` of whole documents, whose backward needs the forward of the same pack."""
+        """Return the packs `[first, last)` of whole documents, whose backward needs the forward of the same pack."""
         packs = slice(first, last)
         return replace(
             self,
@@ -190,7 +188,7 @@ class PipelineTasks:
 
     @classmethod
     def concat(cls, parts: Sequence["PipelineTasks"]) -> "PipelineTasks":
-        """Packs of all parts one after the other; all are priced with I and W, or none."""
+        """Concatenate packs; all are priced with I and W, or none."""
         before = np.cumsum([0, *(part.num_forward for part in parts)])
         needed = [part.forwards_needed + count for part, count in zip(parts, before, strict=False)]
         splits = [part.split for part in parts if part.split is not None]
@@ -226,7 +224,7 @@ class ActionColumns:
 
     @classmethod
     def of_ranks(cls, rows: Sequence[tuple[ArrayLike, ArrayLike, ArrayLike]]) -> "ActionColumns":
-        """From kinds, stages and packs of every rank's actions in order."""
+        """Make columns from kinds, stages and packs of every rank's actions in order."""
         kind, stage, pack = (np.concatenate([(), *(row[column] for row in rows)]) for column in range(3))
         offset = np.cumsum([0, *(np.size(kinds) for kinds, _, _ in rows)], dtype=np.int64)
         return cls(kind.astype(np.uint8), stage.astype(np.int32), pack.astype(np.int32), offset)
@@ -242,24 +240,19 @@ class ActionColumns:
         return np.repeat(np.arange(self.num_ranks), np.diff(self.rank_offset))
 
     def of_rank(self, rank: int) -> slice:
-        """Where a rank's actions stand."""
+        """Return the slice of a rank's actions."""
         return slice(int(self.rank_offset[rank]), int(self.rank_offset[rank + 1]))
 
     def to_schedule(self) -> Schedule:
-        """The same orders as objects."""
-        kind, stage, pack = self.kind.tolist(), self.stage.tolist(), self.pack.tolist()
-        offset = self.rank_offset.tolist()
+        """Return the schedule as objects."""
         names: list[ActionKind] = ["F", "B", "I", "W"]
-        return Schedule(
-            ranks=tuple(
-                tuple(Action(kind=names[kind[i]], stage=stage[i], pack=pack[i]) for i in range(lo, hi))
-                for lo, hi in itertools.pairwise(offset)
-            )
-        )
+        rows = zip(self.kind.tolist(), self.stage.tolist(), self.pack.tolist(), strict=True)
+        actions = tuple(Action(kind=names[kind], stage=stage, pack=pack) for kind, stage, pack in rows)
+        return Schedule(ranks=tuple(actions[lo:hi] for lo, hi in itertools.pairwise(self.rank_offset.tolist())))
 
 
 def action_columns(schedule: Schedule) -> ActionColumns:
-    """Inverse of `ActionColumns.to_schedule`."""
+    """Return a schedule of objects as columns."""
     rows = [
         ([KINDS.index(a.kind) for a in row], [a.stage for a in row], [a.pack for a in row]) for row in schedule.ranks
     ]

@@ -1,5 +1,5 @@
-"""`StepPlan`: packs, schedules and predictions of one optimizer step, the only planning object that crosses a process;
-and `Schedule`, in which order every pipeline rank runs its packs."""
+"""Define `StepPlan`: packs, schedules and predictions of one optimizer step, the only planning object that is sent to
+other processes; and `Schedule`, the order in which every pipeline rank runs its packs."""
 
 import hashlib
 import re
@@ -30,7 +30,7 @@ class Action(Frozen, gc=False):  # holds numbers and a name only; see types/docu
 
 
 def parse_action(text: str) -> Action:
-    """Inverse of `str(action)`: `2F0` is the forward of pack 0 on stage 2."""
+    """Read what `str(action)` gives: `2F0` is the forward of pack 0 on stage 2."""
     match = _ACTION.fullmatch(text)
     if match is None:
         raise InvalidPlanError(f"'{text}' is not an action such as 2F0 (stage, one of F I W B, pack)")
@@ -53,10 +53,10 @@ def completing_actions(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[in
             has_weights |= kind == "W"
     if has_weights and len(last) > 1:
         last = dict.fromkeys(last, max(last.values()))
-    found: dict[int, tuple[int, ...]] = {}
+    stages: dict[int, tuple[int, ...]] = {}
     for stage, at in sorted(last.items()):
-        found[at] = (*found.get(at, ()), stage)
-    return found
+        stages[at] = (*stages.get(at, ()), stage)
+    return stages
 
 
 class Schedule(Frozen):
@@ -65,7 +65,7 @@ class Schedule(Frozen):
     ranks: tuple[tuple[Action, ...], ...]
 
     def grid(self) -> str:
-        """One line a rank, for messages and debugging."""
+        """Return one line for each rank, for messages and debugging."""
         return "\n".join(f"rank {rank}: " + " ".join(map(str, row)) for rank, row in enumerate(self.ranks))
 
 
@@ -154,27 +154,23 @@ class StepPlan(Frozen):
 
 
 def plan_digest(plan: StepPlan) -> str:
-    """Hash of what decides execution (not of predictions), equal on every rank that got the same plan."""
+    """Hash what decides execution (not predictions); equal on every rank that got the same plan."""
     executed = (plan.step, plan.layout, plan.documents, plan.num_label_tokens, plan.pack_plans, plan.schedules)
     return hashlib.sha256(msgspec.msgpack.encode(executed)).hexdigest()[:16]
 
 
 def seal(plan: StepPlan) -> StepPlan:
-    """The same plan with its digest filled in."""
+    """Return the plan with its digest filled in."""
     return msgspec.structs.replace(plan, digest=plan_digest(plan))
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Compact bytes for another process."""
+    """Encode a plan for another process."""
     return msgspec.msgpack.encode(plan)
 
 
 def decode_plan(data: bytes) -> StepPlan:
-    """Inverse of `encode_plan`.
-
-    Raises:
-        InvalidPlanError: the digest does not match the content.
-    """
+    """Decode what `encode_plan` gives; `InvalidPlanError` where the digest does not match the content."""
     plan = msgspec.msgpack.decode(data, type=StepPlan)
     if plan.digest != plan_digest(plan):
         raise InvalidPlanError(f"plan of step {plan.step} says digest {plan.digest}, content gives {plan_digest(plan)}")
@@ -182,6 +178,6 @@ def decode_plan(data: bytes) -> StepPlan:
 
 
 def block_of(plan: StepPlan, dp_rank: int, pack: MicroPack) -> ReplicaBlock:
-    """The replicas that share a pack of this replica."""
+    """Return the replicas that share a pack of this replica."""
     size = max((max(1, piece.cp // plan.layout.cp) for piece in pack.slices), default=1)
     return ReplicaBlock(dp_rank // size * size, size)

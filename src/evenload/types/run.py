@@ -1,4 +1,4 @@
-"""What a run keeps and tells: totals over its starts, losses of validation data, samples, decisions about the layout,
+"""Define what a run records: totals over its starts, losses of validation data, samples, decisions about the layout;
 and the profile of document lengths."""
 
 import math
@@ -11,11 +11,11 @@ from evenload.types.plan import StepPlan
 
 
 class RunTotals(Frozen):
-    """Of the steps that count: those that a resume trains again are counted once.
+    """Totals of a run; steps that a resume trains again count once.
 
     Args:
         tokens: trained, without padding; label_tokens: of them, those with a loss.
-        seconds: of training: steps, and what lies between them, such as waiting for data and checkpoints.
+        seconds: of steps and between them, such as waiting for data and checkpoints.
     """
 
     tokens: int = 0
@@ -23,8 +23,8 @@ class RunTotals(Frozen):
     seconds: float = 0.0
 
     def after(self, plan: StepPlan, seconds: float, *, is_skipped: bool) -> "RunTotals":
-        """With one more step, which took so long from the end of the one before; of one that was skipped because it was
-        not finite nothing was trained."""
+        """Return the totals after one more step, with its seconds since the end of the one before; a step that was
+        skipped because it was not finite trained nothing."""
         tokens = 0 if is_skipped else sum(document.num_tokens for document in plan.documents)
         return RunTotals(
             tokens=self.tokens + tokens,
@@ -33,7 +33,7 @@ class RunTotals(Frozen):
         )
 
     def metrics(self) -> dict[str, int | float]:
-        """Keys of a row of metrics, and the clock."""
+        """Return keys of a row of metrics, with the time."""
         return {
             "total_tokens": self.tokens,
             "total_label_tokens": self.label_tokens,
@@ -47,7 +47,7 @@ class LossOf(Frozen):
 
     Args:
         name: "256-511" of documents of so many tokens; the name of a part of the mixture.
-        loss: mean over the tokens that have one; None where none has, or it is not finite.
+        loss: mean over label tokens; None where there are none, or it is not finite.
     """
 
     name: str
@@ -58,7 +58,7 @@ class LossOf(Frozen):
 
     @property
     def perplexity(self) -> float | None:
-        """exp(loss); None where there is none that a number can hold."""
+        """exp(loss); None without a loss and where it overflows."""
         if self.loss is None:
             return None
         try:
@@ -68,16 +68,16 @@ class LossOf(Frozen):
 
 
 class Validation(Frozen):
-    """What one pass over the validation data found.
+    """Losses of one pass over the validation data.
 
     Args:
-        step: the last step that was trained before, as rows of metrics call it.
+        step: the last step that was trained before, as in rows of metrics.
         whole: of all documents.
-        by_length: by powers of two of their tokens, short ones first; classes without documents are left out.
-        by_source: by part of the mixture; of one part where there is no mixture.
-        seconds: that the pass took; training stood meanwhile.
-        left_out: (reason, documents, tokens) of what was read and has no loss here, such as what `overlong` cut off.
-        of_average: the weights were the moving average (`train.ema_decay`).
+        by_length: by powers of two of their tokens, ascending; classes without documents are left out.
+        by_source: by part of the mixture; one where there is no mixture.
+        seconds: that the pass took.
+        left_out: (reason, documents, tokens) of what was read and has no loss, such as what `overlong` cut off.
+        of_average: with the moving average of weights (`train.ema_decay`).
     """
 
     step: int
@@ -90,28 +90,28 @@ class Validation(Frozen):
 
     @property
     def loss(self) -> float | None:
-        """Of all documents."""
+        """Mean loss of all documents."""
         return self.whole.loss
 
     @property
     def perplexity(self) -> float | None:
-        """Of all documents."""
+        """Perplexity of all documents."""
         return self.whole.perplexity
 
     def metrics(self) -> dict[str, float]:
-        """Return what loggers show: "validation/loss", "validation/loss/length/256-511",
-        "validation/loss/source/books", each with its perplexity; what does not exist is left out."""
+        """Return "validation/loss", "validation/loss/length/256-511", "validation/loss/source/books" and so on for
+        loggers, each with its perplexity; what does not exist is left out."""
         named = {"": self.whole}
         named |= {f"/length/{one.name}": one for one in self.by_length}
         named |= {f"/source/{one.name}": one for one in self.by_source if len(self.by_source) > 1}
         prefix = "validation_of_average" if self.of_average else "validation"
-        found = {f"{prefix}/loss{name}": one.loss for name, one in named.items()}
-        found |= {f"{prefix}/perplexity{name}": one.perplexity for name, one in named.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {f"{prefix}/loss{name}": one.loss for name, one in named.items()}
+        values |= {f"{prefix}/perplexity{name}": one.perplexity for name, one in named.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Sample(Frozen):
-    """After a step, as rows of metrics call it; `text` without the prompt."""
+    """Text generated after a step, without its prompt."""
 
     step: int
     prompt: str
@@ -119,27 +119,27 @@ class Sample(Frozen):
 
 
 SwitchKind = Literal["grow", "shrink", "move layers"]
-"""Of a pipeline: to more stages on more ranks, to fewer, or layers and devices alone."""
+"""To more stages on more ranks, to fewer, or layers and devices alone."""
 
 LayoutAction = Literal["stay", "save memory", SwitchKind]
 
 
 def switch_kind(before: ParallelLayout, after: ParallelLayout) -> SwitchKind:
-    """What a change of the layout does."""
+    """Return the kind of a change of the layout."""
     if after.pp == before.pp:
         return "move layers"
     return "grow" if after.pp > before.pp else "shrink"
 
 
 class LayoutDecision(Frozen):
-    """One decision.
+    """A decision about the layout of a step.
 
-    Seconds are predicted and run over the known steps, the coming one first; None = the coming batch does not fit.
+    Seconds are predicted, over the known steps, the coming one first; None = the coming batch does not fit.
 
     Args:
-        step: before which it was taken.
-        layout: in which the step runs; `before`: in which the last one ran. As `ParallelLayout.describe` says them.
-        action: what is done. A switch grows the pipeline, shrinks it, or moves layers within the same depth.
+        step: the coming one.
+        layout: of the coming step; `before`: of the last one. As of `ParallelLayout.describe`.
+        action: a switch grows the pipeline, shrinks it, or moves layers within the same depth.
         case: of FlexPipe's Fig. 7: 1 = the layout is kept as it is, 2 = kept by recomputing or offloading, 3 = switched
             because it does not fit, 4 = switched because another is faster.
         fits: condition A: the current layout holds the coming batch.
@@ -148,17 +148,16 @@ class LayoutDecision(Frozen):
         switching_is_slower_than_saving: condition D.
         is_patient: a switch would pay and was put off, because it has not paid often enough in a row.
         later_steps: a switch would pay and was put off, because it gains most after so many of the known steps, which
-            `new_s` counts as they are; 0 = it was not.
-        other: the best other layout that was planned; "" = none holds the coming batch, or there is none.
+            `new_s` counts in the current layout; 0 = it was not.
+        other: the best other layout that was planned; "" = none.
         known_steps: whose seconds are compared.
         keep_s: T(current); `save_s`: with a memory plan; `new_s`: T(other); `switch_s`: T(switch) to it.
-        save_documents_s, save_layers_s: seconds of the coming step alone with each memory plan: documents that
-            recompute or offload, or layers that recompute for all of them (FlexPipe's O_plan); None = it does not hold
-            the batch, or none is needed.
-        memory_plan: the one with which the current layout would run, in words; "" = none.
+        save_documents_s, save_layers_s: seconds of the coming step alone with either memory plan: documents that
+            recompute or offload, or layers that recompute for all documents (FlexPipe's O_plan); None = it does not
+            hold the batch, or none is needed.
+        memory_plan: describes the memory plan with which the current layout would run; "" = none.
         why: one sentence.
-        measured_switch_s, moved_bytes: of the switch, in a run that made it; None = it was only predicted, or there was
-            none.
+        measured_switch_s, moved_bytes: of the switch, where a run made it.
     """
 
     step: int
@@ -187,25 +186,21 @@ class LayoutDecision(Frozen):
 
     @property
     def is_switch(self) -> bool:
-        """The layout changes before the step."""
+        """Whether the layout changes before the step."""
         return self.case in (3, 4)
 
     @property
     def gain_s(self) -> float | None:
-        """Predicted to be won over the known steps by what another layout would do, its switch paid; None where either
-        side does not fit."""
+        """Seconds that the other layout would save over the known steps, less the switch; None where either does not
+        fit."""
         staying_s = self.keep_s if self.keep_s is not None else self.save_s
         if staying_s is None or self.new_s is None:
             return None
         return staying_s - self.new_s - self.switch_s
 
 
-# `LengthProfile`: what a set of document lengths looks like, for the terminal, `--json`, the page and the picture of
-# `evenload lengths`. Attention work counts causal pairs, n (n + 1) / 2 for a document of n tokens.
-
-
 class LengthClass(Frozen):
-    """Documents whose length lies in `[start, stop)`; `start` is a power of two and `stop` the next one."""
+    """Documents whose length is in `[start, stop)`, from a power of two to the next."""
 
     start: int
     stop: int
@@ -229,9 +224,9 @@ class WindowCut(Frozen):
     Args:
         longer_documents: documents longer than the window.
         longer_tokens: all tokens of those documents.
-        tokens_beyond: their tokens after the first `window`; lost where they are truncated.
-        attention_pairs_across: pairs whose query and key lie in different pieces when the documents are split into
-            pieces of `window` tokens; what the model then never sees.
+        tokens_beyond: their tokens after the first `window`, lost where they are truncated.
+        attention_pairs_across: pairs of a query and a key in different pieces of `window` tokens, lost where they are
+            split.
     """
 
     window: int
@@ -242,28 +237,23 @@ class WindowCut(Frozen):
 
 
 class HeaviestHalf(Frozen):
-    """The longest documents that together hold at least half of something.
-
-    Args:
-        documents: how many they are.
-        shortest: tokens of the shortest among them.
-    """
+    """The longest documents that together hold at least half of something: how many, and the tokens of the shortest."""
 
     documents: int
     shortest: int
 
 
 class LengthProfile(Frozen):
-    """A set of lengths.
+    """Describes a set of document lengths.
 
     Args:
-        documents, tokens, attention_pairs: totals.
+        documents, tokens: totals; attention_pairs: causal pairs, n (n + 1) / 2 of a document of n tokens.
         shortest, median, p90, p99, longest: tokens; a quantile q is the least length that at least q of the
             documents do not exceed.
         mean: tokens.
         half_of_tokens, half_of_attention: the longest documents that hold half of it.
-        classes: ascending and without gaps, from the first to the last class that holds a document.
-        cumulative: ascending; the last entry is the longest length with shares of 1.
+        classes: ascending and without gaps, from the first to the last with documents.
+        cumulative: ascending, up to the longest length with shares of 1.
         windows: ascending.
     """
 

@@ -1,5 +1,5 @@
-"""Numbers as messages and reports show them: what is counted, bytes and other scaled units, and texts in the unit that
-lengths were counted in."""
+"""Format numbers for messages and reports: counts with a noun, bytes and other scaled units, and texts in the unit in
+which lengths are counted."""
 
 import math
 import re
@@ -7,11 +7,8 @@ from typing import Literal
 
 
 def counted(number: int, noun: str) -> str:
-    """The noun in the singular after 1 and in the plural after every other number, which has commas from 1,000 on.
-
-    Args:
-        noun: in the singular; of more words the last one changes.
-    """
+    """Return a number, with commas from 1,000 on, and a noun, given in the singular, whose last word is in the plural
+    where the number is not 1."""
     if number == 1:
         return f"1 {noun}"
     if noun.endswith(("s", "sh", "ch", "x")):
@@ -21,22 +18,20 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}s"
 
 
-# Here and not with the reports, because planners and the runtime say how much memory is missing.
-
 MISSING = "-"
-"""What stands for a value that is not known, so that it never looks like zero."""
+"""Stands for a value that is not known, which must not look like zero."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: float | None) -> str:
-    """Bytes in binary units: `1610612736` is "1.50 GiB"; below one KiB exact."""
+    """Format bytes in binary units: `1610612736` is "1.50 GiB"; below one KiB exact."""
     if num_bytes is None or math.isnan(num_bytes):
         return MISSING
     return scaled(num_bytes, 1024.0, _BYTE_UNITS, separator=" ")
 
 
 def scaled(value: float, base: float, units: tuple[str, ...], separator: str) -> str:
-    """A value in the largest of `units` (each `base` times the one before) of which it is at least one."""
+    """Format a value in the largest of `units` (each `base` times the one before) of which it is at least one."""
     if not math.isfinite(value):
         return str(value)
     power = 0
@@ -49,28 +44,26 @@ def scaled(value: float, base: float, units: tuple[str, ...], separator: str) ->
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits without an exponent; more when the whole part is longer."""
+    """Format three significant digits without an exponent; more when the whole part is longer."""
     magnitude = abs(round_to_three(value))
     decimals = 2 if magnitude < 10 else 1 if magnitude < 100 else 0
     return f"{value:.{decimals}f}"
 
 
 def round_to_three(value: float) -> float:
-    """The nearest number of three significant digits."""
+    """Return the nearest number of three significant digits."""
     return float(f"{value:.3g}")
 
 
-# Without a tokeniser documents are counted in bytes, and nothing may call those tokens. Texts are written for tokens,
-# once, and `in_unit` makes the others.
-
 LengthUnit = Literal["tokens", "bytes"]
+"""Without a tokenizer documents are counted in bytes, and nothing may call those tokens."""
 
 # Whole words: names of settings, such as max_pack_tokens and --tokens, stay what they are.
 _TOKEN_WORD = re.compile(r"(?<![\w-])(t|T)oken(s?)\b")
 
 
 def in_unit(text: str, unit: LengthUnit) -> str:
-    """A text of ours about tokens, in the unit that was counted."""
+    """Return a text about tokens in the unit that was counted."""
     if unit == "tokens":
         return text
-    return _TOKEN_WORD.sub(lambda found: f"{'b' if found[1] == 't' else 'B'}yte{found[2]}", text)
+    return _TOKEN_WORD.sub(lambda match: f"{'b' if match[1] == 't' else 'B'}yte{match[2]}", text)

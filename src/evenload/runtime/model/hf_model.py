@@ -62,18 +62,28 @@ class StageModel:
     is_last: bool
     router_aux_loss_coef: float = 0.0
 
-    def unit_parameters(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        """Yield the *trained* (Hugging Face parameter name, parameter) pairs of every unit, in model order."""
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules of all units."""
+        units = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
+        return [module for module in units if module is not None]
+
+    def named_units(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
+        """Yield (Hugging Face parameter name, parameter) pairs of every unit, in model order."""
         names = self.architecture.names
         if self.is_first:
-            positions = [] if self.positions is None else _trained(names.positions_path, self.positions)
-            yield _trained(names.embedding_path, self.embedding) + positions
+            yield _named(names.embedding_path, self.embedding) + _named(names.positions_path, self.positions)
         for index, layer in self.layers.items():
-            yield _trained(names.layer_path(index), layer)
+            yield _named(names.layer_path(index), layer)
         if self.is_last:
             # Embedding and head may be one parameter on this stage.
             is_tied = self.is_first and bool(self.config.tie_word_embeddings)
-            yield _trained(names.norm_path, self.norm) + ([] if is_tied else _trained("lm_head", self.head))
+            yield _named(names.norm_path, self.norm) + ([] if is_tied else _named("lm_head", self.head))
+
+    def unit_parameters(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
+        """Yield the *trained* pairs of `named_units`."""
+        for named in self.named_units():
+            yield [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -113,14 +123,12 @@ class StageModel:
         return attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
-        for module in (self.embedding, self.positions, *self.layers.values(), self.norm, self.head):
-            if module is not None:
-                yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
+        for module in self.modules:
+            yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
 
 
-def _trained(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
-    assert module is not None
-    return [(name, p) for name, p in module.named_parameters(prefix=prefix) if p.requires_grad]
+def _named(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    return [] if module is None else list(module.named_parameters(prefix=prefix))
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -212,7 +220,7 @@ def build_stage_model(
         is_last=is_last,
         router_aux_loss_coef=router_aux_loss_coef,
     )
-    units = list(_numbered_units(stage))
+    units = list(numbered_units(stage))
     for number, name, unit in units:
         if number == HEAD and tied_copy:
             assert stage.embedding is not None
@@ -237,7 +245,7 @@ def build_stage_model(
     return stage
 
 
-def _numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
+def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
     """Yield the modules that are filled one by one: the number of a seed, a name in the whole model, the module."""
     names = stage.architecture.names
     for index, layer in stage.layers.items():

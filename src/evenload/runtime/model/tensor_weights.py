@@ -124,5 +124,5 @@ def join_parts(local: Tensor, split: TensorSplit | None, group: TensorGroup | No
     rows = local.movedim(split.dim, 0)
     padded = rows.new_zeros(split.part, *rows.shape[1:])
     padded[: split.size] = rows
-    whole = group.all_gather(padded, "parts of a tensor")[: split.whole_size]
+    whole = group.all_gather(padded, "parts of a tensor").wait()[: split.whole_size]
     return whole.movedim(0, split.dim).contiguous()

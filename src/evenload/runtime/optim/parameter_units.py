@@ -136,13 +136,16 @@ def frozen_bytes(stages: Sequence[StageModel]) -> int:
     return sum({id(p): p.nbytes for stage in stages for p in stage.frozen_parameters()}.values())
 
 
-def attach(parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor) -> None:
-    """Make parameters and their `main_grad` views of flat buffers, one after the other."""
+def attach(
+    parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor | None
+) -> None:
+    """Make parameters, and their `main_grad` where they are trained, views of flat buffers, one after the other."""
     sizes = [shape.numel() for shape in shapes]
-    parts, grad_parts = (flat[: sum(sizes)].split(sizes) for flat in (values, grads))
-    for parameter, shape, part, grad in zip(parameters, shapes, parts, grad_parts, strict=True):
+    for parameter, shape, part in zip(parameters, shapes, values[: sum(sizes)].split(sizes), strict=True):
         parameter.data = part.view(shape)
-        parameter.main_grad = grad.view(shape)  # type: ignore[attr-defined]
+    if grads is not None:
+        for parameter, shape, part in zip(parameters, shapes, grads[: sum(sizes)].split(sizes), strict=True):
+            parameter.main_grad = part.view(shape)  # type: ignore[attr-defined]
 
 
 def add_gradients_of_autograd(parameter: nn.Parameter) -> None:

@@ -51,7 +51,7 @@ class _RecordedLinear:
     replay: ReplayState
     site: tuple[int, str]
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: Any
     output_unused: bool
     has_own_rows = False
     is_transposed = False
@@ -96,7 +96,6 @@ class ReplayConv1D(_RecordedLinear, Conv1D):  # type: ignore[inconsistent-inheri
     """Runs transformers' `Conv1D` under replay."""
 
     is_transposed = True
-    bias: nn.Parameter
 
     def product(self, rows: Tensor) -> Tensor:
         return torch.addmm(self.bias, rows, self.weight)

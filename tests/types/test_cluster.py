@@ -1,4 +1,4 @@
-"""What groups and single devices get of a cluster's links, by hand."""
+"""Clusters: links of groups and devices by hand, and peaks of data sheets by what torch calls a GPU."""
 
 import msgspec
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.errors import ConfigError
-from evenload.types.cluster import ClusterSpec, LinkSpec, cluster_from
+from evenload.types.cluster import ClusterSpec, LinkSpec, cluster_from, data_sheet_flops_per_s
 from evenload.types.layout import even_layout
 from evenload.types.model import MODELS
 
@@ -68,3 +68,48 @@ def test_a_node_without_adapters_is_refused() -> None:
     costs = analytic_coefficients(MODELS["llama-7b"], H100, even_layout(32))
     with pytest.raises(ConfigError, match="nics_per_node is 0"):
         msgspec.structs.replace(costs, nics_per_node=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("A100-SXM4-40GB", 312e12),  # older drivers
+        ("NVIDIA L40S", 362.05e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ],
+)
+def test_names_that_torch_gives(name, peak):
+    assert data_sheet_flops_per_s(name) == peak
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # What begins or ends like a known name: another card of the chip, a share of one, a mobile one.
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA A10G",
+        "NVIDIA GB200",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "Intel(R) Xeon(R), 2 threads a process",
+        "",
+    ],
+)
+def test_what_is_not_known_is_not_guessed(name):
+    assert data_sheet_flops_per_s(name) is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name"),
+    [
+        ("h100x8", "NVIDIA H100 80GB HBM3"),
+        ("h200x8", "NVIDIA H200"),
+        ("b200x8", "NVIDIA B200"),
+        ("a100x8", "NVIDIA A100-SXM4-80GB"),
+        ("a100-40x8", "NVIDIA A100-SXM4-40GB"),
+    ],
+)
+def test_they_are_those_of_the_built_in_clusters(cluster, name):
+    assert data_sheet_flops_per_s(name) == cluster_from(cluster).device.peak_flops_per_s

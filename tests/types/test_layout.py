@@ -1,11 +1,11 @@
-"""Layouts whose stages have different numbers of devices: how they are written, and where everything lies in them."""
+"""Layouts whose stages have different numbers of devices, and how channels share a link."""
 
 import msgspec
 import pytest
 
 from evenload.cli.options import parse_layout
 from evenload.errors import ConfigError
-from evenload.types.layout import ParallelLayout, even_layout, read_layout_text
+from evenload.types.layout import ParallelLayout, channel_mode, even_layout, read_layout_text
 
 
 def test_a_layout_is_written_as_it_is_described() -> None:
@@ -60,3 +60,21 @@ def test_where_everything_lies() -> None:
 def test_what_is_not_tested_together_is_refused(text, message) -> None:
     with pytest.raises(ConfigError, match=message):
         read_layout_text(text).layout(8)
+
+
+EVEN = even_layout(4, pp=2)
+WIDE = read_layout_text("pp=3,devices=1+2+1").layout(4)
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "layouts", "found"),
+    [
+        ("auto", "cpu", [EVEN], "directed"),
+        ("auto", "cuda", [EVEN], "fifo"),
+        ("auto", "cuda", [EVEN, WIDE], "directed"),
+        ("directed", "cuda", [EVEN], "directed"),
+        ("fifo", "cpu", [EVEN], "fifo"),
+    ],
+)
+def test_one_order_is_the_default_where_transfers_may_wait_for_each_other(choice, device, layouts, found):
+    assert channel_mode(choice, device, layouts) == found
