@@ -98,6 +98,7 @@ class ReplayConv1D(_RecordedLinear, Conv1D):  # type: ignore[inconsistent-inheri
     is_transposed = True
 
     def product(self, rows: Tensor) -> Tensor:
+        assert self.bias is not None
         return torch.addmm(self.bias, rows, self.weight)
 
 
