@@ -294,7 +294,7 @@ def _profiled(
 ) -> CostCoefficients:
     mesh, device = setup.mesh, setup.mesh.device
     dtype: torch.dtype = getattr(torch, request.precision)
-    before_bytes = resident_bytes()
+    before_bytes = resident_bytes() or 0
     few = _few_layers(config, model, setup)
     timed = spec_of(few, model.name, model.bytes_per_element)
     sizes = {axis: getattr(mesh.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
