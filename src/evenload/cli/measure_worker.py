@@ -17,7 +17,6 @@ from transformers import PretrainedConfig
 from evenload.attention.backends import select_backend
 from evenload.bench.interleaved import run_interleaved
 from evenload.bench.runs import BenchInputs, BenchResult, StrategyRuns, loss_difference, option_tables_of
-from evenload.calibrate.kernels import resident_bytes
 from evenload.calibrate.profile import ProfileTask, partial_path, profile
 from evenload.check.checks import run_checks
 from evenload.check.runner import Scope, checked_scope
@@ -52,7 +51,7 @@ from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.units import format_change
-from evenload.runtime.device import require_device
+from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.configured import config_from, load_config, model_spec, spec_of, with_few_layers
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap, position_warning
