@@ -58,7 +58,7 @@ def _gathered(traces):
     )
     found = gather_timeline(
         trace,
-        ReductionTrace(sums[:, 0], sums[:, 1]),
+        ReductionTrace(np.array([3, 2], np.int32), sums[:, 0], sums[:, 1]),
         [GatherTrace(gather[:1], gather[1:], none, none)],
         zero_s=zero_s,
         step_time_s=9.0,

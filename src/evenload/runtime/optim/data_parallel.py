@@ -39,8 +39,9 @@ from evenload.runtime.optim.parameter_units import FlatBuffer
 
 @dataclass(frozen=True, eq=False)
 class ReductionTrace:
-    """Records when one rank's reduce-scatters ran, in order, in seconds on its clock, float64[n]."""
+    """Records when one rank's reduce-scatters ran, in order: units, int32[n], and seconds on its clock, float64[n]."""
 
+    unit: NDArray[np.int32]
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
 
@@ -57,6 +58,7 @@ class GradientReduction:
         # From the end of the model to its start. Tied ends of wide stages are summed at once in `finish`.
         summed = [at for at, buffer in enumerate(buffers) if not (buffer.tied and self._has_wide_stages)]
         self._left = sorted(summed if mesh.data_size > 1 else [], key=lambda at: -buffers[at].unit)
+        self._queued: list[int] = []  # units
         self._released: set[int] = set()
         self._squares: dict[int, Tensor] = {}
         self._queue = collective_queue(mesh.device, is_overlapped=is_overlapped and bool(self._left))
@@ -110,11 +112,13 @@ class GradientReduction:
 
     def trace(self) -> ReductionTrace:
         """Return when sums ran, after `finish`. Waits for a GPU."""
-        return ReductionTrace(*_seconds(self._queue, self._spans))
+        return ReductionTrace(np.array(self._queued, np.int32), *_seconds(self._queue, self._spans))
 
     def _put_released(self) -> None:
         while self._left and self._buffers[self._left[0]].unit in self._released:
-            self._queue.put(functools.partial(self._sum, self._left.pop(0)))
+            at = self._left.pop(0)
+            self._queued.append(self._buffers[at].unit)
+            self._queue.put(functools.partial(self._sum, at))
 
     def _sum(self, at: int) -> None:
         # In place, so that it takes no memory from a backward.
@@ -137,7 +141,7 @@ def _seconds(queue: CollectiveQueue, spans: Sequence[Span]) -> NDArray[np.float6
 
 @dataclass(frozen=True, eq=False)
 class GatherTrace:
-    """Records when one rank's gathers of an update ran, as `ReductionTrace`, and when the rank waited, float64[m]."""
+    """Records when one rank's gathers of an update ran, and when it waited, seconds on its clock, float64."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]

@@ -136,20 +136,6 @@ def frozen_bytes(stages: Sequence[StageModel]) -> int:
     return sum({id(p): p.nbytes for stage in stages for p in stage.frozen_parameters()}.values())
 
 
-def _flatten(parameters: Sequence[nn.Parameter], num_elements: int, padded: int) -> tuple[Tensor, Tensor]:
-    """Values and gradients, [padded], of parameters, which become views of them."""
-    values = torch.zeros(padded, dtype=parameters[0].dtype, device=parameters[0].device)
-    grads = torch.zeros_like(values, dtype=work_dtype(values))
-    shapes = [parameter.shape for parameter in parameters]
-    parts = values[:num_elements].split([shape.numel() for shape in shapes])
-    for parameter, part in zip(parameters, parts, strict=True):
-        part.copy_(parameter.detach().flatten())
-        parameter.data = part  # so that its own memory goes before the next one's is copied
-        add_gradients_of_autograd(parameter)
-    attach(parameters, shapes, values, grads)
-    return values, grads
-
-
 def attach(
     parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor | None
 ) -> None:

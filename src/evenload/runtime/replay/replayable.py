@@ -51,7 +51,7 @@ class _RecordedLinear:
     replay: ReplayState
     site: tuple[int, str]
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: Any
     output_unused: bool
     has_own_rows = False
     is_transposed = False
