@@ -6,7 +6,6 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.cost.layer_counts import OFFLOAD, RECOMPUTE, REPLAY
 from evenload.data.hub import model_from
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.activation_policy import policies_in_order, policies_within_host
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -104,7 +103,7 @@ def step_s(lengths: list[int], policy: str, strategy: str, memory: float) -> flo
         model,
         analytic_coefficients(model, cluster, layout),
         layout,
-        int(memory * usable_bytes(cluster)),
+        int(memory * cluster.device.usable_bytes),
         PlanOptions(policy=policy),
         host=host_memory(cluster),  # type: ignore[arg-type]
     )

@@ -12,7 +12,6 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.explore.stage_layers import usable_bytes
 from evenload.plan.activation_policy import worst_score
 from evenload.plan.deferral import DelayState
 from evenload.plan.planner import Proposal, StepPlanner
@@ -212,7 +211,9 @@ def test_choosing_is_never_slower_than_either_schedule_alone(sizes: dict[str, in
                     dp_merge=dp_merge,
                     strategies=(SlimpackOptions(cuts=cuts),),
                 )
-                planner = StepPlanner(LLAMA, costs, layout, usable_bytes(CLUSTER), options, host=host_memory(CLUSTER))
+                planner = StepPlanner(
+                    LLAMA, costs, layout, CLUSTER.device.usable_bytes, options, host=host_memory(CLUSTER)
+                )
                 proposal = planner.propose(0, step, "slimpack")
                 found[schedule] = worst_score(proposal.choices)
                 if schedule == "choose":

@@ -61,28 +61,22 @@ def analytic_coefficients(
     matmul_flops_per_s = device.peak_flops_per_s * device.matmul_efficiency
     memory_bytes_per_s = device.memory_bytes_per_s or device.peak_flops_per_s / FLOPS_PER_MEMORY_BYTE
 
-    linear_s = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s
+    linear_s, linear_ratio = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s, backward_linear_ratio(model)
     attention_s = [
         ratio * 4.0 * model.num_heads * model.head_dim / (device.peak_flops_per_s * share)
         for ratio, share in zip((1.0, BACKWARD_ATTENTION_RATIO), device.attention_shares(attention), strict=True)
     ]
-    head_s = (1.0 + backward_linear_ratio(model)) * 2.0 * model.embedding_parameters / matmul_flops_per_s
+    prefix_s = 2.0 * kv_gradient_bytes_per_token(model) / memory_bytes_per_s
+    head_s = (1.0 + linear_ratio) * 2.0 * model.embedding_parameters / matmul_flops_per_s
     passes = [
         PassCoefficients(
-            linear_s_per_token=linear_s * linear_ratio,
+            linear_s_per_token=linear_s * ratio,
             attention_s_per_pair=pair_s,
-            prefix_s_per_token=prefix_s,
-            slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * linear_ratio,
-            pack_s=(device.kernel_s + linear_s / layout.tp * device.matmul_half_tokens) * linear_ratio,
+            prefix_s_per_token=token_s,
+            slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * ratio,
+            pack_s=(device.kernel_s + linear_s / layout.tp * device.matmul_half_tokens) * ratio,
         )
-        for linear_ratio, pair_s, prefix_s in (
-            (1.0, attention_s[0], 0.0),
-            (
-                backward_linear_ratio(model),
-                attention_s[1],
-                2.0 * kv_gradient_bytes_per_token(model) / memory_bytes_per_s,
-            ),
-        )
+        for ratio, pair_s, token_s in ((1.0, attention_s[0], 0.0), (linear_ratio, attention_s[1], prefix_s))
     ]
     # Pipeline neighbours lie dp·cp·tp ranks apart (types.layout), so some transfer leaves the node as soon as the
     # whole pipeline does; data-parallel ranks are neighbours.
@@ -115,7 +109,7 @@ def analytic_coefficients(
     if layout.tp == 1:
         return costs
     # Both directions of a layer, a token: matrix products, and the transfers that they may hide.
-    products_s = linear_s * (1.0 + backward_linear_ratio(model)) / layout.tp
+    products_s = linear_s * (1.0 + linear_ratio) / layout.tp
     rings, assumed = sum(TENSOR_RINGS.values()), OverlapCost()
     transfer_s, _ = tensor_ring_seconds(model, costs, layout.tp, rings)
     hidden_share = min(1.0 - CHUNKED_RINGS / rings / TENSOR_CHUNKS, HIDING_SHARE * products_s / transfer_s)
