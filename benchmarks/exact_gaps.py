@@ -49,6 +49,7 @@ from setups import TABLES, table_lengths  # puts tests/ on the path
 from reference.exact_dacp import Exact, exact_micro_batches, exact_owners  # isort: skip
 from reference.partition import partition_by_work  # isort: skip
 from reference.slice_bound import exact_slice_bound  # isort: skip
+from reference.slice_work import slice_works_s  # isort: skip
 
 WINDOW = 131_072
 GROUPS, PACKS = 4, 8
@@ -122,9 +123,9 @@ def measure_instance(tokens: NDArray[np.int64], cost: PackCosts) -> list[Gap]:
     replicas = [group.tolist() for group in assign_replicas(seconds, GROUPS)]
     gaps.append(_gap("DP assignment", "LPT", seconds, replicas, tokens, int(tokens.sum())))
 
-    work = cost.forward_work()
+    work = cost.work_curve("forward")
     packs = partition_by_work(tokens, everyone.astype(np.int32), work, PACKS)
-    largest = float(packs.pack_sums(work.slice_works_s(packs.start, packs.stop)).max())
+    largest = float(packs.pack_sums(np.array(slice_works_s(work, packs))).max())
     bound = exact_slice_bound(tokens, everyone, work, PACKS)
     gaps.append(("slice packing", "partition_by_work", largest / bound - 1))
     return gaps

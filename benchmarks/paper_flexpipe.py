@@ -37,6 +37,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.plan.layouts.flex_planner import FlexPlanner
+from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, layer_costs
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.flexpipe import FlexOptions
@@ -200,9 +201,11 @@ def exhaustive_seconds(
 ) -> float:
     """The least estimate of all splits of layers within memory."""
     num_layers, least_s = layout.num_layers, math.inf
+    costs = flex.start.costs
+    batch = BatchCosts(BatchLengths(layer_costs(costs.model, costs.coefficients), lengths), None)
     for depth in depths:
         receive = flex.candidates.receive_seconds(depth, layout)
-        for price in flex.candidates.prices(flex.candidates.batch_costs(lengths), depth):
+        for price in flex.candidates.prices(batch, depth):
             for cuts in itertools.combinations(range(1, num_layers), depth - 1):
                 edges = (0, *cuts, num_layers)
                 if not price.excess_bytes(edges):

@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE, ENGINES, TRAINING, README = (
-    ROOT / name for name in ("docs/benchmarks.md", "docs/engines.md", "docs/training.md", "README.md")
+PAGE, ENGINES, LIMITS, README = (
+    ROOT / name for name in ("docs/benchmarks.md", "docs/engines.md", "docs/limits.md", "README.md")
 )
 Row = dict[str, str]
 
@@ -548,7 +548,7 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     ENGINES: {
         "steps of engines": engine_steps, "prices of engines": engine_prices,
     },
-    TRAINING: {"matrix": matrix},
+    LIMITS: {"matrix": matrix},
     README: {"measured": measured_in_readme, "packed against padded": packed_in_readme},
 }  # fmt: skip
 

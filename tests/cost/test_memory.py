@@ -1,26 +1,36 @@
-"""What a token counts on one layer."""
+"""Bytes of weights, packs and processes, FLOPs and pairs, by hand."""
 
 import dataclasses
+import itertools
 from dataclasses import replace
 
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import cut_documents, sample_coefficients, sample_model
-from evenload.cost.memory import (
-    owned_pipeline_bytes,
-    parameters_per_rank,
-    pipeline_bytes,
-    rank_view,
-    static_bytes,
+from evenload.cost.host_memory import ALLOCATOR_SHARE, FIRST_USE_BYTES, process_bytes
+from evenload.cost.layer_counts import (
+    KEY_GRADIENT_BYTES,
+    WorkspaceRates,
+    forward_flops,
+    training_flops,
+    workspace_rates,
 )
+from evenload.cost.memory import ReplicaPacks, parameters_per_rank, pipeline_bytes, static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.plan.planner import StepPlanner
+from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import SliceColumns, whole_document_columns
+from evenload.types.columns import SliceColumns, causal_pairs, whole_document_columns
+from evenload.types.document import Document
 from evenload.types.layout import even_layout
+from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes
+from evenload.types.plan import StepPlan
 from reference.prices import split_backward
 
 # Per token and layer, bf16: 2·(8 input + (8 + 2·4) qkv + 8 attention + 8 o_proj + 32 gate, up) + 2·4 lse = 152
@@ -32,7 +42,7 @@ def test_ledger_of_two_documents_by_hand() -> None:
     layout = even_layout(3, pp=2)  # 2 + 1 layers; the last also keeps 2·8 bytes of final hidden states a token
     forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
     backward = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
-    found = pipeline_bytes(sample_model(), layout, forward, backward, np.array([10, 3]))
+    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, backward, np.array([10, 3])))
     chunk = np.array([2 * ACTIVATION, ACTIVATION + 16])
     kv, gradient = np.array([2, 1]) * KV, np.array([2, 1]) * KV_GRADIENT
     np.testing.assert_array_equal(found.forward_kept_bytes, [6 * chunk + 10 * kv, 7 * chunk + 3 * kv])
@@ -65,8 +75,8 @@ def test_policies_keep_what_they_say_by_hand() -> None:
     packs = SliceColumns.from_ranges([[(0, 0, 10), (1, 0, 4)], [(2, 0, 6)]])
     lengths = np.array([10, 4, 6])
     layout = even_layout(3, pp=2)
-    plain = pipeline_bytes(sample_model(), layout, packs, packs, lengths)
-    found = pipeline_bytes(sample_model(), layout, packs, packs, lengths, np.array([0, 1, 2], np.int8))
+    plain = pipeline_bytes(sample_model(), layout, ReplicaPacks(packs, packs, lengths))
+    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(packs, packs, lengths, np.array([0, 1, 2], np.int8)))
     layers, final = np.array([2, 1]), np.array([0, 16])
     recomputed = 2 * (8 + 8) + 2 * 4  # layer input, attention output, log-sum-exp
     kept = [
@@ -90,7 +100,7 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
     policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
     layout = even_layout(3, cp=cp, pp=pp)
     forward, backward = (replace(packs, cp=np.full(packs.num_slices, cp)) for packs in (forward, backward))
-    found = pipeline_bytes(sample_model(), layout, forward, backward, np.array(lengths), policy)
+    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, backward, np.array(lengths), policy))
     np.testing.assert_array_equal(found.forward_kept_bytes.sum(axis=0), found.backward_freed_bytes.sum(axis=0))
     live = found.forward_kept_bytes.sum(axis=0) - np.cumsum(found.backward_freed_bytes, axis=0)
     assert (live >= 0).all()
@@ -100,11 +110,11 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
 def test_context_parallel_ranks_hold_their_tokens_and_gathered_keys_of_cut_documents() -> None:
     pieces = [[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]], [[(0, 0, 9), (1, 0, 3)]]
     shared, whole = ([SliceColumns.from_ranges(packs, cp) for packs in pieces] for cp in (2, 1))
-    found = pipeline_bytes(sample_model(), even_layout(3, cp=2), *shared, np.array([9, 3]))
+    found = pipeline_bytes(sample_model(), even_layout(3, cp=2), ReplicaPacks(*shared, np.array([9, 3])))
     chunk = 3 * ACTIVATION + 16
     # 9 tokens of keys of the cut document, 2 of 3 (rounded up) of the whole one.
     assert found.forward_kept_bytes[:, 0].tolist() == [3 * chunk + 9 * 3 * KV, (2 + 2) * chunk + 2 * 3 * KV]
-    alone = pipeline_bytes(sample_model(), even_layout(3), *whole, np.array([9, 3]))
+    alone = pipeline_bytes(sample_model(), even_layout(3), ReplicaPacks(*whole, np.array([9, 3])))
     gathered = 12 * (KV + KV_GRADIENT)
     assert found.backward_temp_bytes[0, 0] - gathered == (alone.backward_temp_bytes[0, 0]) // 12 * 7
     # Optimizer state is sharded over context ranks too.
@@ -132,9 +142,12 @@ def test_bytes_are_those_of_the_fullest_rank(lengths, cp, packs, mixed, data) ->
     layout, model = even_layout(3, cp=cp), sample_model()
     columns = whole_document_columns(groups, num_tokens)
     columns = dataclasses.replace(columns, cp=np.where(owner < 0, cp, 1))
-    found = owned_pipeline_bytes(model, layout, columns, columns, num_tokens, policy, (owner, owner))
-    views = [rank_view(columns, owner, rank) for rank in range(cp)]
-    held = [pipeline_bytes(model, layout, view, view, num_tokens, policy) for view in views]
+    found = pipeline_bytes(model, layout, ReplicaPacks(columns, columns, num_tokens, policy, (owner, owner)))
+    pack, views = columns.pack_of_slice(), []
+    for rank in range(cp):
+        mine = np.flatnonzero((owner == rank) | (owner < 0))
+        views.append(columns.taken(mine, pack[mine], columns.num_packs))
+    held = [pipeline_bytes(model, layout, ReplicaPacks(view, view, num_tokens, policy)) for view in views]
     for field in dataclasses.fields(PackBytes):
         expected = np.max([getattr(one, field.name) for one in held], axis=0)
         assert getattr(found, field.name).tolist() == expected.tolist(), field.name
@@ -146,5 +159,130 @@ LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1)
 def priced(layout, forward, backward, num_tokens, policy=None, *, split=False):
     coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, host_link=LINK, devices_per_node=64)
     costs = PackCosts(sample_model(), coefficients, layout)
-    tasks = pipeline_tasks(costs, forward, backward, num_tokens, policy)
+    tasks = pipeline_tasks(costs, ReplicaPacks(forward, backward, num_tokens, policy))
     return dataclasses.replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 40))
+def test_pairs_equal_the_direct_sum(start: int, length: int, window: int) -> None:
+    """A wrong closed form would shift every cut of every planner."""
+    direct = sum(min(t + 1, window) if window else t + 1 for t in range(start, start + length))
+    assert causal_pairs(start, start + length, window) == direct
+
+
+def test_forward_flops_equal_hand_arithmetic() -> None:
+    model = sample_model(num_layers=2)
+    # attention 8·4·(2·2 + 2·1) = 192 weights, ffn 3·8·16 = 384, head 32·8 = 256
+    linear = 2 * (2 * (192 + 384) + 256) * 5
+    attention = 2 * 4 * 2 * 4 * (5 * 6 / 2)
+    assert forward_flops(model, 5) == linear + attention
+    assert training_flops(model, 5) == 3 * (linear + attention)
+
+
+def test_forward_flops_count_windows_per_layer() -> None:
+    full, mixed = sample_model(num_layers=2), sample_model(num_layers=2, sliding_windows=(0, 3))
+    lost_pairs = causal_pairs(0, 10) - causal_pairs(0, 10, 3)
+    assert forward_flops(full, 10) - forward_flops(mixed, 10) == pytest.approx(4 * 2 * 4 * lost_pairs)
+
+
+LLAMA = sample_model(num_heads=32, num_kv_heads=8, head_dim=128, attention_workspace=True)
+TINY = sample_model(attention_workspace=True)
+
+
+def test_a_row_has_sums_in_fp32_and_a_document_a_block_of_rows_more():
+    rates = workspace_rates(LLAMA, 32, 8)
+    assert rates.row == 4 * 32 * 129
+    assert rates.piece == 128 * rates.row == 2_113_536
+    of_dim = {dim: sample_model(head_dim=dim, attention_workspace=True) for dim in (80, 160)}
+    assert workspace_rates(of_dim[80], 2, 1).row == 4 * 2 * 97
+    assert workspace_rates(of_dim[160], 2, 1).row == 4 * 2 * 193
+
+
+def test_sums_in_one_order_are_held_for_every_processor():
+    """As torch allocates them: ceil(processors / (documents · heads)) times, for all heads or for some of them at a
+    time, of the GPUs that there are."""
+    ordered = msgspec.structs.replace(LLAMA, ordered_attention=True)
+    rates = workspace_rates(ordered, 32, 8)
+    assert rates.row == 4 * ((32 + 147) * 128 + 32)
+    assert rates.piece == 128 * rates.row
+    for processors, documents in itertools.product((108, 132, 148), (1, 2, 5, 40)):
+        for heads in range(4, 33, 4):
+            splits = -(-processors // (documents * heads))
+            assert 4 * heads * (splits * 128 + 1) <= rates.row
+    assert dataclasses.replace(rates, row=0, piece=0) == dataclasses.replace(
+        workspace_rates(LLAMA, 32, 8), row=0, piece=0
+    )
+    assert workspace_rates(msgspec.structs.replace(ordered, attention_workspace=False), 32, 8) == WorkspaceRates()
+
+
+def test_gradients_of_grouped_keys_do_not_grow_with_the_prefix_as_keys_do():
+    """Behind 256K tokens they would be 4.3 GB, 8 times what is charged."""
+    rates = workspace_rates(LLAMA, 32, 8)
+    assert rates.grouped_key * (1 << 18) == 1 << 32
+    found = rates.of_grouped_keys(np.array([0, 1024, 1 << 15, 1 << 18, 1 << 20]))
+    assert found.tolist() == [0, 1 << 24, KEY_GRADIENT_BYTES, KEY_GRADIENT_BYTES, 1 << 31]
+
+
+def test_packs_by_hand():
+    """A row 4·2·33 bytes, a slice 128 rows more, a key before it copies and gradients of K and V, a key that one sees
+    dK and dV for two heads in place of one."""
+    packs = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
+    forward = SliceColumns.from_ranges([[(0, 0, 10), (1, 0, 3)]])
+    layout, lengths = even_layout(3, pp=2), np.array([10, 3])
+    without = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, packs, lengths))
+    found = pipeline_bytes(TINY, layout, ReplicaPacks(forward, packs, lengths))
+    workspace = [
+        264 * (rows + 128 * slices) + 32 * prefix_keys + 32 * keys
+        for rows, slices, prefix_keys, keys in ((2, 1, 8, 10), (4, 1, 4, 8), (7, 2, 0, 7))
+    ]
+    added = found.backward_temp_bytes - without.backward_temp_bytes
+    assert added.tolist() == [[one, one] for one in workspace]
+    np.testing.assert_array_equal(found.forward_temp_bytes, without.forward_temp_bytes)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cut_documents(), st.sampled_from([1, 2]), st.sampled_from([1, 300]))
+def test_the_core_charges_the_same(case, cp, kv_heads):
+    """Also where the gradients of grouped keys are more than one call makes: 1,200 heads."""
+    lengths, forward, backward = case
+    num_tokens, layout = np.array(lengths), even_layout(3, cp=cp, pp=2)
+    forward, backward = (dataclasses.replace(packs, cp=np.full(packs.num_slices, cp)) for packs in (forward, backward))
+    model = sample_model(num_heads=1200, num_kv_heads=kv_heads, head_dim=2048, attention_workspace=True)
+    link = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1)
+    coefficients = sample_coefficients(intra_node=link, inter_node=link, devices_per_node=64)
+    costs = PackCosts(model, coefficients, layout)
+    packs = ReplicaPacks(forward, backward, num_tokens)
+    found, expected = pipeline_tasks(costs, packs).held, pipeline_bytes(model, layout, packs)
+    np.testing.assert_array_equal(found.backward_temp_bytes, expected.backward_temp_bytes)
+
+
+FIXED = 300_000_000
+
+
+def planned(model: ModelSpec, tokens: int, **sizes: int) -> StepPlan:
+    step = tuple(Document(doc_id=i, num_tokens=tokens, num_label_tokens=tokens - 1) for i in range(2))
+    options = PlanOptions(max_pack_tokens=tokens)
+    return StepPlanner(model, sample_coefficients(), even_layout(3, **sizes), None, options, host="unlimited").plan(
+        0, step, "best_fit"
+    )
+
+
+def test_activations_carry_the_allocators_share() -> None:
+    model = sample_model()
+    plan = planned(model, 5000)
+    static = int(static_bytes(model, plan.layout).max())
+    activations = plan.predicted.peak_memory_bytes - static
+    expected = FIXED + FIRST_USE_BYTES + static + round((1 + ALLOCATOR_SHARE) * activations)
+    assert process_bytes(model, plan, FIXED) == expected
+
+
+def test_after_the_pipeline_the_update_may_need_more() -> None:
+    """A large model on a few tokens: fp64 norms of the largest unit; of replicas also gloo's copy."""
+    model = sample_model(vocab_size=50_000)  # the embedding, 400,000 weights, is the largest unit
+    alone = planned(model, 2)
+    static = int(static_bytes(model, alone.layout).max())
+    assert process_bytes(model, alone, FIXED) == FIXED + FIRST_USE_BYTES + static + 8 * 400_000
+    two = planned(model, 2, dp=2)
+    static = int(static_bytes(model, two.layout).max())
+    after = 8 * 200_000 + 4 * 400_000
+    assert process_bytes(model, two, FIXED) == FIXED + FIRST_USE_BYTES + static + after

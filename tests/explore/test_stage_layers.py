@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import reduction_seconds, sample_coefficients, sample_model
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
@@ -30,7 +30,7 @@ def step_seconds(model: ModelSpec, coefficients: CostCoefficients, layout: Paral
         stage_s[stage] = (costs.features.of_slices(np.zeros_like(tokens), tokens) @ one)[:, stage].sum()
     rank_s = np.zeros(layout.pp)
     np.add.at(rank_s, np.array(layout.stage_to_rank), stage_s)
-    return float(rank_s.max()) / layout.dp + costs.reduction_seconds() + costs.optimizer_seconds()
+    return float(rank_s.max()) / layout.dp + reduction_seconds(costs) + costs.optimizer_seconds()
 
 
 def splits(num_layers: int, stages: int):

@@ -29,7 +29,7 @@ def maker_of(config, known_steps, states=None, cap=NARROW, **further):
         loader.load_state(decode_state(states[0]))
         state = msgspec.json.decode(states[1], type=PlannerState)
     planner = make(4, 1, cap, known_steps=known_steps, **PUBLISHED)
-    planner = FlexRunPlanner(planner, "flexpipe", **further)
+    planner = FlexRunPlanner(planner, **further)
     maker = StepMaker(loader, planner, replicas=lambda layout: [0], max_pack_tokens=400)
     maker.planner_state = state
     return maker

@@ -1,11 +1,15 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.plan.dacp import SHARED, MicroBatch, assign_owners
+from evenload.errors import InfeasiblePlanError
+from evenload.plan import dacp as gds
+from evenload.plan.dacp import SHARED, MicroBatch, StepDocuments, assign_micro_batches, assign_owners
 from reference.dacp import algorithm_1, chosen, least_seconds, owners, rank_seconds, rank_tokens
+from reference.exact_dacp import exact_micro_batches, exact_owners
 
 
 def micro_batch(lengths, cp: int, bucket: int, gather: float = 0.02, overhead: float = 1.0) -> MicroBatch:
@@ -120,3 +124,119 @@ def test_seconds_are_those_of_eq_2() -> None:
         np.array([4, 6, 8]), np.array([4.0, 6.0, 8.0]), np.array([2.0, 3.0, 4.0]), np.array([9.0, 9.0, 5.0]), 2, 99
     )
     assert rank_seconds(batch, np.array([0, 1, SHARED])).tolist() == [max(5, 4) + 4, max(5, 6) + 4]
+
+
+def step_documents(lengths, cp: int, dp: int, bucket: int, gather=0.05, pack_s=0.0, limit: int | None = None):
+    tokens = np.array(lengths, np.int64)
+    local_s = tokens + 0.01 * tokens.astype(float) ** 2
+    columns = MicroBatch(tokens, local_s, 1.05 * local_s / cp, gather * tokens, cp, bucket)
+    return StepDocuments(columns, dp, bucket * cp if limit is None else limit, pack_s)
+
+
+def step_seconds(step: StepDocuments, replicas) -> float:
+    return max(float(step.group_seconds(groups).sum()) for groups in replicas)
+
+
+LENGTHS = st.one_of(
+    st.lists(st.integers(1, 300), min_size=0, max_size=20),
+    st.lists(st.sampled_from([1, 2, 64, 65, 128, 255, 256, 1000]), min_size=1, max_size=20),
+    st.integers(1, 300).flatmap(lambda n: st.integers(1, 30).map(lambda count: [n] * count)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    LENGTHS,
+    st.sampled_from([1, 2, 3, 8]),
+    st.sampled_from([1, 2, 5]),
+    st.integers(0, 300),
+    st.one_of(st.none(), st.integers(1, 1000)),
+)
+def test_every_document_once_within_memory_or_no_micro_batches_at_all(lengths, cp, dp, bucket, limit) -> None:
+    """Skrull eq. 7, 9 and 10 for any lengths, exactly full and hopeless ones among them; and every input ends."""
+    step = step_documents(lengths, cp, dp, bucket, limit=limit)
+    replicas = assign_micro_batches(step)
+    fits_alone = all(n <= step.limit_tokens and -(-n // cp) <= bucket for n in lengths)
+    assert (replicas is not None) == fits_alone
+    if replicas is None:
+        return
+    assert len(replicas) == dp
+    groups = list(itertools.chain.from_iterable(replicas))
+    assert sorted(itertools.chain.from_iterable(groups)) == [*range(len(lengths))]
+    for group in groups:
+        assert group
+        assert sum(lengths[i] for i in group) <= step.limit_tokens
+        owned = assign_owners(step.columns, [group])
+        assert np.isfinite(owned.seconds[0])
+        assert rank_tokens(chosen(step.columns, group), owned.owner).max() <= bucket
+
+
+def test_never_slower_than_algorithm_2_and_faster_where_lengths_are_mixed() -> None:
+    generator = np.random.default_rng(1)
+    gains = []
+    for count in (6, 12, 20, 40, 60, 200):
+        lengths = np.minimum(np.exp(generator.normal(5, 1.2, count)).astype(int) + 1, 2000)
+        step = step_documents(lengths, 4, 1, max(500, int(lengths.sum()) // 20), pack_s=50.0)
+        ascending = np.argsort(lengths, kind="stable")
+        (groups,) = assign_micro_batches(step)
+        gains.append(step_seconds(step, [gds._interleaved(step, ascending)]) / step_seconds(step, [groups]))
+    assert min(gains) >= 1
+    assert max(gains) > 1.05
+
+
+def test_algorithm_2_forms_the_fewest_interleaved_micro_batches_that_fit() -> None:
+    """Each holds at most 20 tokens; two hold the sum of 40, but `Subset[0::2]` holds 25, so there are three."""
+    step = step_documents([1, 2, 3, 4, 7, 9, 14], 2, 1, 10)
+    assert gds._interleaved(step, np.arange(7)) == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    st.sampled_from([1, 2, 3]),
+    st.floats(0.8, 2.0),
+    st.sampled_from([0.0, 0.2, 2.0]),
+    st.sampled_from([1.0, 1.2]),
+)
+def test_owners_equal_brute_force(lengths, cp, room, gather, overhead) -> None:
+    """Skrull eq. 1-7: the solver's answer is the optimum, or it says that there is none."""
+    batch = micro_batch(lengths, cp, int(room * sum(lengths) / cp), gather, overhead)
+    best_s = least_seconds(batch)
+    if best_s == np.inf:
+        with pytest.raises(InfeasiblePlanError, match="Infeasible"):
+            exact_owners(batch)
+        return
+    found = exact_owners(batch)
+    assert found.seconds == pytest.approx(best_s, rel=2e-6)
+    assert found.is_optimal
+    assert rank_tokens(batch, found.answer).max() <= batch.bucket_tokens
+    assert rank_seconds(batch, found.answer).max() == found.seconds
+
+
+@pytest.mark.parametrize("sigma", [0.2, 1.0])
+@pytest.mark.parametrize("count", [8, 12, 16, 24, 32])
+def test_owners_are_within_five_percent_of_exact(count, sigma) -> None:
+    """On more documents than brute force can do."""
+    generator = np.random.default_rng(count)
+    lengths = np.minimum(np.exp(generator.normal(5, sigma, count)).astype(int) + 1, 2000)
+    bucket = max(int(generator.uniform(1.05, 1.6) * lengths.sum() / 4), -(-int(lengths.max()) // 4))
+    batch = micro_batch(lengths, 4, bucket, float(generator.choice([0.0, 0.3, 1.0])), 1.05)
+    ours = assign_owners(batch, [range(count)])
+    # Up to 12 documents take the solver a fraction of a second: the long limit is for a loaded machine.
+    found = exact_owners(batch, time_limit_s=60 if count <= 12 else 0.2, start=ours.owner)
+    assert found.is_optimal or count > 12
+    # Where the solver stopped early, what it found is held to the same, and its bound must still be below it.
+    assert ours.seconds[0] <= 1.05 * found.seconds
+    assert found.bound <= found.seconds <= ours.seconds[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [7, 9, 11, 14])
+def test_micro_batches_are_within_five_percent_of_exact(count) -> None:
+    generator = np.random.default_rng(count)
+    lengths = np.minimum(np.exp(generator.normal(5, 0.8, count)).astype(int) + 1, 2000)
+    columns = micro_batch(lengths, 2, max(int(lengths.max()) // 2 + 1, int(lengths.sum()) // 3), 0.3, 1.05)
+    step = StepDocuments(columns, 1, columns.bucket_tokens * 2, 20.0)
+    heuristic = assign_micro_batches(step)
+    found = exact_micro_batches(step, time_limit_s=60 if count <= 11 else 0.2, start=heuristic)
+    assert found.is_optimal or count > 11
+    assert step_seconds(step, heuristic) <= 1.05 * found.seconds

@@ -1,20 +1,22 @@
+"""A document of twenty times the mean tokens on two and four replicas: no rank waits for it in the plan."""
+
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.errors import InvalidPlanError
 from evenload.plan.dp_merge import merge_documents
-from evenload.plan.planner import StepPlanner
+from evenload.plan.planner import AskedStep, Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.search import search_merged
+from evenload.plan.strategies.registry import decide_dp_merge
 from evenload.plan.strategies.slimpack import slimpack_rules
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.plan import StepPlan, seal
 from predicted_timeline import predicted_timeline
@@ -30,10 +32,6 @@ def planner(dp: int = 4, pp: int = 1, merge: bool = True, **options) -> StepPlan
     return StepPlanner(
         sample_model(), sample_coefficients(**LINKS), layout, None, PlanOptions(**fields), host="unlimited"
     )
-
-
-def documents(lengths) -> tuple[Document, ...]:
-    return tuple(Document(doc_id=50 + i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
 
 
 def merged_plan(lengths=OUTLIER, **layout) -> StepPlan:
@@ -86,15 +84,8 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
         return
     found = search_merged(problem, merge, slimpack_rules(problem), 0.9)
     assert found is not None
-    plan = step._step_plan(
-        0,
-        documents([*short, *long]),
-        "slimpack",
-        (),
-        problem,
-        found.choices(),
-        np.zeros(len(short) + len(long), np.int64),
-    )
+    asked = AskedStep(0, documents([*short, *long]), "slimpack")
+    plan = step._step_plan(asked, problem, found.choices(), np.zeros(len(asked.documents), np.int64))
     validate_plan(plan, max_pack_tokens=1024)
     timeline = predicted_timeline(plan, sample_model())
     met: dict[tuple, set[tuple[float, float]]] = {}
@@ -174,3 +165,97 @@ def test_a_group_that_is_no_aligned_block_is_named() -> None:
     changed = replace(packs.forward[0], slices=(piece,))
     text = _offence(_with_replica(plan, 0, forward=(changed, *packs.forward[1:])))
     assert "3 replicas share it, which does not divide dp=4 into equal blocks" in text
+
+
+LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-4)
+KNOWN = sample_coefficients(intra_node=LINK, devices_per_node=8)
+
+
+@pytest.mark.parametrize("strategy", ["slimpack", "auto"])
+@pytest.mark.parametrize("dp", [2, 3, 4, 6])
+def test_on_where_replicas_can_share_and_nobody_said_otherwise(strategy, dp) -> None:
+    layout = even_layout(3, dp=dp)
+    options, said = decide_dp_merge(PlanOptions(max_pack_tokens=7), strategy, layout, KNOWN)
+    assert options == PlanOptions(max_pack_tokens=7, dp_merge=True)
+    assert "replicas share" in said
+    kept, said = decide_dp_merge(PlanOptions(dp_merge=False), strategy, layout, KNOWN)
+    assert kept.dp_merge is False
+    assert "one replica (plan.options.dp_merge)" in said
+
+
+def test_off_with_its_reason_where_nothing_can_be_shared() -> None:
+    """A default must not refuse runs that went before: costs of one replica know no link."""
+    unknown, said = decide_dp_merge(PlanOptions(), "slimpack", even_layout(3, dp=2), sample_coefficients())
+    assert unknown.dp_merge is False
+    assert "know no link" in said
+
+
+def test_strategies_that_never_share_and_single_replicas_are_left_alone() -> None:
+    """`require_trainable` refuses the option where it would do nothing."""
+    assert decide_dp_merge(PlanOptions(), "balanced", even_layout(3, dp=2), KNOWN) == (PlanOptions(), "")
+    assert decide_dp_merge(PlanOptions(), "slimpack", even_layout(3), KNOWN) == (PlanOptions(), "")
+
+
+EVEN = 1.05
+TIMES_THE_MEAN = 20
+LAYOUTS = [(2, 1), (2, 2), (4, 1), (4, 2)]
+MODEL = sample_model(num_layers=4)
+# As on a CPU: attention dear enough that the outlier is half of the work of fifty documents, transfers not free.
+COSTS = sample_coefficients(
+    intra_node=LinkSpec(bandwidth_bytes_per_s=2e3, latency_s=1e-3),
+    devices_per_node=64,
+    head_s_per_token=0.3,
+    embedding_s_per_token=0.1,
+    head_pack_s=1.0,
+)
+
+
+def with_outlier(short: list[int], position: int) -> list[int]:
+    """The short documents and one of 20 times the mean of all: x = 20 (S + x) / n."""
+    outlier = TIMES_THE_MEAN * sum(short) // (len(short) + 1 - TIMES_THE_MEAN)
+    return [*short[:position], outlier, *short[position:]]
+
+
+def propose(planner: StepPlanner, lengths: list[int], strategy: str = "slimpack") -> Proposal:
+    step = documents(lengths)
+    proposal = planner.propose(0, step, strategy)
+    validate_plan(proposal.plan, max_pack_tokens=planner.options.max_pack_tokens)
+    return proposal
+
+
+def rank_seconds(proposal: Proposal) -> np.ndarray:
+    """What every rank computes and sends in the step, without idle time; float64[dp, pp]."""
+    rows = []
+    for choice in proposal.choices:
+        tasks = choice.candidate.tasks
+        seconds = tasks.forward_s.sum(axis=0) + tasks.backward_s.sum(axis=0)
+        seconds[:-1] += tasks.p2p_forward_s.sum()
+        seconds[1:] += tasks.p2p_backward_s.sum()
+        rows.append(seconds)
+    return np.array(rows)
+
+
+def most_ranks(proposal: Proposal) -> int:
+    return max(s.cp for packs in proposal.plan.pack_plans for pack in packs.forward for s in pack.slices)
+
+
+def max_over_mean(seconds: np.ndarray) -> float:
+    return float(seconds.max() / seconds.mean())
+
+
+@pytest.mark.parametrize(("dp", "pp"), LAYOUTS)
+@settings(max_examples=12, deadline=None)
+@given(short=st.lists(st.integers(5, 60), min_size=25, max_size=120), position=st.integers(0, 120))
+def test_ranks_end_together(dp: int, pp: int, short: list[int], position: int) -> None:
+    """Where one replica would run the outlier alone for longer than its share, replicas share it."""
+    lengths = with_outlier(short, position)
+    layout = even_layout(4, dp=dp, pp=pp)
+    alone, merged = (
+        propose(StepPlanner(MODEL, COSTS, layout, None, options, host="unlimited"), lengths)
+        for options in (PlanOptions(), PlanOptions(dp_merge=True))
+    )
+    assert merged.imbalance_dp <= EVEN
+    assert max_over_mean(rank_seconds(merged)) <= EVEN
+    assert merged.plan.predicted.step_time_s <= alone.plan.predicted.step_time_s
+    assume(alone.imbalance_dp > EVEN)
+    assert most_ranks(merged) > 1

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import reduction_seconds, sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.switch import ReceiveSeconds
 from evenload.plan.activation_policy import policies_in_order
 from evenload.plan.layouts.hbsa import layer_bounds, priced_mapping, search_mappings
-from evenload.plan.layouts.mapping_cost import BatchCosts, Mapping, MappingCosts
+from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, Mapping, MappingCosts, layer_costs
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout
@@ -45,14 +45,16 @@ class Case:
         self.groups, self.cap_bytes, self.current = groups, cap_bytes, current
         num_tokens = np.array(lengths, np.int64)
         self.policies = policies_in_order(num_tokens, "choose", can_offload=True)
-        self.batches = [BatchCosts(self.model, self.coefficients, num_tokens, policy) for policy in self.policies]
+        self.batches = [self.batch_costs(num_tokens, policy) for policy in self.policies]
+
+    def batch_costs(self, num_tokens: np.ndarray, policy: np.ndarray | None) -> BatchCosts:
+        return BatchCosts(BatchLengths(layer_costs(self.model, self.coefficients), num_tokens), policy)
 
     def prices_of(self, depth: int, policy: int, counts: tuple[int, ...] = (1, 2, 4)) -> list[MappingCosts]:
         return [
             MappingCosts(
-                self.model,
-                self.coefficients,
                 self.batches[policy],
+                self.coefficients,
                 depth=depth,
                 dp=self.groups // depth,
                 micro_batches=count * depth,
@@ -145,7 +147,7 @@ def test_last_stage_gets_fewer_layers_for_the_head() -> None:
     linear_s, pair_s = 1.0 + 2.0, 0.1 + 0.25
     head_s = 2 * (linear_s + pair_s * 31 / 2)
     case.coefficients = sample_coefficients(head_s_per_token=head_s)
-    case.batches = [BatchCosts(case.model, case.coefficients, np.full(24, 30, np.int64), None)] * len(case.policies)
+    case.batches = [case.batch_costs(np.full(24, 30, np.int64), None)] * len(case.policies)
     two = next(one for one in case.search().mappings if one.depth == 2)
     assert two.edges == (0, 5, 8)
 
@@ -171,7 +173,7 @@ def test_equal_micro_batches_take_equation_1(adapters) -> None:
         pack = whole_document_columns([list(range(share))], np.full(share, 10, np.int64))
         stage_s = (costs.pack_seconds(pack, "forward") + costs.pack_seconds(pack, "backward"))[0]
         hops_s = 2 * (depth - 1) * float(p2p_seconds(costs, pack)[0])
-        after_s = costs.reduction_seconds() + costs.optimizer_seconds()
+        after_s = reduction_seconds(costs) + costs.optimizer_seconds()
         expected_s = stage_s.sum() + (n - 1) * stage_s.max() + hops_s + after_s
         assert price.step_seconds(price.even_edges) == pytest.approx(expected_s)
 

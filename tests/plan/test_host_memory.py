@@ -11,6 +11,7 @@ from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
+from evenload.cost.memory import ReplicaPacks
 from evenload.data.lengths import read_lengths
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule
@@ -50,9 +51,11 @@ def test_a_rank_holds_offloaded_rows_from_a_forward_to_the_backward_of_its_first
     rate = 3 * activation_bytes_per_token(MODEL, "replay")
     lengths = np.array([10, 6, 4])
     for policy, tokens in (([2, 2, 2], 16), ([2, 0, 2], 10), ([0, 2, 2], 10), ([0, 0, 2], 4), ([0, 1, 0], 0)):
-        found = peak_host_bytes(MODEL, even_layout(3), packs, packs, lengths, np.array(policy, np.int8), order)
+        found = peak_host_bytes(
+            MODEL, even_layout(3), ReplicaPacks(packs, packs, lengths, np.array(policy, np.int8)), order
+        )
         assert found.tolist() == [tokens * rate], policy
-    assert peak_host_bytes(MODEL, even_layout(3), packs, packs, lengths, None, order).tolist() == [0]
+    assert peak_host_bytes(MODEL, even_layout(3), ReplicaPacks(packs, packs, lengths), order).tolist() == [0]
 
 
 def test_a_node_holds_what_its_neighbours_in_rank_order_hold() -> None:
@@ -128,20 +131,19 @@ def test_an_order_that_holds_less_keeps_the_packs() -> None:
     for choice in choices:
         before = choice.candidate
         assert ordered_within_host(problem, choice) is choice
-        peak = host_excess_bytes(replace(problem, host_device_bytes=0), choice)
+        peak = host_excess_bytes(replace(problem, host_device_bytes=0), before)
         outcomes = []
         for share in (0.99, 0.9, 0.8, 0.7, 0.6, 0.4, 0.05):
             limited = replace(problem, host_device_bytes=int(share * peak))
-            assert host_excess_bytes(limited, choice) == peak - int(share * peak)
+            assert host_excess_bytes(limited, before) == peak - int(share * peak)
             found = ordered_within_host(limited, choice)
             outcomes.append(found is not None)
             if found is None:
                 continue
             after = found.candidate
-            assert host_excess_bytes(limited, found) == 0
+            assert host_excess_bytes(limited, after) == 0
             assert after.excess_bytes <= before.excess_bytes
-            assert after.forward is before.forward
-            assert after.backward is before.backward
+            assert after.packs is before.packs
             assert after.tasks is before.tasks
             again = simulate(after.tasks, after.actions)
             assert after.makespan_s == again.makespan_s

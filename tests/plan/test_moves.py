@@ -3,15 +3,30 @@
 import itertools
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
-from evenload.cost.switch import _holds, _missing_bytes, _state_of, _weights_of
+from evenload.cost.coefficients import CopySpec
+from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter, static_bytes
+from evenload.cost.switch import _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.errors import ConfigError
-from evenload.plan.layouts.moves import Move, Piece, moved_bytes, moving_seconds, pipeline_ranks, plan_moves
+from evenload.plan.layouts.moves import (
+    Move,
+    Moves,
+    Piece,
+    SwitchPieces,
+    model_pieces,
+    moved_bytes,
+    moving_seconds,
+    pipeline_ranks,
+    plan_moves,
+    shared_bytes,
+    shared_pieces,
+)
+from evenload.plan.layouts.switch_prices import SwitchPrices, stall_seconds, state_seconds, switch_memory
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 
@@ -209,3 +224,225 @@ def test_other_groups_and_other_models_are_refused() -> None:
     for new in (even_layout(4, cp=2), even_layout(4, tp=2), even_layout(5)):
         with pytest.raises(ConfigError, match="cp and tp may not"):
             plan_moves(even_layout(4), new, [], ranks_per_node=1)
+
+
+PP4, DP4, PP2 = even_layout(4, pp=4), even_layout(4, dp=4), even_layout(4, pp=2, dp=2)
+PIECES = [Piece(unit=unit, num_elements=10 * (1 + unit), weight_bytes=4, state_bytes=8) for unit in range(6)]
+
+
+def test_a_piece_takes_what_all_holders_of_a_machine_hold():
+    """Ten elements: four copies of the weights and one of the state; on machines of two ranks half of both."""
+    assert shared_bytes(PIECES[0], [PP4, DP4], 4) == 4 * 10 * 4 + 10 * 8
+    # Shares of three, the last of one: the first machine has six elements' state.
+    assert shared_bytes(PIECES[0], [PP4, DP4], 2) == 2 * 10 * 4 + 6 * 8
+    assert shared_bytes(PIECES[0], [PP4], 2) == 10 * 4 + 10 * 8
+
+
+def test_a_budget_is_filled_in_the_order_of_the_model():
+    needed = [shared_bytes(piece, [PP4, DP4], 4) for piece in PIECES]
+    assert needed == [240 * (1 + unit) for unit in range(6)]
+    assert shared_pieces(PIECES, [PP4, DP4], 4, None) == set(range(6))
+    assert shared_pieces(PIECES, [PP4, DP4], 4, sum(needed)) == set(range(6))
+    assert shared_pieces(PIECES, [PP4, DP4], 4, sum(needed) - 1) == set(range(5))
+    # The second and third do not fit into what the first leaves; nothing behind them is smaller.
+    assert shared_pieces(PIECES, [PP4, DP4], 4, 240 + 479) == {0}
+    # From the other end: four that do not fit are left out, the fifth does.
+    assert shared_pieces(PIECES[::-1], [PP4, DP4], 4, 240 + 479) == {4}
+    assert shared_pieces(PIECES, [PP4, DP4], 4, 0) == set()
+
+
+@given(st.sampled_from([PP4, PP2, DP4]), st.sampled_from([PP4, PP2, DP4]), st.sets(st.integers(0, 5)))
+def test_a_shared_piece_comes_to_a_machine_once(old, new, shared):
+    """And reaches every rank that lacks it, from one that has it by then."""
+    moves = plan_moves(old, new, PIECES, ranks_per_node=2, shared=shared)
+    plain = plan_moves(old, new, PIECES, ranks_per_node=2)
+    assert plain.relayed == ()
+    both = (*moves.weights, *moves.relayed)
+    assert {(move.piece, move.target) for move in both} == {(move.piece, move.target) for move in plain.weights}
+    assert moves.state == plain.state
+    crossing = [(move.piece, move.target // 2) for move in moves.weights if move.source // 2 != move.target // 2]
+    assert all(crossing.count(one) == 1 for one in crossing if one[0] in shared)
+    there = {(move.piece, move.target) for move in moves.weights}
+    for move in moves.relayed:
+        assert move.piece in shared
+        assert move.source // 2 == move.target // 2
+        assert (move.piece, move.source) in there
+
+
+COPIES = CopySpec(
+    rank_bytes_per_s=100.0, machine_bytes_per_s=150.0, taken_bytes_per_s=50.0, fixed_s=0.1, layer_s=0.1,
+    gained_s=0.01, left_s=0.001,
+)  # fmt: skip
+COSTS = sample_coefficients(
+    intra_node=LinkSpec(bandwidth_bytes_per_s=10.0, latency_s=0.0), devices_per_node=4, copies=COPIES
+)
+
+
+def moved(shared: set[int], ranks_per_machine: int = 4) -> SwitchPieces:
+    return SwitchPieces(pieces=tuple(PIECES), shared=frozenset(shared), ranks_per_machine=ranks_per_machine)
+
+
+def stall(moves: Moves, shared: set[int], *, is_taken: bool = True) -> float:
+    return stall_seconds(moves, moved(shared), COSTS, PP4, DP4, is_taken=is_taken)
+
+
+# Four layers are arranged; a rank in the middle had one of the six pieces and gains five.
+AROUND_S = 0.1 + 4 * 0.1 + 5 * 0.01
+
+
+def test_reading_is_bounded_by_a_rank_and_by_the_machine():
+    """Weights of 40, 80, ... bytes, 840 in all; in four stages layers lie on ranks 0 to 3, embedding and head at the
+    ends."""
+    moves = plan_moves(PP4, DP4, PIECES, ranks_per_node=4, shared=range(6))
+    received = {rank: 840 - held for rank, held in enumerate((40 + 80, 120, 160, 200 + 240))}
+    assert stall(moves, set(range(6))) == pytest.approx(AROUND_S + sum(received.values()) / 150)
+    assert stall(moves, set(range(6)), is_taken=False) == pytest.approx(
+        AROUND_S + sum(received.values()) * (1 / 150 + 1 / 50)
+    )
+    one = Moves(weights=moves.weights[:1], state=())
+    assert stall(one, set(range(6))) == pytest.approx(AROUND_S + 40 / 100)
+    # What is not shared is sent, at once with what is read.
+    assert stall(one, set()) == pytest.approx(AROUND_S + 40 / 10)
+    assert stall(Moves(weights=(), state=()), set()) == pytest.approx(AROUND_S)
+
+
+def test_state_is_priced_by_what_is_read_too():
+    moves = plan_moves(DP4, PP4, PIECES, ranks_per_node=4, shared=range(6))
+    total = sum(8 * move.num_elements for move in moves.state)
+    assert state_seconds(moves, moved(set(range(6))), COSTS) == pytest.approx(total / 150)
+
+
+@pytest.mark.parametrize("field", CopySpec.__struct_fields__)
+def test_impossible_copies_are_refused(field):
+    known = {"rank_bytes_per_s": 1.0, "machine_bytes_per_s": 1.0, "taken_bytes_per_s": 1.0, "fixed_s": 0.0}
+    with pytest.raises(ConfigError, match=field):
+        CopySpec(**known | {field: -1.0})
+
+
+FOUR_LAYERS = sample_model(num_layers=4)
+MODEL_PIECES = model_pieces(FOUR_LAYERS, 1)
+FAST_COPIES = CopySpec(rank_bytes_per_s=10.0, machine_bytes_per_s=20.0, taken_bytes_per_s=1.0, fixed_s=4.0, layer_s=1.0)
+NEAR, FAR = (LinkSpec(bandwidth_bytes_per_s=rate, latency_s=0.0) for rate in (2.0, 1.0))
+
+
+def costs(ranks_per_machine: int, copies: CopySpec | None = FAST_COPIES):
+    return sample_coefficients(intra_node=NEAR, inter_node=FAR, devices_per_node=ranks_per_machine, copies=copies)
+
+
+def moved_of_model(shared, ranks_per_machine: int) -> SwitchPieces:
+    return SwitchPieces(pieces=MODEL_PIECES, shared=frozenset(shared), ranks_per_machine=ranks_per_machine)
+
+
+def prices(shared, ranks_per_machine: int = 4) -> SwitchPrices:
+    return SwitchPrices(FOUR_LAYERS, PP4, costs(ranks_per_machine), moved_of_model(shared, ranks_per_machine))
+
+
+def weights_bytes(old, new) -> dict[int, int]:
+    found = dict.fromkeys(range(4), 0)
+    for move in moved_of_model((), 4).moves(old, new).weights:
+        found[move.target] += moved_bytes([move], MODEL_PIECES, of_state=False)
+    return found
+
+
+def test_one_machine_reads_what_is_shared():
+    """Four layers are arranged; whoever is faster waits for the slower: a rank at its rate, or all at the machine's."""
+    read = weights_bytes(PP4, DP4)
+    reading_s = max(max(read.values()) / 10, sum(read.values()) / 20)
+    assert prices(range(len(MODEL_PIECES))).seconds(costs(4), PP4, DP4, 1e9) == pytest.approx(4 + 4 * 1.0 + reading_s)
+    # With nothing shared everything is sent, with a budget a part, at once with what is read.
+    sent = SwitchPrices(FOUR_LAYERS, PP4, costs(4), moved_of_model((), 4)).seconds(costs(4), PP4, DP4, 1e9)
+    assert sent > 8.0 + max(read.values()) / 2.0 - 1e-9
+    some = prices([0, 1, 4, 5]).seconds(costs(4), PP4, DP4, 1e9)
+    assert 8.0 + reading_s < some < sent
+
+
+def test_between_machines_a_shared_piece_travels_once():
+    """Two machines of two: the ranks of a machine lack the same layers of the other one, which one of them fetches and
+    the other reads there."""
+    stages = even_layout(4, pp=2, dp=2)
+    here = moved_of_model(range(len(MODEL_PIECES)), 2)
+    moves = here.moves(stages, DP4)
+    crossing = sum(moved_bytes([move], MODEL_PIECES, of_state=False) for move in moves.weights)
+    relayed = sum(moved_bytes([move], MODEL_PIECES, of_state=False) for move in moves.relayed)
+    assert crossing == relayed
+    whole = sum(piece.num_elements * piece.weight_bytes for piece in MODEL_PIECES)
+    assert crossing == whole
+    alone = moved_of_model((), 2).moves(stages, DP4)
+    assert sum(moved_bytes([move], MODEL_PIECES, of_state=False) for move in alone.weights) == 2 * whole
+    found = SwitchPrices(FOUR_LAYERS, stages, costs(2), here).seconds(costs(2), stages, DP4, 1e9)
+    assert found == pytest.approx(stall_seconds(moves, here, costs(2), stages, DP4, is_taken=True))
+
+
+@given(
+    st.sampled_from([PP4, PP2, DP4]),
+    st.sampled_from([PP4, PP2, DP4]),
+    st.sets(st.integers(0, len(MODEL_PIECES) - 1)),
+    st.sampled_from([1, 2, 4]),
+    st.floats(0, 1e5),
+)
+def test_a_decision_has_the_seconds_that_the_switch_is_told_with(old, new, shared, ranks_per_machine, hidden_s):
+    """What `LiveStages.move_to` predicts of its own moves, and what of the state the step does not hide."""
+    here, measured = moved_of_model(shared, ranks_per_machine), costs(ranks_per_machine)
+    found = SwitchPrices(FOUR_LAYERS, PP4, measured, here).seconds(
+        measured, old, msgspec.structs.replace(new, generation=3), hidden_s
+    )
+    if old == new:
+        assert found == 0.0
+        return
+    moves = here.moves(old, new)
+    left_s = max(0.0, state_seconds(moves, here, measured) - hidden_s)
+    assert found == pytest.approx(stall_seconds(moves, here, measured, old, new, is_taken=True) + left_s)
+
+
+def test_without_measured_copies_links_price_all_devices_at_once():
+    links = costs(2, None)
+    expected = switch_seconds(FOUR_LAYERS, links, PP4, DP4, 3.0)
+    assert SwitchPrices(FOUR_LAYERS, PP4, links).seconds(links, PP4, DP4, 3.0) == expected > 0
+
+
+SMALL = sample_model()
+LAYERS = SMALL.num_layers
+STATE = optimizer_bytes_per_parameter(SMALL)
+EACH = SMALL.bytes_per_element + max(SMALL.bytes_per_element, 4)
+WHOLE = 2 * embedding_parameters(SMALL, 1) + SMALL.norm_parameters + LAYERS * layer_parameters(SMALL, 1)
+SMALL_PIECES = model_pieces(SMALL, 1)
+SENT = SwitchPieces(pieces=SMALL_PIECES, shared=frozenset(), ranks_per_machine=8)
+SHARED = msgspec.structs.replace(SENT, shared=frozenset(range(len(SMALL_PIECES))))
+
+
+def test_a_layout_that_stays_takes_what_it_takes():
+    layout = even_layout(LAYERS, pp=2, dp=2)
+    found = switch_memory(SHARED, layout, layout)
+    assert found.left_bytes == 0
+    assert found.switch_bytes == pytest.approx(int(static_bytes(SMALL, layout).max()), rel=1e-3)
+
+
+def test_one_rank_becomes_two_replicas_and_back():
+    """Alone it has all optimizer state; beside another one it has half, which it had before or keeps."""
+    alone, two = even_layout(LAYERS), even_layout(LAYERS, dp=2)
+    grown = switch_memory(SHARED, alone, two)
+    assert grown.switch_bytes == WHOLE * (EACH + STATE)
+    assert grown.left_bytes == pytest.approx(WHOLE * STATE / 2, rel=1e-3)
+    shrunk = switch_memory(SHARED, two, alone)
+    assert shrunk.switch_bytes == WHOLE * (EACH + STATE)
+    # Rank 1 leaves its half behind; rank 0 nothing.
+    assert shrunk.left_bytes == pytest.approx(WHOLE * STATE / 2, rel=1e-3)
+
+
+def test_without_shared_memory_what_is_kept_is_copied():
+    """Alone to two replicas: the half that rank 0 keeps lies twice while it is copied."""
+    alone, two = even_layout(LAYERS), even_layout(LAYERS, dp=2)
+    found = switch_memory(SENT, alone, two)
+    assert found.switch_bytes == pytest.approx(WHOLE * (EACH + 1.5 * STATE), rel=1e-3)
+    assert found.left_bytes == pytest.approx(WHOLE * STATE, rel=1e-3)
+    still = switch_memory(SENT, two, two)
+    assert still == switch_memory(SHARED, two, two)
+
+
+def test_what_a_budget_leaves_out_is_copied_and_the_rest_is_not():
+    """Alone to two replicas, all but the embedding shared: half of its state lies twice."""
+    alone, two = even_layout(LAYERS), even_layout(LAYERS, dp=2)
+    some = msgspec.structs.replace(SENT, shared=SHARED.shared - {0})
+    found = switch_memory(some, alone, two)
+    half = -(-SMALL_PIECES[0].num_elements // 2) * STATE
+    assert found.switch_bytes == switch_memory(SHARED, alone, two).switch_bytes + half

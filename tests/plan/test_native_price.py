@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_model
 from evenload.cost.layer_counts import OFFLOAD
+from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError
@@ -101,7 +102,7 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         backward = forward
     codes = draw(st.lists(st.integers(0, 2), min_size=len(num_tokens), max_size=len(num_tokens)))
     policy = draw(st.sampled_from([None, np.array(codes, np.int8)]))
-    return costs, forward, backward, np.array(num_tokens, np.int64), policy
+    return costs, ReplicaPacks(forward, backward, np.array(num_tokens, np.int64), policy)
 
 
 def assert_same(one: PipelineTasks, other: PipelineTasks) -> None:
@@ -144,7 +145,7 @@ def test_what_has_no_price_is_refused_by_both(model, dp, starts, cp, policy, mat
     codes = None if policy is None else np.array(policy, np.int8)
     for price in (pipeline_tasks, prices.pipeline_tasks):
         with pytest.raises(ConfigError, match=match):
-            price(costs, packs, packs, np.array([8]), codes)
+            price(costs, ReplicaPacks(packs, packs, np.array([8]), codes))
 
 
 def test_packs_of_other_documents_are_refused() -> None:
@@ -152,7 +153,7 @@ def test_packs_of_other_documents_are_refused() -> None:
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
     packs = SliceColumns.from_ranges([[(0, 0, 8)]])
     with pytest.raises(ValueError, match="names document"):
-        pipeline_tasks(costs, packs, packs, np.empty(0, np.int64))
+        pipeline_tasks(costs, ReplicaPacks(packs, packs, np.empty(0, np.int64)))
     rest = dataclasses.replace(packs, start=np.array([4]))
     with pytest.raises(ValueError, match="no backward slice from token 0"):
-        pipeline_tasks(costs, packs, rest, np.array([8]))
+        pipeline_tasks(costs, ReplicaPacks(packs, rest, np.array([8])))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
@@ -16,18 +16,11 @@ from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import cluster_from
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.plan import plan_digest
 
 PIPELINED = [one.name for one in STRATEGIES.values() if not one.needs_one_stage]
 LENGTH_TABLES = Path(__file__).parents[2] / "examples" / "lengths"
-
-
-def documents(lengths) -> tuple[Document, ...]:
-    return tuple(
-        Document(doc_id=100 + i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths)
-    )
 
 
 def tiny_planner(dp: int = 2, pp: int = 3, cap: int | None = None, tile: int = 1, **options) -> StepPlanner:
@@ -113,7 +106,7 @@ def test_unknown_strategy_offers_the_nearest() -> None:
 
 @pytest.mark.parametrize("strategy", ["padded", "best_fit", "balanced"])
 def test_document_beyond_the_window_is_named(strategy) -> None:
-    with pytest.raises(DataError, match="document 101 has 300 tokens, max_pack_tokens is 256"):
+    with pytest.raises(DataError, match="document 1 has 300 tokens, max_pack_tokens is 256"):
         tiny_planner().plan(0, documents([5, 300]), strategy)
 
 
@@ -127,7 +120,7 @@ def test_bidirectional_model_is_refused_by_slimpack_only() -> None:
 
 
 def test_repeated_document_is_refused() -> None:
-    with pytest.raises(DataError, match="document 100 appears 2 times"):
+    with pytest.raises(DataError, match="document 0 appears 2 times"):
         tiny_planner().plan(0, documents([5]) * 2, "padded")
 
 

@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import cluster_from
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from sweeps import sweep
 
@@ -51,8 +51,7 @@ def seconds_of(rule: str, seed: int) -> float:
     lengths = drawn_lengths(draw)
     options = PlanOptions(max_pack_tokens=65_536, cp_sharding=rule, dp_merge=merges, policy="replay")
     planner = StepPlanner(model, coefficients, layout, None, options, host="unlimited")
-    documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
-    plan = planner.propose(0, documents, strategy).plan
+    plan = planner.propose(0, documents(lengths), strategy).plan
     validate_plan(plan)
     return plan.predicted.step_time_s
 

@@ -9,10 +9,8 @@ Forward runs a pack of rests after all slim packs of its documents; backward run
     forward   A0 A1 [A2 c d] B0 [B1 e] [f g] [h i]
     backward  [A2 c d] A1 A0 [B1 e] B0 [f g] [h i]
 
-A pack with slim slices of one document holds nothing else, so reversing the slices inside documents never makes
-a document wait for the middle of another (a *chain*), which sequential filling does. O(n log n) and
-one vectorised bisection for all cuts. Work is forward + backward time: the same slices serve both directions, so
-each direction alone is balanced only as far as attention's 2.5x and linear's 2x agree.
+A pack with slim slices of one document holds nothing else, so no document waits for the middle of another (a *chain*).
+Work is forward + backward time: the same slices serve both directions. O(n log n).
 """
 
 import numpy as np
@@ -31,15 +29,7 @@ def chain_free_columns(
     min_slice_tokens: int = 1,
     max_pack_tokens: int | None = None,
 ) -> tuple[SliceColumns, SliceColumns] | None:
-    """Forward and backward packs of about `num_packs`; None where the token limit cannot be met with that many.
-
-    Args:
-        num_tokens: int64[n].
-        curves: work of both directions; their sum is balanced.
-        align: cuts lie on multiples of it.
-        min_slice_tokens: pieces of a cut document have at least this many tokens.
-        max_pack_tokens: limit of a pack.
-    """
+    """Forward and backward packs of about `num_packs`; None where the token limit cannot be met with that many."""
     work = work_below(curves, num_tokens)
     target = sum_in_order(work) / num_packs
     order = np.argsort(-work, kind="stable")

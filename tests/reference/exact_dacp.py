@@ -32,15 +32,12 @@ from reference.dacp import chosen, rank_seconds
 
 @dataclass(frozen=True, eq=False)
 class Exact:
-    """A time and what no answer can beat.
-
-    Args:
-        seconds: of the best answer found.
-        bound: no answer takes less.
-    """
+    """A time, a bound that no answer beats, and the best answer: owners of documents (int64[n], `SHARED` = all ranks),
+    or micro-batches per replica, which may have none."""
 
     seconds: float
     bound: float
+    answer: NDArray[np.int64] | list[Groups]
 
     @property
     def gap(self) -> float:
@@ -49,32 +46,11 @@ class Exact:
 
     @property
     def is_optimal(self) -> bool:
-        """The solver proved it."""
         return self.gap <= OPTIMAL_GAP
 
 
-@dataclass(frozen=True, eq=False)
-class ExactOwners(Exact):
-    """The best owners of one micro-batch: int64[n], `SHARED` for all ranks."""
-
-    owner: NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class ExactMicroBatches(Exact):
-    """The best micro-batches of a step, per replica; a replica may have none."""
-
-    replicas: list[Groups]
-
-
-def exact_owners(
-    batch: MicroBatch, *, time_limit_s: float = 60.0, start: NDArray[np.int64] | None = None
-) -> ExactOwners:
-    """Owners of the documents of one micro-batch so that the slowest rank takes the least time.
-
-    Args:
-        time_limit_s: the solver stops here with the best it has.
-        start: known owners that fit; the answer is never worse.
+def exact_owners(batch: MicroBatch, *, time_limit_s: float = 60.0, start: NDArray[np.int64] | None = None) -> Exact:
+    """Owners of the documents of one micro-batch so that the slowest rank takes the least; never worse than `start`.
 
     Raises:
         InfeasiblePlanError: no owners fit the bucket, or none was found within the time limit.
@@ -86,21 +62,12 @@ def exact_owners(
     if start is not None and _seconds(batch, start) < _seconds(batch, owner):
         owner = start
     seconds = _seconds(batch, owner)
-    return ExactOwners(seconds, min(seconds, bound), owner)
+    return Exact(seconds, min(seconds, bound), owner)
 
 
-def exact_micro_batches(
-    step: StepDocuments, *, time_limit_s: float = 60.0, start: list[Groups] | None = None
-) -> ExactMicroBatches:
-    """Replicas and micro-batches of a step, each run by the best owners, so that the slowest replica takes the least.
-
-    Args:
-        time_limit_s: the solver stops here with the best it has.
-        start: known micro-batches per replica that fit; the answer is never worse.
-
-    Raises:
-        InfeasiblePlanError: no micro-batches fit, or none were found within the time limit.
-    """
+def exact_micro_batches(step: StepDocuments, *, time_limit_s: float = 60.0, start: list[Groups] | None = None) -> Exact:
+    """Replicas and micro-batches of a step, each run by the best owners, so that the slowest replica takes the least;
+    never worse than `start`. Raises as `exact_owners`."""
     tokens = step.columns.num_tokens
     smallest = max(1, min(step.columns.bucket_tokens, step.limit_tokens))
     slots = min(len(tokens), 1 + 2 * int(tokens.sum()) // smallest)
@@ -115,7 +82,7 @@ def exact_micro_batches(
     best = min(answers, key=lambda answer: _step_seconds(step, answer))
     seconds = _step_seconds(step, best)
     groups = [[documents.tolist() for documents, _ in replica] for replica in best]
-    return ExactMicroBatches(seconds, min(seconds, bound), groups)
+    return Exact(seconds, min(seconds, bound), groups)
 
 
 Owned = list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]]

@@ -1,21 +1,10 @@
-"""Packs of nearly equal work: documents in a given order, cut exactly where the work is spent.
+"""Packs of nearly equal work: documents in a given order, cut exactly where the work is spent (SlimPack §4.1).
 
-SlimPack §4.1: long documents are *slimmed* into slices, short ones *packed* whole, so that every pack
-carries `total / num_packs` of work; forward and backward packs are made by two calls with their own
-work curves, backward with `last_first`.
-
-Algorithm. All work lies on one line, document after document; a pack ends where the line reaches the
-pack's target. Whole documents are taken while they end before it. In the document that crosses it, the
-pack ends at the boundary nearest to the target: before the document, after it, or at a cut, found by
-binary search because work is monotone. The next target is `position + remaining work / packs left`, so
-rounding never drifts and the error of an indivisible document is spread over all later packs. (Targets
-at fixed multiples of the share, the other reading of SlimPack, charge that error to the next pack alone.)
-When the token cap closes a pack early, the packs left are recounted so that none is asked for more than
-the first share. A slice's constant is on the line once per document, not again after a cut: nearly every
-pack begins with a cut, so it is even anyway.
-
-Price: O(n + packs log(longest document)). SlimPack states a MILP; in a fixed order this fill is exact up
-to `align`.
+All work lies on one line, document after document; a pack ends at the boundary nearest to its target: before the
+document that crosses it, after it, or at a cut, found by binary search because work is monotone. The next target is
+`position + remaining work / packs left`, so rounding never drifts and the error of an indivisible document is spread
+over all later packs. When the token cap closes a pack early, the packs left are recounted so that none is asked for
+more than the first share. A slice's constant is on the line once per document. O(n + packs log(longest document)).
 """
 
 import math
@@ -27,9 +16,6 @@ from numpy.typing import NDArray
 from evenload.errors import ConfigError
 from evenload.types.columns import SliceColumns, WorkCurve
 from reference.slice_work import slice_work_s
-
-LONGEST_DOCUMENT = 2**31 - 1
-"""Tokens; pair counts of longer documents would not fit int64."""
 
 
 def partition_by_work(
@@ -43,28 +29,22 @@ def partition_by_work(
     max_pack_tokens: int | None = None,
     last_first: bool = False,
 ) -> SliceColumns:
-    """Fill packs of equal work in document order, cutting only documents that cross a target.
-
-    Every token of the ordered documents lies in exactly one slice; a pack holds at most one slice of a
-    document; there are no empty packs, and at most `num_packs` packs unless the token cap forces more.
+    """Fill packs of equal work in document order; at most `num_packs` unless the token cap forces more.
 
     Args:
-        num_tokens: int64[n], 1..2^31-1 each.
-        order: int32[<= n], document indices in fill order, each at most once.
-        work: seconds of a token range.
-        num_packs: packs wanted.
-        align: cuts lie on multiples of this, counted from the document's start.
-        min_slice_tokens: both pieces of a cut have at least this many tokens.
+        num_tokens: int64[n]; order: int32[<= n], document indices in fill order.
+        align: cuts lie on multiples of this; min_slice_tokens: of both pieces of a cut.
         max_pack_tokens: hard cap; also cuts documents longer than it.
         last_first: take a document's slices from its end towards 0 (FILO, backward packs).
 
     Raises:
-        ConfigError: settings out of range, or a cap so small that a longer document cannot be cut legally.
+        ConfigError: a cap so small that a longer document cannot be cut legally.
     """
     lengths = np.ascontiguousarray(num_tokens, dtype=np.int64)
     sequence = np.ascontiguousarray(order, dtype=np.int32)
     cap = np.iinfo(np.int64).max if max_pack_tokens is None else max_pack_tokens
-    _check(lengths, sequence, num_packs, align, min_slice_tokens, cap)
+    if lengths[sequence].max(initial=0) > cap and cap < 2 * min_slice_tokens + align - 2:
+        raise ConfigError(f"partition: no legal cut makes packs of {cap} tokens")
     rule = _CutRule(work=work, align=align, min_slice_tokens=min_slice_tokens, last_first=last_first)
     doc, start, stop, offset = _fill(lengths.tolist(), sequence.tolist(), rule, num_packs, int(cap))
     return SliceColumns(
@@ -166,30 +146,3 @@ def _fill(
     if len(doc) > offset[-1]:
         offset.append(len(doc))
     return doc, start, stop, offset
-
-
-def _check(
-    lengths: NDArray[np.int64], order: NDArray[np.int32], num_packs: int, align: int, min_slice_tokens: int, cap: int
-) -> None:
-    if lengths.ndim != 1 or order.ndim != 1:
-        raise ConfigError(f"partition: num_tokens {lengths.shape} and order {order.shape} must be columns")
-    limits = {"num_packs": num_packs, "align": align, "min_slice_tokens": min_slice_tokens}
-    for name, value in limits.items():
-        if not 1 <= value <= LONGEST_DOCUMENT:
-            raise ConfigError(f"partition: {name} is {value}, must be in 1..{LONGEST_DOCUMENT}")
-    if cap < 1:
-        raise ConfigError(f"partition: max_pack_tokens is {cap}, must be at least 1")
-    if not len(order):
-        return
-    if order.min() < 0 or order.max() >= len(lengths) or np.bincount(order).max() > 1:
-        raise ConfigError(f"partition: order must name each of the {len(lengths)} documents at most once")
-    used = lengths[order]
-    if used.min() < 1 or used.max() > LONGEST_DOCUMENT:
-        worst = int(used.min() if used.min() < 1 else used.max())
-        raise ConfigError(f"partition: a document of {worst} tokens; lengths must be in 1..{LONGEST_DOCUMENT}")
-    if used.max() > cap and cap < 2 * min_slice_tokens + align - 2:
-        raise ConfigError(
-            f"partition: a document of {int(used.max())} tokens cannot be cut into packs of {cap} with slices of "
-            f"at least {min_slice_tokens} tokens on multiples of {align}; raise max_pack_tokens to "
-            f"{2 * min_slice_tokens + align - 2} or lower the others"
-        )

@@ -5,24 +5,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory import pipeline_bytes
+from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import divide_backward, gather_seconds, weight_seconds
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 
 
-def pipeline_tasks(
-    costs: PackCosts,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8] | None = None,
-    *,
-    split: bool = False,
-) -> PipelineTasks:
-    """As `evenload.cost.pipeline_tasks`."""
-    held = pipeline_bytes(costs.model, costs.layout, forward, backward, num_tokens, policy)
+def pipeline_tasks(costs: PackCosts, packs: ReplicaPacks, *, split: bool = False) -> PipelineTasks:
+    """Price as `evenload.cost.pipeline_tasks`."""
+    forward, backward, num_tokens, policy = packs.forward, packs.backward, packs.num_tokens, packs.policy
+    held = pipeline_bytes(costs.model, costs.layout, packs)
     is_cut = np.zeros(len(num_tokens), bool)
     for columns in (forward, backward):
         is_cut[columns.doc[columns.start > 0]] = True
@@ -69,8 +62,7 @@ def split_backward(
         backward: the same packs.
         policy: int8[num_documents] with which they were priced; None = all replay.
     """
-    model, coefficients, layout = costs.model, costs.coefficients, costs.layout
     copy_s = None if policy is None else costs.copy_seconds(backward, policy)
-    weight_s = weight_seconds(model, coefficients, layout, backward.rank_tokens(), tasks.backward_s, copy_s)
-    gather_s = gather_seconds(model, coefficients, layout, backward)
-    return divide_backward(model, layout, tasks, backward, tasks.backward_s - weight_s, weight_s + gather_s)
+    weight_s = weight_seconds(costs, backward.rank_tokens(), tasks.backward_s, copy_s)
+    input_s, weight_s = tasks.backward_s - weight_s, weight_s + gather_seconds(costs, backward)
+    return divide_backward(costs.model, costs.layout, tasks, backward, input_s, weight_s)

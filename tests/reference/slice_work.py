@@ -1,6 +1,6 @@
-"""Seconds of one slice in plain Python, the same bits as of `WorkCurve.slice_works_s` and of the native core."""
+"""Seconds of one slice in plain Python, the same bits as of the native core."""
 
-from evenload.types.columns import WorkCurve
+from evenload.types.columns import SliceColumns, WorkCurve
 
 
 def prefix_pairs(num_tokens: int, window: int) -> int:
@@ -18,3 +18,7 @@ def slice_work_s(work: WorkCurve, start: int, stop: int) -> float:
     for coef, window in work.attention_s:
         seconds = seconds + coef * (prefix_pairs(stop, window) - prefix_pairs(start, window))
     return seconds + work.slice_s
+
+
+def slice_works_s(work: WorkCurve, columns: SliceColumns) -> list[float]:
+    return [slice_work_s(work, *edges) for edges in zip(columns.start.tolist(), columns.stop.tolist(), strict=True)]

@@ -18,7 +18,7 @@ def score_of(search: ReplicaSearch, trial: Trial) -> TrialScore | None:
     packs = cut_packs(cut_rules(problem), search.num_tokens, trial.setting, search.ranks)
     if packs is None or (trial.split and problem.layout.num_stages == 1):
         return None
-    tasks = pipeline_tasks(problem.costs, *packs, search.num_tokens, search.policy, split=trial.split)
+    tasks = pipeline_tasks(problem.costs, problem.packs_of(search.documents, *packs), split=trial.split)
     assert isinstance(trial.order, Order)
     if trial.order.is_static:
         actions = packflow_static(tasks, inject=trial.order is Order.STATIC_INJECT)

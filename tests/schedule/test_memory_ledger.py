@@ -3,7 +3,7 @@
 import numpy as np
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.memory import bytes_by_kind
+from evenload.cost.memory import ReplicaPacks, bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.schedule.packflow import packflow_static
@@ -23,10 +23,10 @@ def test_hand_ledger_event_by_event():
     """
     forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
     backward = SliceColumns.from_ranges([[(0, 6, 10)], [(0, 0, 6), (1, 0, 3)]])
-    num_tokens, layout = np.array([10, 3]), even_layout(3)
-    tasks = pipeline_tasks(PackCosts(sample_model(), sample_coefficients(), layout), forward, backward, num_tokens)
+    packs, layout = ReplicaPacks(forward, backward, np.array([10, 3])), even_layout(3)
+    tasks = pipeline_tasks(PackCosts(sample_model(), sample_coefficients(), layout), packs)
     actions = columns_of("0F0 0F1 0B0 0B1")
-    kinds = bytes_by_kind(sample_model(), layout, tasks, forward, backward, num_tokens)
+    kinds = bytes_by_kind(sample_model(), layout, tasks, packs)
     found = memory_ledger(kinds, actions)
     names = ("activations_replay", "keys_and_values", "key_value_gradients", "layer_buffers", "head_logits")
     assert found[:, [MEMORY_KINDS.index(name) for name in names]].tolist() == [

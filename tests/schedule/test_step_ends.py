@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.units import forward_units, pack_features, shares_before, shares_left, stage_units
+from evenload.cost.units import pack_features, stage_units, unit_shares
 from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -93,7 +93,7 @@ def test_units_are_complete_from_the_head_to_the_embedding() -> None:
     total = 23 + 3 * layer + 2
     left = [(3 * layer + 2) / total, (2 * layer + 2) / total, (layer + 2) / total, 2 / total, 0]
     assert stage_units(costs, 0) == [4, 3, 2, 1, 0]
-    assert shares_left(costs, features, 0)[0].tolist() == pytest.approx(left)
+    assert unit_shares(costs, features, 0, "backward")[0].tolist() == pytest.approx(left)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "list_split", "zb_h1"])
@@ -208,10 +208,10 @@ def test_units_are_read_from_the_embedding_upwards():
     """A forward of 4 tokens: the embedding 2, each layer the same; the head belongs to the backward."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=3))
     features = pack_features(costs, [(SliceColumns.from_ranges([[(0, 0, 4)]]), 0)])
-    assert [forward_units(costs, stage) for stage in range(3)] == [[0, 1], [2], [3]]
-    before = shares_before(costs, features, 0)[0].tolist()
+    assert [stage_units(costs, stage, "forward") for stage in range(3)] == [[0, 1], [2], [3]]
+    before = unit_shares(costs, features, 0, "forward")[0].tolist()
     assert before[0] == 0 < before[1] < 1
-    assert shares_before(costs, features, 2)[0].tolist() == [0]
+    assert unit_shares(costs, features, 2, "forward")[0].tolist() == [0]
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "virtual": 2}])

@@ -6,6 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
+from evenload.cost.memory import trained_parameters_per_rank
+from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.model import ModelSpec
@@ -47,6 +49,15 @@ def sample_model(**changes: Any) -> ModelSpec:
         "vocab_size": 32,
     }
     return ModelSpec(**{**fields, **changes})
+
+
+def reduction_seconds(costs: PackCosts) -> float:
+    """Price the reduce-scatter of fp32 gradients and the all-gather of weights on the fullest rank; nothing hides."""
+    element, trained = costs.model.bytes_per_element, trained_parameters_per_rank(costs.model, costs.layout).tolist()
+    return max(
+        sum(costs.coefficients.ring_seconds(size * held, copies) for size in (max(element, 4), element))
+        for copies, held in zip(costs.layout.data_sizes, trained, strict=True)
+    )
 
 
 @st.composite

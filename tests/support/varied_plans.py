@@ -133,9 +133,7 @@ def predicted_kind_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list
     """Per pipeline rank, kind by kind, what it holds while its actions run and after them: "running" and "after"."""
     columns = replica_columns(plan, dp_rank)
     tasks = tasks_of_columns(plan, dp_rank, model, columns)
-    kinds = bytes_by_kind(
-        model, plan.layout, tasks, columns.forward, columns.backward, columns.num_tokens, columns.policy
-    )
+    kinds = bytes_by_kind(model, plan.layout, tasks, columns)
     actions = action_columns(plan.schedules[dp_rank])
     ledger = memory_ledger(kinds, actions)
     found, row = [], 0
@@ -153,14 +151,5 @@ def predicted_kind_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list
 
 def predicted_host_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list[int]:
     """Per pipeline rank the most that it has offloaded at once."""
-    columns = replica_columns(plan, dp_rank)
-    peaks = peak_host_bytes(
-        model,
-        plan.layout,
-        columns.forward,
-        columns.backward,
-        columns.num_tokens,
-        columns.policy,
-        action_columns(plan.schedules[dp_rank]),
-    )
-    return peaks.tolist()
+    packs, actions = replica_columns(plan, dp_rank), action_columns(plan.schedules[dp_rank])
+    return peak_host_bytes(model, plan.layout, packs, actions).tolist()

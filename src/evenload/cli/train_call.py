@@ -52,7 +52,7 @@ class TrainedRun:
 
     @property
     def rows(self) -> tuple[Mapping[str, int | float | str | None], ...]:
-        """Of metrics.jsonl, one a step (docs/training.md says what the keys are)."""
+        """Of metrics.jsonl, one a step (docs/outputs.md says what the keys are)."""
         return tuple(latest_per_step(read_metrics(self.output_dir / "metrics.jsonl")))
 
 

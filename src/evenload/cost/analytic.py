@@ -9,8 +9,8 @@
                           costs the products 0.2 (`OverlapCost`). Half of the products hide something at most
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
-All are of one device that computes whole layers, but for constants of a pack; `cost.pack_cost` divides by tp and cp.
-Memory-bound kernels are not counted but for the optimizer, the embedding and dK/dV.
+All but the constants of a pack are of one device that computes whole layers; `cost.pack_cost` divides by tp and cp.
+Of memory-bound kernels only the optimizer, the embedding and dK/dV are counted.
 """
 
 import msgspec
@@ -37,8 +37,7 @@ SLICE_SHARE_OF_KERNEL = 1 / 20
 """A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches."""
 CHUNKED_RINGS = 6
 """Of the 10 transfers of hidden states of a layer, those in chunks (`runtime/replay/tensor_parallel.py`)."""
-HIDING_SHARE = 0.5
-"""Of a layer's matrix products, those that run while its tensor-parallel transfers are under way."""
+HIDING_SHARE = 0.5  # Of a layer's matrix products, those that run while its tensor-parallel transfers are under way
 
 
 def analytic_coefficients(
@@ -89,7 +88,7 @@ def analytic_coefficients(
     # whole pipeline does; data-parallel ranks are neighbours.
     p2p = cluster.device_link(layout.world_size)
     reduce = cluster.group_link(max(layout.data_sizes), layout.tp)
-    found = CostCoefficients(
+    costs = CostCoefficients(
         source="analytic",
         device=device.name,
         peak_flops_per_s=device.peak_flops_per_s,
@@ -114,17 +113,11 @@ def analytic_coefficients(
         host_link=cluster.host_link(),
     )
     if layout.tp == 1:
-        return found
+        return costs
+    # Both directions of a layer, a token: matrix products, and the transfers that they may hide.
     products_s = linear_s * (1.0 + backward_linear_ratio(model)) / layout.tp
-    return msgspec.structs.replace(found, tensor_exposed_share=_exposed_share(model, found, layout.tp, products_s))
-
-
-def _exposed_share(model: ModelSpec, found: CostCoefficients, tp: int, products_s: float) -> float:
-    """Return the share of a layer's tensor-parallel transfers that products of `products_s` a token, both directions,
-    do not hide."""
-    rings = sum(TENSOR_RINGS.values())
-    whole_share = 1.0 - CHUNKED_RINGS / rings / TENSOR_CHUNKS
-    transfer_s, _ = tensor_ring_seconds(model, found, tp, rings)
-    assumed = OverlapCost()
+    rings, assumed = sum(TENSOR_RINGS.values()), OverlapCost()
+    transfer_s, _ = tensor_ring_seconds(model, costs, layout.tp, rings)
+    hidden_share = min(1.0 - CHUNKED_RINGS / rings / TENSOR_CHUNKS, HIDING_SHARE * products_s / transfer_s)
     gained_share = 1.0 - assumed.communication_slowdown * assumed.compute_slowdown
-    return 1.0 - gained_share * min(whole_share, HIDING_SHARE * products_s / transfer_s)
+    return msgspec.structs.replace(costs, tensor_exposed_share=1.0 - gained_share * hidden_share)

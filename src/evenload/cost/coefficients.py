@@ -1,15 +1,14 @@
 """Hold what a device and its links cost, in seconds and bytes: `CostCoefficients`, a cost file in JSON.
 
 Data sheets (`cost.analytic`) and measurements fill the same struct. What was not measured is absent, not free;
-`measured_on` says what it holds for (`cost.validity`), `Profile` how it was measured. A pack on one layer takes
+`measured_on` names what it holds for (`cost.validity`), `Profile` how it was measured. A pack on one layer takes
 
     linear_s_per_token · tokens + attention_s_per_pair · pairs + prefix_s_per_token · prefix + slice_s · slices + pack_s
 
 where `prefix` is the tokens before each slice, summed over slices (`start`, at most the window): keys that a slice
-reads, and gradients of K and V that it adds to. With whole tiles in `pairs` it is WLB-LLM's table of kernels (§5.3).
-`pack_s` also holds the loss of small matrix products: at the share n / (n + n_half) of their best speed, n tokens
-take `c·n + c·n_half`. A device is never ahead of the host that queues its kernels, `host_slice_s · slices +
-host_pack_s`: a pack on a stage takes the longer of the two.
+reads, and gradients of K and V that it adds to. `pairs` counts whole tiles (WLB-LLM §5.3). `pack_s` also holds the
+loss of small matrix products: at the share n / (n + n_half) of their best speed, n tokens take `c·n + c·n_half`. A
+pack on a stage takes at least as long as the host queues its kernels, `host_slice_s · slices + host_pack_s`.
 """
 
 import hashlib
@@ -22,7 +21,6 @@ import msgspec
 from evenload.errors import ConfigError, unreadable
 from evenload.types.base import Frozen
 from evenload.types.cluster import LinkSpec, device_share, group_link
-from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 # Above these, predicted seconds are off by more than what plans decide by. A quiet machine stays far below.
@@ -31,11 +29,11 @@ _MOST_SPREAD = 0.5
 
 
 class Noise(Frozen):
-    """Tell how busy something else kept the machine while it was timed; of several ranks, the most that any had.
+    """Record how busy other programs kept the machine while it was timed; of several ranks, the most that any had.
 
     Args:
-        waited_share: share of the time in which its busiest thread stood ready and had no core, beyond what the
-            run's own processes take from each other.
+        waited_share: share of the time in which the busiest thread was ready and had no core, beyond what the run's
+            own processes take from each other.
         spread: by how much the mean of repeated timings is above the fastest, over all packs together.
     """
 
@@ -48,7 +46,7 @@ class Noise(Frozen):
 
     @property
     def size(self) -> float:
-        """Return a number that grows with the noise; above 1, what was timed is not to be believed."""
+        """Return a number that grows with the noise; above 1 the timings are not reliable."""
         return max(self.waited_share / _MOST_WAITED_SHARE, self.spread / _MOST_SPREAD)
 
     def describe(self) -> str:
@@ -59,7 +57,7 @@ class Noise(Frozen):
 
 
 class MeasuredOn(Frozen):
-    """Name what coefficients were measured on.
+    """Record what coefficients were measured on.
 
     Args:
         model: whose layers were timed, in the precision that they computed in.
@@ -85,12 +83,7 @@ class MeasuredOn(Frozen):
 
 
 class FitError(Frozen):
-    """Seconds predicted / measured - 1 of packs that were left out of the fit (k-fold), as absolute values.
-
-    Args:
-        packs: that were timed; folds: into which they were dealt.
-        median, p90: of all of them; 0.05 = 5 %.
-    """
+    """Hold |predicted / measured - 1| of `packs` that were left out of the fit, in `folds` folds; 0.05 = 5 %."""
 
     packs: int
     folds: int
@@ -99,9 +92,7 @@ class FitError(Frozen):
 
     def __post_init__(self) -> None:
         if not (0 <= self.median <= self.p90):
-            raise ConfigError(
-                f"profile: errors of a fit are median {self.median} and p90 {self.p90}; 0 <= median <= p90"
-            )
+            raise ConfigError(f"profile: errors of a fit are median {self.median} and p90 {self.p90}, must ascend")
 
 
 class TimedPack(Frozen):
@@ -110,7 +101,7 @@ class TimedPack(Frozen):
     Args:
         slices: (start, stop, how many documents have this slice).
         measured_s: median over passes and ranks.
-        left_out_s: what the fit says that had not seen this pack.
+        left_out_s: predicted by a fit without this pack.
     """
 
     direction: Literal["forward", "backward"]
@@ -123,13 +114,13 @@ class Profile(Frozen):
     """Record how coefficients were measured; planning reads none of it.
 
     Args:
-        date: of the end, ISO 8601 in UTC; versions: of what computes, by name.
+        date: of the end, ISO 8601 in UTC; versions: of the libraries that compute, by name.
         dtype, attention: of the layers that were timed, and their attention backend.
         layers: that were timed on every rank; seconds in the cost file are of one.
         passes: over the whole grid; seconds: that measuring took, all calls together.
-        outliers, timings: repeats that lay far from the median of their pack (more than 5 deviations), of so many.
+        outliers, timings: repeats more than 5 deviations from the median of their pack, of so many.
         forward, backward: the fit's error on packs that it had not seen; packs: the grid with its residuals.
-        activation_bytes: that one token leaves on one layer, by policy, counted; the cost model says the same.
+        activation_bytes: of one token on one layer, by policy, counted.
         held_bytes: that the device's allocator reserved, or by which the process grew (CPU; 0 = not known), at the peak
             of the longest round; counted_bytes: that its tensors needed.
         has_overlap: it measured `CostCoefficients.overlap`; else a run measures it.
@@ -156,9 +147,8 @@ class Profile(Frozen):
 
 
 def digest_of(coefficients: msgspec.Struct) -> str:
-    """Hash all fields that differ from their defaults, but the digest itself and what a run adds: `context_exchange`,
-    what it overlaps, and what copies take."""
-    tree = _said(coefficients)
+    """Hash all fields that differ from their defaults, except the digest itself and what a run adds."""
+    tree = _set_fields(coefficients)
     for of_run in ("context_exchange", "overlap_reduction", "overlap_gather", "copies"):
         tree.pop(of_run, None)
     if "profile" in tree:
@@ -168,25 +158,24 @@ def digest_of(coefficients: msgspec.Struct) -> str:
     return hashlib.sha256(msgspec.json.encode(tree, order="deterministic")).hexdigest()[:16]
 
 
-def _said(value: Any) -> Any:
+def _set_fields(value: Any) -> Any:
     if not isinstance(value, msgspec.Struct):
-        return [_said(one) for one in value] if isinstance(value, tuple) else value
+        return [_set_fields(one) for one in value] if isinstance(value, tuple) else value
     fields = msgspec.structs.fields(value)
-    return {f.name: _said(own) for f in fields if (own := getattr(value, f.name)) != f.default}
+    return {f.name: _set_fields(own) for f in fields if (own := getattr(value, f.name)) != f.default}
 
 
 class CopySpec(Frozen):
-    """Measured between the ranks of a machine.
+    """Hold what copies between the ranks of a machine take when a run changes its layout, as measured.
 
     Args:
         rank_bytes_per_s: of one rank that reads alone.
         machine_bytes_per_s: of all ranks of a machine together when all read at once; they share its cores and memory.
         taken_bytes_per_s: the same, of memory that is touched for the first time.
-        fixed_s: what a switch takes whatever moves: ranks meet, and know what moves.
-        layer_s: for each layer that a rank holds in the new layout: stages are arranged anew.
-        gained_s, left_s: for each piece of the model that a rank comes to hold, beside its bytes, and that it holds no
-            more.
-        num_ranks: of the run that measured: with another number others share cores and memory; 0 = unknown.
+        fixed_s: of a switch, whatever moves.
+        layer_s: for each layer that a rank holds in the new layout.
+        gained_s, left_s: for each piece of the model that a rank gains, on top of its bytes, and that it gives up.
+        num_ranks: of the run that measured; 0 = unknown.
 
     Raises:
         ConfigError: a rate that is not above 0, or negative seconds or ranks.
@@ -202,25 +191,21 @@ class CopySpec(Frozen):
     num_ranks: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("rank_bytes_per_s", "machine_bytes_per_s", "taken_bytes_per_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be > 0")
-        for field in ("fixed_s", "layer_s", "gained_s", "left_s"):
-            if not getattr(self, field) >= 0:
-                raise ConfigError(f"copies of a cost file: {field} is {getattr(self, field)}, must be >= 0 seconds")
-        if self.num_ranks < 0:
-            raise ConfigError(f"copies of a cost file: num_ranks is {self.num_ranks}, must be >= 0; 0 = unknown")
+        for field, value in msgspec.structs.asdict(self).items():
+            is_rate = field.endswith("bytes_per_s")
+            if not (value > 0 if is_rate else value >= 0):
+                raise ConfigError(f"copies of a cost file: {field} is {value}, must be {'> 0' if is_rate else '>= 0'}")
 
     def arranging_seconds(self, num_layers: int, num_gained: int, num_left: int) -> float:
-        """Return the seconds of a switch whatever moves, on a rank that holds so many layers afterwards, and gains and
-        leaves so many pieces."""
+        """Return the seconds of a switch besides its bytes, on a rank that then holds so many layers, and gains and
+        gives up so many pieces."""
         return self.fixed_s + self.layer_s * num_layers + self.gained_s * num_gained + self.left_s * num_left
 
     def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int, tp: int) -> float:
         """Return the seconds until every rank has read what it lacks; without `arranging_seconds`.
 
         Args:
-            read_bytes: by rank, of one tensor-parallel place; each of the `tp` reads as much beside it.
+            read_bytes: by rank, of one tensor-parallel rank; each of the `tp` reads as much at the same time.
         """
         machines: dict[int, float] = {}
         for rank, count in read_bytes.items():
@@ -229,25 +214,18 @@ class CopySpec(Frozen):
         return max(alone_s, tp * max(machines.values(), default=0.0) / self.machine_bytes_per_s)
 
 
-def most_layers(layout: ParallelLayout) -> int:
-    """Count the layers that the fullest pipeline rank holds."""
-    held: dict[int, int] = {}
-    for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
-        held[rank] = held.get(rank, 0) + last - first
-    return max(held.values())
-
-
+# Fields of `CostCoefficients` by their range; others, and those of passes, are seconds.
 _SECONDS = (
     "embedding_s_per_token", "head_s_per_token", "head_pack_s", "optimizer_s_per_parameter", "p2p_latency_s",
     "reduce_latency_s", "copy_s_per_byte",
 )  # fmt: skip
-
-_NO_BOUND = LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
-"""Where the link inside a node is not known."""
+_RATES = ("peak_flops_per_s", "p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s")
+_COUNTS = ("attention_tile", "nics_per_node")
+_SHARES = ("tensor_exposed_share", "weight_gather_exposed_share", "weight_share", "context_hidden_share")
 
 
 class PassCoefficients(Frozen):
-    """Seconds of one direction (forward or backward) on ONE layer.
+    """Hold the seconds of one direction (forward or backward) on ONE layer.
 
     Args:
         linear_s_per_token: all matrix products and elementwise work of one token.
@@ -256,7 +234,7 @@ class PassCoefficients(Frozen):
         slice_s: constant of every slice (document piece) in a pack.
         pack_s: constant of every pack: kernel launches and the n/(n+n_half) loss of matrix products.
         host_slice_s, host_pack_s: until the host has queued a slice's, and a pack's, part of this layer on the device;
-            0 where the device is the host, and where it was not measured apart.
+            0 where the device is the host, or it was not measured.
     """
 
     linear_s_per_token: float
@@ -269,7 +247,7 @@ class PassCoefficients(Frozen):
 
 
 class OverlapCost(Frozen):
-    """Tell how collectives and compute slow each other while both run: reduce-scatters of gradients during backwards,
+    """Hold how collectives and compute slow each other while both run: reduce-scatters of gradients during backwards,
     all-gathers of weights during forwards.
 
     Args:
@@ -318,12 +296,12 @@ class CostCoefficients(Frozen):
         weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes; None = half.
         context_hidden_share: of the attention of documents whole on one rank, behind which transfers of K and V hide.
         copy_s_per_byte: read one byte and write it elsewhere on the device.
-        context_exchange: how K and V of shared documents travel: gathered once, or round the ranks.
-        overlap: how gradients that are reduced and weights that are gathered meanwhile slow packs, and the reverse;
-            None = not measured, and neither is overlapped.
+        context_exchange: how K and V of shared documents are exchanged: gathered once, or round the ranks.
+        overlap: how packs and the collectives of gradients and weights slow each other; None = not measured, and
+            nothing is overlapped.
         overlap_reduction, overlap_gather: `train.overlap_reduction` and `train.overlap_gather` of the run.
-        copies: between processes of a machine that read each other's memory, when a run changes its layout; None = not
-            measured, and priced as transfers inside a node.
+        copies: between processes of a machine, when a run changes its layout; None = not measured, and priced as
+            transfers inside a node.
         measured_on: the model and layout that were measured; profile: how, by `evenload profile`.
 
     Raises:
@@ -364,29 +342,21 @@ class CostCoefficients(Frozen):
     profile: Profile | None = None
 
     def __post_init__(self) -> None:
-        seconds = {name: getattr(self, name) for name in _SECONDS}
+        values = {name: getattr(self, name) for name in (*_SECONDS, *_RATES, *_COUNTS, *_SHARES)}
         for name in ("forward", "backward"):
             of_pass = msgspec.structs.asdict(getattr(self, name))
-            seconds |= {f"{name}.{field}": value for field, value in of_pass.items() if value is not None}
-        for field, value in seconds.items():
-            if not value >= 0:
-                raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be >= 0 seconds")
-        for field in ("peak_flops_per_s", "p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s"):
-            value = getattr(self, field)
-            if value is not None and not value > 0:
-                raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be > 0")
-        if self.attention_tile < 1:
-            raise ConfigError(
-                f"cost coefficients of {self.device}: attention_tile is {self.attention_tile}, must be >= 1"
-            )
-        if self.nics_per_node is not None and self.nics_per_node < 1:
-            raise ConfigError(
-                f"cost coefficients of {self.device}: nics_per_node is {self.nics_per_node}, must be >= 1 or absent"
-            )
-        for field in ("tensor_exposed_share", "weight_gather_exposed_share", "weight_share", "context_hidden_share"):
-            share = getattr(self, field)
-            if share is not None and not 0 <= share <= 1:
-                raise ConfigError(f"cost coefficients of {self.device}: {field} is {share}, must be in 0..1")
+            values |= {f"{name}.{field}": value for field, value in of_pass.items()}
+        for field, value in values.items():
+            if field in _RATES:
+                holds, range_ = value is None or value > 0, "> 0"
+            elif field in _COUNTS:
+                holds, range_ = value is None or value >= 1, ">= 1"
+            elif field in _SHARES:
+                holds, range_ = value is None or 0 <= value <= 1, "in 0..1"
+            else:
+                holds, range_ = value >= 0, ">= 0 seconds"
+            if not holds:
+                raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be {range_}")
 
     def of_pass(self, direction: Literal["forward", "backward"]) -> PassCoefficients:
         """Return the coefficients of one direction."""
@@ -406,8 +376,8 @@ class CostCoefficients(Frozen):
 
     @property
     def reduction_overlap(self) -> OverlapCost | None:
-        """Return what reducing gradients during backwards costs; None where they are reduced after the last one,
-        because it is not configured, not measured, or does not pay."""
+        """Return what reducing gradients during backwards costs; None where they are reduced after the last backward:
+        it is not configured, not measured, or does not pay."""
         return self._overlap_if(is_wanted=self.overlap_reduction)
 
     @property
@@ -426,7 +396,7 @@ class CostCoefficients(Frozen):
         return 0.5 if self.weight_share is None else self.weight_share
 
     def stage_link(self) -> LinkSpec:
-        """Return the link between neighbouring pipeline stages; raises `ConfigError` where it is not known."""
+        """Return the link between pipeline stages; raises `ConfigError` where it is not known."""
         return self._known_link("p2p", "between pipeline stages, so a layout with pp above 1", "pp=1")
 
     def ring_seconds(
@@ -446,15 +416,22 @@ class CostCoefficients(Frozen):
             link = self.gather_link
         return num_bytes * steps / copies / link.bandwidth_bytes_per_s + calls * steps * link.latency_s
 
-    def _known_link(self, kind: Literal["p2p", "reduce"], purpose: str, without: str) -> LinkSpec:
+    def link_or_none(self, kind: Literal["p2p", "reduce"]) -> LinkSpec | None:
+        """Return the link between pipeline stages, or over which gradients are reduced; None where it is not known."""
         bandwidth_bytes_per_s: float | None = getattr(self, f"{kind}_bandwidth_bytes_per_s")
         if bandwidth_bytes_per_s is None:
+            return None
+        return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
+
+    def _known_link(self, kind: Literal["p2p", "reduce"], purpose: str, without: str) -> LinkSpec:
+        link = self.link_or_none(kind)
+        if link is None:
             raise ConfigError(
                 f"cost coefficients of {self.device} know no link {purpose} cannot be costed; set "
                 f"{kind}_bandwidth_bytes_per_s and {kind}_latency_s in the cost file, measure such a layout with "
                 f"evenload profile, or plan with {without}"
             )
-        return LinkSpec(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=getattr(self, f"{kind}_latency_s"))
+        return link
 
     def group_link(self, members: int, stride: int) -> LinkSpec:
         """Return the link that bounds a collective over `members` ranks that lie `stride` devices apart (1 in a
@@ -474,12 +451,11 @@ class CostCoefficients(Frozen):
             return self.intra_node
         if self.nics_per_node is None or self.inter_node is None:
             return self.inter_node
-        inside = self.intra_node or _NO_BOUND
+        inside = self.intra_node or LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
         return group_link(members, stride, self.devices_per_node, self.nics_per_node, inside, self.inter_node)
 
     def device_link(self, *, leaves_node: bool) -> LinkSpec:
-        """Return the link from one device to one other, in its node or in another; raises `ConfigError` where it is not
-        known."""
+        """Return the link between two devices, of one node or of two; raises `ConfigError` where it is not known."""
         link = self.inter_node if leaves_node else self.intra_node
         if link is None:
             place = "another node" if leaves_node else "its node"

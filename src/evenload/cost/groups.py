@@ -2,24 +2,21 @@
 
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): hidden states are all-gathered before
 attention and before the feed-forward block and reduce-scattered after each: 4 rings forward; backward the same 4 for
-gradients and 2 more gathers for weight gradients. `tensor_exposed_share` of their bytes does not hide behind
-products; their latency does not hide. Recomputing scatters the output of attention again, and that of the
+gradients and 2 more all-gathers for weight gradients. `tensor_exposed_share` of their bytes does not hide behind
+matrix products; their latency does not hide. Recomputing scatters the output of attention again, and that of the
 feed-forward block where it is kept. W of a split backward gathers the inputs of both blocks and the gradients of
 both outputs again: 4 more.
 
-Context parallelism: K and V of a pack are all-gathered before attention, dK and dV reduce-scattered in backward; K
-and V are gathered in backward again only of documents that are never cut, for of others every rank keeps them.
-Copies into place (`copy_s_per_byte`) hide behind nothing; transfers hide behind `context_hidden_share` of the
-attention of *local* documents, those that lie whole on one rank.
-
-A ring (Liu et al. 2023, `context_exchange`) passes K and V round in n - 1 transfers of 1/n each, and in backward
-their gradients in n, the last of which hides behind nothing. The others hide behind local attention and (n - 1)/n of
-that of the rounds. A slice's transfers carry its document's whole prefix.
+Context parallelism: K and V of a pack are all-gathered before attention, dK and dV reduce-scattered in backward,
+where K and V are gathered again of documents that are never cut; of others every rank keeps them. Copies into place
+(`copy_s_per_byte`) hide behind nothing; transfers hide behind `context_hidden_share` of the attention of *local*
+documents, those that lie whole on one rank. A ring (Liu et al. 2023, `context_exchange`) passes K and V on in n - 1
+transfers of 1/n each, and in backward their gradients in n, the last of which hides behind nothing. The others hide
+behind local attention and (n - 1)/n of that of the rounds. A slice's transfers carry its document's whole prefix.
 
 All functions of seconds raise a `ConfigError` where the coefficients know no link for the group.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -34,16 +31,14 @@ TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
 """All-gathers and reduce-scatters of a layer's hidden states."""
 TENSOR_CHUNKS = 4
 """Transfers that a collective of a pack's hidden states is divided into at most, so that products hide all but one."""
-WEIGHT_RINGS = 4
-"""All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`."""
+WEIGHT_RINGS = 4  # All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`
 
 
-@dataclass(frozen=True)
-class ContextTraffic:
-    """What a token of a shared slice moves on one layer in one direction.
+class ContextTraffic(NamedTuple):
+    """Hold what a token of a shared slice moves on one layer in one direction.
 
     Args:
-        token_bytes: that travel.
+        token_bytes: that are sent.
         rings: collectives that carry them, each of n - 1 transfers from neighbour to neighbour.
         placed_bytes: copied into their place.
     """
@@ -54,7 +49,7 @@ class ContextTraffic:
 
 
 class ContextSeconds(NamedTuple):
-    """Keys and values of shared slices: seconds of one layer of every pack; float64[num_packs] each.
+    """Hold the seconds of K and V of shared slices on one layer of every pack; float64[num_packs] each.
 
     Args:
         transfer_s: transfers that attention may hide.
@@ -65,24 +60,15 @@ class ContextSeconds(NamedTuple):
     plain_s: NDArray[np.float64]
 
 
-def tensor_seconds(
-    model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
-) -> tuple[float, float]:
-    """Return (seconds a token, seconds a pack) of one layer's tensor-parallel transfers that are exposed."""
-    return _exposed_seconds(model, coefficients, tp, TENSOR_RINGS[direction])
-
-
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
-    """Return (seconds a token, seconds a pack) of one layer's transfers that a split backward makes again in W,
-    exposed."""
+    """Return (seconds a token, seconds a pack) of one layer's exposed transfers that W of a split backward repeats."""
     if model.adapter_parameters_per_layer:
         return 0.0, 0.0  # frozen matrices have no products to defer
     return tensor_ring_seconds(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
 
 
 def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: float) -> tuple[float, float]:
-    """Return (seconds a token, seconds a pack) of so many all-gathers and reduce-scatters of a layer's hidden
-    states."""
+    """Return (seconds a token, seconds a pack) of all-gathers and reduce-scatters of a layer's hidden states."""
     if tp == 1:
         return 0.0, 0.0
     link = coefficients.group_link(tp, stride=1)
@@ -90,12 +76,8 @@ def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: in
     return rings * token_bytes / link.bandwidth_bytes_per_s, rings * (tp - 1) * link.latency_s
 
 
-def recompute_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
-    """Return (seconds a token, seconds a pack) of one layer's transfers that recomputing makes again, exposed."""
-    return _exposed_seconds(model, coefficients, tp, 2 if model.post_norm else 1)
-
-
-def _exposed_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: int) -> tuple[float, float]:
+def exposed_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: int) -> tuple[float, float]:
+    """Return (seconds a token, seconds a pack) of as many transfers that no product hides."""
     token_s, pack_s = tensor_ring_seconds(model, coefficients, tp, rings)
     share = coefficients.tensor_exposed_share
     return share * token_s, pack_s if share else 0.0
@@ -114,12 +96,12 @@ def context_seconds(
 
     Args:
         ranks: int64[num_packs], ranks that share the pack.
-        whole_tokens, cut_tokens: float64[num_packs], tokens of the whole pack whose K and V travel, of documents
-            that are never cut and of others; in a ring with their prefixes.
+        whole_tokens, cut_tokens: float64[num_packs], tokens of the whole pack whose K and V are exchanged, of
+            documents that are never cut and of others; in a ring with their prefixes.
     """
     whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
-    found = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)))
+    seconds = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)))
     tokens = whole_tokens + cut_tokens
     for size in np.unique(ranks[tokens > 0]).tolist():
         if size == 1:
@@ -128,11 +110,11 @@ def context_seconds(
         from_whole, from_cut = whole_tokens[of_size], cut_tokens[of_size]
         moved = (from_whole * whole.token_bytes + from_cut * cut.token_bytes) * (size - 1) / size
         hops = np.where(from_whole > 0, whole.rings, cut.rings) * (size - 1)
-        found.transfer_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
+        seconds.transfer_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
         placed = from_whole * whole.placed_bytes + from_cut * cut.placed_bytes
         home_s = tokens[of_size] * home_bytes / size / link.bandwidth_bytes_per_s + home_hops * link.latency_s
-        found.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
-    return found
+        seconds.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
+    return seconds
 
 
 def context_traffic(

@@ -2,10 +2,9 @@
 
 A rank holds a forward's offloaded rows from its start until the backward with a chunk's first token ends, as on the
 device. The memory is page-locked and kept within a run (`runtime/replay/host_copies.py`), so a node needs the sum of
-its ranks' peaks. `OFFLOAD_SHARE` of a node's memory is for this: of 2 TB it leaves 300 GB for processes, checkpoints
-and the system; a large model on few nodes needs a lower `host_memory_bytes`.
+its ranks' peaks. `OFFLOAD_SHARE` of a node's memory is for this; the rest is for processes, checkpoints and the system.
 
-    A process on a CPU, as a system's monitor shows it and a container limits it:
+A process on a CPU, as a system monitor shows it and a container limits it:
 
     fixed       interpreter, libraries, process groups, loader: measured by the run before its first step
     static      weights, gradients and optimizer state (`cost.memory`), all touched before the first step
@@ -26,26 +25,25 @@ from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import OFFLOAD, activation_bytes_per_token
 from evenload.cost.memory import (
+    ReplicaPacks,
     count_tokens,
     embedding_parameters,
     static_bytes,
     trained_layer_parameters,
 )
 from evenload.types.cluster import ClusterSpec
-from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS
 
-OFFLOAD_SHARE = 0.85
-"""Of a node's memory, for offloaded activations."""
+OFFLOAD_SHARE = 0.85  # Of a node's memory, for offloaded activations
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What a node offers to offloaded activations.
+    """Hold what a node offers to offloaded activations.
 
     Args:
         devices_per_node: ranks that share it.
@@ -62,8 +60,8 @@ class HostMemory:
 
 
 Unlimited = Literal["unlimited"]
-"""Instead of a `HostMemory`, where somebody wants offloaded activations without a limit, or nothing is offloaded; said
-by name, so that no limit is forgotten."""
+"""In place of a `HostMemory` where nothing limits offloaded activations, or nothing is offloaded: a name, so that no
+limit is forgotten."""
 
 
 def host_memory(cluster: ClusterSpec) -> HostMemory:
@@ -76,37 +74,15 @@ def host_memory_of_node(devices_per_node: int, memory_bytes: int | None) -> Host
     return HostMemory(devices_per_node, None if memory_bytes is None else int(OFFLOAD_SHARE * memory_bytes))
 
 
-def peak_host_bytes(
-    model: ModelSpec,
-    layout: ParallelLayout,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8] | None,
-    actions: ActionColumns,
-) -> NDArray[np.int64]:
-    """Return the most that every pipeline rank of one replica has offloaded at any time; int64[R].
-
-    Args:
-        forward, backward: the replica's packs.
-        num_tokens: int64[num_documents] of the replica's documents.
-        policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
-        actions: the order in which ranks run the packs.
-    """
-    if policy is None or not (policy == OFFLOAD).any():
-        return np.zeros(actions.num_ranks, np.int64)
-    return host_bytes_of_packs(model, layout, forward, backward, num_tokens, policy).peaks(actions)
-
-
 class PacksInHostMemory(NamedTuple):
-    """What the packs of one replica have offloaded: int64[num_packs, P], from a forward's start, and given back when a
-    backward ends, or its I where it is split."""
+    """Hold what the packs of one replica offload when a forward starts, and give back when a backward ends, or its I
+    where it is split; int64[num_packs, P] each."""
 
     kept: NDArray[np.int64]
     freed: NDArray[np.int64]
 
     def peaks(self, actions: ActionColumns) -> NDArray[np.int64]:
-        """Return the most that every pipeline rank holds at any time where packs run in an order; int64[R]."""
+        """Return the most that every pipeline rank holds at any time where packs run in this order; int64[R]."""
         kept, freed = np.zeros((2, len(actions.kind)), np.int64)
         for kind, into, of_packs in (("F", kept, self.kept), ("B", freed, self.freed), ("I", freed, self.freed)):
             at = np.flatnonzero(actions.kind == KINDS.index(kind))
@@ -119,19 +95,22 @@ class PacksInHostMemory(NamedTuple):
         return peaks
 
 
-def host_bytes_of_packs(
-    model: ModelSpec,
-    layout: ParallelLayout,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8],
-) -> PacksInHostMemory:
-    """Count the offloaded bytes of packs; arguments as `peak_host_bytes`."""
-    counts = count_tokens(forward, backward, num_tokens, policy)
+def host_bytes_of_packs(model: ModelSpec, layout: ParallelLayout, packs: ReplicaPacks) -> PacksInHostMemory | None:
+    """Count the offloaded bytes of packs; None where no document is offloaded."""
+    if packs.policy is None or not (packs.policy == OFFLOAD).any():
+        return None
+    counts = count_tokens(packs)
     rate = np.array(layout.stage_counts, np.int64) * activation_bytes_per_token(model, "replay", layout.tp)
     kept, freed = (np.outer(tokens[:, OFFLOAD], rate) for tokens in (counts.kept_chunks, counts.freed_chunks))
     return PacksInHostMemory(kept, freed)
+
+
+def peak_host_bytes(
+    model: ModelSpec, layout: ParallelLayout, packs: ReplicaPacks, actions: ActionColumns
+) -> NDArray[np.int64]:
+    """Return the most that every pipeline rank of one replica has offloaded at any time; int64[R]."""
+    held = host_bytes_of_packs(model, layout, packs)
+    return np.zeros(actions.num_ranks, np.int64) if held is None else held.peaks(actions)
 
 
 def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]], devices_per_node: int) -> int:
@@ -146,10 +125,8 @@ def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]
     return int(padded.reshape(-1, devices_per_node).sum(axis=1).max())
 
 
-ALLOCATOR_SHARE = 0.3
-"""Of activations and buffers at their peak, held by the allocator beyond them."""
-FIRST_USE_BYTES = 44 * 2**20
-"""Of oneDNN, MKL and autograd's threads."""
+ALLOCATOR_SHARE = 0.3  # Of activations and buffers at their peak, held by the allocator beyond them
+FIRST_USE_BYTES = 44 * 2**20  # Of oneDNN, MKL and autograd's threads
 MAPPED_BYTES = 32 * 2**20
 """Above it glibc maps memory for a tensor alone and unmaps it at once (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 

@@ -2,14 +2,14 @@
 
 FLOPs are for MFU alone: 2 a weight of a matrix product, 4·heads·head_dim a (query, key) pair inside causal mask and
 window; backward 2x forward for both (attention's seconds are 2.5x, for kernels recompute scores), 1x for frozen
-matrices (LoRA). The look-up of embeddings, norms and activations are not counted.
+matrices (LoRA). Embedding look-ups, norms and activations are not counted.
 
     replay     every linear layer's output (the runtime's default): nothing is computed twice but norms
     recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products, not
                attention (Korthikanti et al. 2022, the other way round: the expensive part is kept)
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
-Router logits are kept under every policy on the device: computed again in other company they could choose other
+Router logits are kept under every policy on the device: computed again in another batch they could choose other
 experts. With norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V
 stay on the device, for later slices read them. Under tensor parallelism a device holds its heads and its columns of
 the feed-forward block; hidden states are split over tokens; key/value heads fewer than devices are copied.
@@ -38,8 +38,7 @@ from evenload.types.document import ActivationPolicy
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
-BACKWARD_LINEAR_RATIO = 2.0
-"""Backward / forward cost of matrix products: dX and dW."""
+BACKWARD_LINEAR_RATIO = 2.0  # Backward / forward cost of matrix products: dX and dW
 BACKWARD_ATTENTION_RATIO = 2.5
 """Backward / forward cost of flash attention: scores again, dQ, dK, dV, dP (5 products against 2)."""
 
@@ -99,8 +98,7 @@ REPLAY, RECOMPUTE, OFFLOAD = range(3)
 
 
 def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "replay", tp: int = 1) -> int:
-    """Count the bytes that one token leaves on ONE layer of the device between forward and backward, without K and
-    V."""
+    """Count the bytes of one token on ONE layer between forward and backward, without K and V."""
     if policy == "offload":
         return 0
     query = model.num_heads // tp * model.head_dim
@@ -112,8 +110,7 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
 
 
 def recomputed_width(model: ModelSpec, tp: int = 1) -> int:
-    """Count the elements a token that `recompute` makes again: q, k, v, o_proj output, gate and up, down where it is
-    kept."""
+    """Count the elements a token that `recompute` repeats: q, k, v, o_proj output, gate and up, down where kept."""
     query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
     ffn = (2 if model.gated_ffn else 1) * model.ffn_hidden_size * max(1, model.experts_per_token)
     down = -(-model.hidden_size // tp) if model.post_norm else 0
@@ -141,11 +138,10 @@ def accumulator_bytes(model: ModelSpec) -> int:
 
 
 def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
-    """Count the elements that one token leaves on ONE layer of one device from I to W: inputs, and gradients of
-    outputs.
+    """Count the elements that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs.
 
-    Of experts every chosen one has its own rows, but the inputs, which the router shares with them. Frozen matrices
-    (LoRA) leave nothing, and the weight gradients of adapters are added in I.
+    Every chosen expert has rows of its own, but for the inputs, which the router shares with them. Frozen matrices
+    (LoRA) keep nothing, and the weight gradients of adapters are added in I.
     """
     if model.adapter_parameters_per_layer:
         return 0
@@ -157,16 +153,15 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
     return inputs + (1 + chosen) * hidden + query + 2 * key_value + into_ffn + model.num_experts
 
 
+# Gradients of keys and values that a kernel makes for every query head before it adds those of a key head.
 KEY_GRADIENT_BYTES = 1 << 29
-"""Of gradients of keys and values that a kernel makes for every query head before it adds those of a key head."""
 _ROWS_OF_BLOCK = 128
-_PROCESSORS = 148
-"""Of the largest GPU that the kernels run on (B200; an H100 has 132)."""
+_PROCESSORS = 148  # Of the largest GPU that the kernels run on (B200; an H100 has 132)
 
 
 @dataclass(frozen=True)
 class WorkspaceRates:
-    """Bytes of one layer.
+    """Hold bytes of attention's workspace on one layer.
 
     Args:
         row, piece: a row, and a slice, of a backward pack.
@@ -192,8 +187,7 @@ def workspace_rates(model: ModelSpec, heads: int, kv_heads: int) -> WorkspaceRat
         return WorkspaceRates()
     element, dim = model.bytes_per_element, model.head_dim
     rounded_dim = -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
-    # In one order every call holds `ceil(S / (documents · heads))` sums of dQ. It has at most all heads of the rank, so
-    # sums times heads are fewer than S and heads together.
+    # In one order every call holds `ceil(S / (documents · heads))` sums of dQ: times heads fewer than S + heads.
     sums = heads + (_PROCESSORS - 1 if model.ordered_attention else 0)
     row = 4 * (sums * rounded_dim + heads)
     grouped = 2 * element * heads * dim if heads > kv_heads else 0
@@ -213,16 +207,12 @@ def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
         ConfigError: heads that do not divide over tensor ranks, context parallelism of a bidirectional model, or a
             layout for another number of layers.
     """
-    kv_heads = model.num_kv_heads
-    fitting = [
-        str(tp)
-        for tp in range(1, model.num_heads + 1)
-        if not model.num_heads % tp and not (kv_heads % tp and tp % kv_heads)
-    ]
-    if str(layout.tp) not in fitting:
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    fitting = [tp for tp in range(1, heads + 1) if not heads % tp and not (kv_heads % tp and tp % kv_heads)]
+    if layout.tp not in fitting:
         raise ConfigError(
-            f"layout {layout.describe()}: {model.num_heads} query and {kv_heads} key/value heads of {model.name} do "
-            f"not divide over tp={layout.tp}; they do over tp={', '.join(fitting)}"
+            f"layout {layout.describe()}: {heads} query and {kv_heads} key/value heads of {model.name} do not divide "
+            f"over tp={layout.tp}; they do over tp={', '.join(map(str, fitting))}"
         )
     if layout.cp > 1 and not model.causal:
         raise ConfigError(

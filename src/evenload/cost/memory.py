@@ -1,4 +1,4 @@
-"""Count the bytes that a pipeline rank holds, mirroring the runtime's own accounting.
+"""Count the bytes that a pipeline rank holds, as the runtime accounts for them.
 
 Kept between forward and backward (e = bytes per element, L = layers of the stage, T = tokens):
 
@@ -12,8 +12,7 @@ Kept between forward and backward (e = bytes per element, L = layers of the stag
               backward slice until the slice with start 0 ends: fp32 sums over slices.
 
 dK/dV are allocated by a backward and outlive it: they count as negative `backward_freed_bytes` of that pack and in
-its `backward_temp_bytes`, so that the peak inside it is right too. Padded packs count `pad_to` tokens a document.
-Over a step kept == freed on every stage. Temporaries are ESTIMATES:
+its `backward_temp_bytes`. Padded packs count `pad_to` tokens a document. Temporaries are estimates:
 
     forward   the pack's layer input, norm output, attention input/output and the gated product of one layer
     backward  one layer's recomputed activations and gradients; on the last stage logits in compute precision and their
@@ -22,15 +21,11 @@ Over a step kept == freed on every stage. Temporaries are ESTIMATES:
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
 
-A recomputed document keeps a smaller chunk and its backward holds one layer's remade tensors; an offloaded one keeps
-no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens over
-its ranks: of K and V a rank keeps its share of documents that are never cut and gathers one layer at a time; of a
-cut document it keeps all, gathered, and all of dK and dV. Where some slices lie whole on one rank (DACP) we take,
-pack by pack, what the fullest rank holds: exact where packs are freed before the next starts (pp = 1), else an upper
-bound.
-
-Kinds of memory (`bytes_by_kind`, K = len(MEMORY_KINDS)) add up to these bytes: a kind is what `bytes_at_rates` gives
-with all other rates at 0. What an I leaves for its W is the kind "weight_gradient_inputs".
+A recomputed document keeps a smaller chunk and its backward holds one layer's recomputed tensors; an offloaded one
+keeps no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens
+over its ranks: of K and V a rank keeps its share of documents that are never cut and gathers one layer at a time; of
+a cut document it keeps all, gathered, and all of dK and dV. Where some slices lie whole on one rank (DACP) a pack
+counts what the fullest rank holds: exact where packs are freed before the next starts (pp = 1), else an upper bound.
 """
 
 import dataclasses
@@ -54,15 +49,49 @@ from evenload.cost.layer_counts import (
     workspace_rates,
 )
 from evenload.types.columns import SliceColumns
+from evenload.types.document import PackSharding
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes, PipelineTasks
 from evenload.types.timeline import MEMORY_KINDS
 
-HEAD_ROWS = 2048
-"""Rows of logits the runtime holds at once; bounds the head's memory whatever the pack."""
-OFFLOAD_BUFFERED_LAYERS = 2
-"""Layers whose offloaded tensors are on the device at once: one in use, one on its way."""
+HEAD_ROWS = 2048  # Rows of logits the runtime holds at once; bounds the head's memory whatever the pack
+OFFLOAD_BUFFERED_LAYERS = 2  # Layers whose offloaded tensors are on the device at once: one in use, one on its way
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaPacks:
+    """Hold the packs of one replica and the documents that they are made of.
+
+    Args:
+        num_tokens: int64[n] of the documents that `SliceColumns.doc` counts, without padding.
+        policy: int8[n], indices into `cost.layer_counts.POLICIES`; None = all replay.
+        owners: int64[num_slices] of forward and backward, the rank that holds a slice whole, -1 = all ranks share it;
+            None = all slices are shared.
+        shardings: `MicroPack.sharding` of every forward pack; () = nobody shares any.
+    """
+
+    forward: SliceColumns
+    backward: SliceColumns
+    num_tokens: NDArray[np.int64]
+    policy: NDArray[np.int8] | None = None
+    owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    shardings: tuple[PackSharding, ...] = ()
+
+    def by_rank(self, cp: int) -> "ReplicaPacks":
+        """Return the packs as each of the ranks that own slices sees them, rank after rank, each with packs and
+        documents of its own, so that one call prices all; itself where every slice is shared."""
+        if self.owners is None:
+            return self
+        sides = []
+        for columns, owner in zip((self.forward, self.backward), self.owners, strict=True):
+            rank, piece = np.nonzero((owner == np.arange(cp)[:, None]) | (owner < 0))
+            packs = rank * columns.num_packs + columns.pack_of_slice()[piece]
+            view = columns.taken(piece, packs, cp * columns.num_packs)
+            doc = (view.doc + rank * len(self.num_tokens)).astype(np.int32)
+            sides.append(dataclasses.replace(view, doc=doc))
+        policy = None if self.policy is None else np.tile(self.policy, cp)
+        return ReplicaPacks(sides[0], sides[1], np.tile(self.num_tokens, cp), policy)
 
 
 def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
@@ -131,6 +160,21 @@ def trained_layer_parameters(model: ModelSpec, tp: int = 1) -> int:
     return model.adapter_parameters_per_layer or layer_parameters(model, tp)
 
 
+def unit_parameters(model: ModelSpec, tp: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count the stored and the trained parameters of embedding, every layer, and head with final norm on one
+    tensor-parallel rank; int64[layers + 2] each."""
+    embedding, layer = embedding_parameters(model, tp), layer_parameters(model, tp)
+    head = 0 if model.tied_embeddings else embedding
+    stored = np.array([embedding, *[layer] * model.num_layers, head + model.norm_parameters], np.int64)
+    # Learned positions are where the first layer is; a tied embedding's other end has none.
+    stored[1] += model.position_parameters
+    if not model.adapter_parameters_per_layer:
+        return stored, stored
+    trained = np.zeros_like(stored)
+    trained[1:-1] = trained_layer_parameters(model, tp)
+    return stored, trained
+
+
 def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Count the bytes of weights, gradients and optimizer state of every pipeline rank; int64[R]."""
     return static_kinds(model, layout).sum(axis=1)
@@ -150,22 +194,16 @@ def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
     return (4 if element < 4 else 0) + (3 if model.averaged_weights else 2) * max(element, 4)
 
 
-def pipeline_bytes(
-    model: ModelSpec,
-    layout: ParallelLayout,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8] | None = None,
-) -> PackBytes:
-    """Count all byte columns of one replica.
-
-    Args:
-        forward, backward: the replica's packs.
-        num_tokens: int64[num_documents] of the replica's documents, without padding.
-        policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
-    """
-    return bytes_at_rates(byte_rates(model, layout), count_tokens(forward, backward, num_tokens, policy))
+def pipeline_bytes(model: ModelSpec, layout: ParallelLayout, packs: ReplicaPacks) -> PackBytes:
+    """Count all byte columns of one replica; where ranks own slices, of every pack the most of any rank."""
+    held = bytes_at_rates(byte_rates(model, layout), count_tokens(packs.by_rank(layout.cp)))
+    if packs.owners is None:
+        return held
+    fullest = {
+        name: getattr(held, name).reshape(layout.cp, -1, layout.num_stages).max(axis=0)
+        for name in PackBytes.pack_columns()
+    }
+    return PackBytes(static_bytes=held.static_bytes, **fullest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,27 +233,22 @@ class TokenCounts:
     keys: NDArray[np.int64]
 
 
-def count_tokens(
-    forward: SliceColumns,
-    backward: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8] | None = None,
-) -> TokenCounts:
-    """Count what `bytes_at_rates` multiplies with; arguments as `pipeline_bytes`."""
+def count_tokens(packs: ReplicaPacks) -> TokenCounts:
+    """Count what `bytes_at_rates` multiplies with; every slice counts as shared by its `cp` ranks."""
+    forward, backward, policy = packs.forward, packs.backward, packs.policy
     forward_pack, backward_pack = forward.pack_of_slice(), backward.pack_of_slice()
-    forward_tokens, backward_tokens = (
-        -(-forward.slice_tokens() // forward.cp),
-        -(-backward.slice_tokens() // backward.cp),
-    )
-    document_tokens = _document_tokens(forward, forward_pack, num_tokens)
-
+    forward_tokens, backward_tokens = (-(-side.slice_tokens() // side.cp) for side in (forward, backward))
+    document_tokens = packs.num_tokens.copy()
+    pad_to = forward.pad_to[forward_pack]
+    padded = pad_to > 0
+    document_tokens[forward.doc[padded]] = pad_to[padded]
     # A document cut in backward has a slice with start > 0.
     last_backward = backward.start == 0
-    is_cut = np.zeros(len(num_tokens), bool)
+    is_cut = np.zeros(len(document_tokens), bool)
     is_cut[backward.doc[~last_backward]] = True
     cut_tokens = np.where(is_cut[backward.doc], document_tokens[backward.doc], 0)
     kv_tokens = _kv_tokens(forward, document_tokens, is_cut)
-    opens = backward.stop == num_tokens[backward.doc]
+    opens = backward.stop == packs.num_tokens[backward.doc]
     freeing_pack = _backward_pack_of_first_token(forward, backward, backward_pack)
     m_f, m_b = forward.num_packs, backward.num_packs
     return TokenCounts(
@@ -235,7 +268,7 @@ def count_tokens(
 
 
 def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PackBytes:
-    """Return the byte columns of counted packs; a sum with a term a rate, so that kinds of bytes can be told apart."""
+    """Return the byte columns of counted packs: a sum with one term for every rate."""
     logits_rows = np.minimum(tokens.computed.sum(axis=1), HEAD_ROWS)
     gathered = tokens.gathered_forward * rates.gathered_forward, tokens.gathered_backward * rates.gathered_backward
     attention = rates.attention
@@ -257,7 +290,7 @@ def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PackBytes:
 
 @dataclass(frozen=True, eq=False)
 class ByteRates:
-    """Bytes a token, by activation policy and stage; what `pipeline_bytes` and its native twin multiply counts with.
+    """Hold bytes a token, by activation policy and stage, which `pipeline_bytes` and the core multiply counts with.
 
     Args:
         static_bytes: int64[R].
@@ -357,7 +390,7 @@ def _policy_sums(
     doc: NDArray[np.int32],
     policy: NDArray[np.int8] | None,
 ) -> NDArray[np.int64]:
-    """Tokens of every pack by activation policy; int64[num_packs, number of policies]."""
+    """Count the tokens of every pack by activation policy; int64[num_packs, number of policies]."""
     if policy is None:
         sums = np.zeros((num_packs, len(POLICIES)), np.int64)
         sums[:, REPLAY] = _pack_sums(pack, tokens, num_packs)
@@ -368,16 +401,6 @@ def _policy_sums(
 
 def _pack_sums(pack: NDArray[np.int64], values: NDArray[np.int64], num_packs: int) -> NDArray[np.int64]:
     return np.bincount(pack, weights=values, minlength=num_packs).astype(np.int64)
-
-
-def _document_tokens(
-    forward: SliceColumns, forward_pack: NDArray[np.int64], num_tokens: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    tokens = num_tokens.copy()
-    pad_to = forward.pad_to[forward_pack]
-    padded = pad_to > 0
-    tokens[forward.doc[padded]] = pad_to[padded]
-    return tokens
 
 
 def _backward_pack_of_first_token(
@@ -391,85 +414,21 @@ def _backward_pack_of_first_token(
     return backward_pack[order[np.searchsorted(keys[order], wanted, side="right") - 1]]
 
 
-def owned_pipeline_bytes(
-    model: ModelSpec,
-    layout: ParallelLayout,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8] | None,
-    owners: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> PackBytes:
-    """Count as `pipeline_bytes`, the most of any rank.
+def bytes_by_kind(model: ModelSpec, layout: ParallelLayout, tasks: PipelineTasks, packs: ReplicaPacks) -> PipelineTasks:
+    """Return the same tasks with an axis of kinds at the end of every column of bytes, K = len(MEMORY_KINDS):
+    `held.static_bytes` int64[R, K], the others, those of `split` too, int64[packs, P, K]. Kinds add up to the bytes.
 
     Args:
-        owners: int64[num_slices] of forward and of backward: the rank that holds a slice, -1 = all ranks.
+        tasks: the packs as priced; of their bytes only what I leaves for W is taken from there, as the kind
+            "weight_gradient_inputs".
     """
-    cp = layout.cp
-    held = pipeline_bytes(
-        model,
-        layout,
-        _all_ranks(forward, owners[0], cp, len(num_tokens)),
-        _all_ranks(backward, owners[1], cp, len(num_tokens)),
-        np.tile(num_tokens, cp),
-        None if policy is None else np.tile(policy, cp),
-    )
-    fullest = {
-        name: getattr(held, name).reshape(cp, -1, layout.num_stages).max(axis=0) for name in PackBytes.pack_columns()
-    }
-    return PackBytes(static_bytes=held.static_bytes, **fullest)
-
-
-def _all_ranks(columns: SliceColumns, owner: NDArray[np.int64], cp: int, num_documents: int) -> SliceColumns:
-    """The views of all ranks, one after the other, each with packs and documents of its own: priced in one call."""
-    rank, piece = np.nonzero((owner == np.arange(cp)[:, None]) | (owner < 0))
-    packs = rank * columns.num_packs + columns.pack_of_slice()[piece]
-    view = columns.taken(piece, packs, cp * columns.num_packs)
-    return dataclasses.replace(view, doc=(view.doc + rank * num_documents).astype(np.int32))
-
-
-def rank_view(columns: SliceColumns, owner: NDArray[np.int64], rank: int) -> SliceColumns:
-    """Return the packs, never padded, as one rank sees them: its own slices and the shared ones."""
-    return columns.assigned((owner == rank) | (owner < 0), columns.pack_of_slice(), columns.num_packs)
-
-
-_WEIGHT_INPUTS = MEMORY_KINDS.index("weight_gradient_inputs")
-
-
-def bytes_by_kind(
-    model: ModelSpec,
-    layout: ParallelLayout,
-    tasks: PipelineTasks,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8] | None = None,
-    owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
-) -> PipelineTasks:
-    """Return the same tasks with an axis of kinds at the end of every column of bytes: `held.static_bytes` int64[R, K],
-    the others, those of `split` too, int64[packs, P, K].
-
-    Args:
-        tasks: the packs as priced; of their bytes only what I leaves for W is taken from there.
-        forward, backward: the same packs.
-        num_tokens: int64[num_documents] of the replica's documents, without padding.
-        policy: int8[num_documents]; None = all replay.
-        owners: int64[num_slices] forward and backward, the rank that holds a slice, -1 = all ranks; None = all shared.
-    """
-    num_views = 1
-    if owners is not None:
-        num_views, count = layout.cp, len(num_tokens)
-        forward, backward = (
-            _all_ranks(columns, owner, num_views, count)
-            for columns, owner in zip((forward, backward), owners, strict=True)
-        )
-        num_tokens, policy = np.tile(num_tokens, num_views), None if policy is None else np.tile(policy, num_views)
+    views = 1 if packs.owners is None else layout.cp
     columns = {
-        name: np.zeros((num_views, *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)
+        name: np.zeros((views, *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)
         for name in PackBytes.pack_columns()
     }
-    counts = count_tokens(forward, backward, num_tokens, policy)
-    for kind, of_kind in rates_by_kind(byte_rates(model, layout)).items():
+    counts = count_tokens(packs.by_rank(layout.cp))
+    for kind, of_kind in _rates_by_kind(byte_rates(model, layout)).items():
         held = bytes_at_rates(of_kind, counts)
         for field, column in columns.items():
             column[..., MEMORY_KINDS.index(kind)] = getattr(held, field).reshape(column.shape[:-1])
@@ -480,7 +439,7 @@ def bytes_by_kind(
     return _with_bytes(tasks, PackBytes(static_bytes=static, **held))
 
 
-def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
+def _rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
     """Return the rates of every kind that packs hold, all others at zero; they add up to `rates` (without static
     bytes)."""
     zeros: dict[str, Any] = {
@@ -516,7 +475,7 @@ def rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
 
 
 def _fullest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[ranks, packs, P, K] of the rank that holds most, pack by pack; of equals the first."""
+    """Take, of [ranks, packs, P, K], what the rank holds that holds most, pack by pack; of equals the first."""
     if len(rows) == 1:
         return rows[0]
     rank = rows.sum(axis=3).argmax(axis=0)
@@ -524,13 +483,12 @@ def _fullest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _with_bytes(tasks: PipelineTasks, held: PackBytes) -> PipelineTasks:
-    """Bytes of I and W are the whole backward's, and what I leaves for W as a kind of its own."""
     if tasks.split is None:
         return dataclasses.replace(tasks, held=held)
 
     def left(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
         out = np.zeros((*num_bytes.shape, len(MEMORY_KINDS)), np.int64)
-        out[:, :, _WEIGHT_INPUTS] = num_bytes
+        out[:, :, MEMORY_KINDS.index("weight_gradient_inputs")] = num_bytes
         return out
 
     for_weights = tasks.split.weight_freed_bytes

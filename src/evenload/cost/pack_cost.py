@@ -5,12 +5,10 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
 `native` hands the same numbers to the core (`native/price.h`).
 
 - Tiles: attention computes whole blocks of `tile` query rows. Rows that a slice lacks to full blocks cost like its
-last
-  row, which sees `min(stop, window)` keys (WLB §5.2). A padded slice costs `pad_to` tokens and their attention.
+  last row, which sees `min(stop, window)` keys (WLB §5.2). A padded slice costs `pad_to` tokens and their attention.
 - Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes
-one
-  near the start and one near the end; a shorter one stays whole on some rank where the sharding allows it. Features are
-  the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_split`).
+  one near the start and one near the end; a shorter one stays whole on some rank where the sharding allows it. Features
+  are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_split`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
   divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.groups`).
 - Recomputed layers add to what a token and a pack cost in backward; a recomputed document pays the products that are
@@ -26,11 +24,11 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.groups import (
+    TENSOR_RINGS,
     context_seconds,
     context_traffic,
-    recompute_seconds,
+    exposed_ring_seconds,
     ring_home,
-    tensor_seconds,
     weight_gather_seconds,
 )
 from evenload.cost.layer_counts import (
@@ -70,7 +68,7 @@ class SliceFeatures:
     keeps_short_whole: bool
 
     def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
-        """Return the features of packs, of one of the ranks that share each; float64[num_packs, num_columns].
+        """Return the features of packs, on one of the ranks that share each; float64[num_packs, num_columns].
 
         Args:
             chosen: bool[num_slices] that count; None = all.
@@ -116,7 +114,6 @@ class SliceFeatures:
         return (ranks > 1) & (rows >= shortest)
 
     def _of_shared_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Compute as `of_slices` the mean over the ranks that share each slice."""
         rows = stop - start
         sharded = self.is_sharded(rows, ranks)
         share = 1.0 / ranks
@@ -196,10 +193,7 @@ class PackCosts:
         keeps_short_whole: bool = True,
     ) -> None:
         require_supported_layout(model, layout)
-        self.keeps_short_whole = keeps_short_whole
-        self.model = model
-        self.coefficients = coefficients
-        self.layout = layout
+        self.model, self.coefficients, self.layout = model, coefficients, layout
         self.windows = tuple(sorted(set(model.windows)))
         self.features = SliceFeatures(
             windows=self.windows,
@@ -211,8 +205,7 @@ class PackCosts:
             "forward": self._stage_rates("forward", layout.tp),
             "backward": self._stage_rates("backward", layout.tp),
         }
-        # Per stage: seconds a token and a pack of the forward's linear work that recomputing a document pays again, and
-        # what recomputed layers pay for every document.
+        # Seconds a token and a pack, stage by stage: what recomputing a document costs, and recomputed layers always.
         stored = self.layers() - np.array(layout.recomputed_counts, np.int64)
         self.linear_again_s = self._linear_again(stored)
         if any(layout.recomputed_counts):
@@ -229,7 +222,7 @@ class PackCosts:
         """Return the seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
         layer, stages, layers = self.coefficients.of_pass(direction), self.layout.stage_layers, self.layers()
         matrix = np.zeros((num_columns(len(self.windows)), len(stages)))
-        token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
+        token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, TENSOR_RINGS[direction])
         matrix[0] = layers * (layer.linear_s_per_token / tp + token_s)
         matrix[1] = layers * layer.slice_s
         matrix[2] = layers * (layer.pack_s + pack_s)
@@ -248,7 +241,7 @@ class PackCosts:
         """Return (seconds a token, seconds a pack) of what recomputing makes again in so many layers of every stage;
         float64[P] each."""
         tp, layer, share = self.layout.tp, self.coefficients.forward, recomputed_share(self.model)
-        token_s, pack_s = recompute_seconds(self.model, self.coefficients, tp)
+        token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, 2 if self.model.post_norm else 1)
         return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
 
     @functools.cached_property
@@ -259,7 +252,7 @@ class PackCosts:
         table.num_stages, table.num_ranks = layout.num_stages, layout.pipeline_ranks
         table.layout_cp, table.layout_tp = layout.cp, layout.tp
         table.tile, table.causal = coefficients.attention_tile, model.causal
-        table.shared_tile = coefficients.attention_tile if self.keeps_short_whole else 0
+        table.shared_tile = coefficients.attention_tile if self.features.keeps_short_whole else 0
         table.devices_per_node = coefficients.devices_per_node
         table.windows = list(self.windows)
         table.forward, table.backward = (self._pass_table(direction) for direction in ("forward", "backward"))
@@ -320,8 +313,7 @@ class PackCosts:
 
     @functools.cached_property
     def pack_constant_s(self) -> float:
-        """Return the seconds that a pack takes on all stages, forward and backward, whatever is in it; at least the
-        smallest float above 0."""
+        """Return the seconds that an empty pack takes on all stages, forward and backward; above 0."""
         constant_s = sum(
             float(np.maximum(matrix[2], self.host_seconds[direction][1]).sum())
             for direction, matrix in self.stage_seconds.items()
@@ -348,8 +340,8 @@ class PackCosts:
         seconds = self.compute_seconds(columns, direction)
         if (columns.cp > 1).any():
             is_local = ~self.features.is_sharded(columns.slice_tokens(), columns.cp)
-            travelling = self._travelling_tokens(columns, is_cut)
-            seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *travelling, is_local)
+            sent = self._exchanged_tokens(columns, is_cut)
+            seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *sent, is_local)
         return seconds if policy is None else self.under_policy(seconds, columns, direction, policy)
 
     def under_policy(
@@ -381,8 +373,8 @@ class PackCosts:
         cut_tokens: NDArray[np.float64],
         is_local: NDArray[np.bool_],
     ) -> NDArray[np.float64]:
-        """Return what K and V of shared documents cost beyond attention: transfers that attention of local documents
-        does not hide, and copies; float64[num_packs, P].
+        """Price K and V of shared documents: transfers that attention of local documents does not hide, and copies;
+        float64[num_packs, P].
 
         Args:
             ranks, whole_tokens, cut_tokens: of every pack, as `cost.groups.context_seconds` takes them.
@@ -404,18 +396,13 @@ class PackCosts:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return (transfers that attention may hide, copies and transfers that nothing hides) of K and V of every
         pack's shared slices; float64[num_packs, P] each."""
-        ranks = columns.pack_ranks()
-        travelling = self._travelling_tokens(columns, None)
-        found = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *travelling, direction)
-        return np.outer(found.transfer_s, self.layers()), np.outer(found.plain_s, self.layers())
+        ranks, sent = columns.pack_ranks(), self._exchanged_tokens(columns, None)
+        layer = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *sent, direction)
+        return np.outer(layer.transfer_s, self.layers()), np.outer(layer.plain_s, self.layers())
 
     def copy_seconds(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
-        """Return the copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs,
-        P].
-
-        Args:
-            policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`.
-        """
+        """Price the copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs,
+        P]."""
         tokens = policy_tokens(columns, policy)[:, OFFLOAD]
         return self._copy_seconds(tokens) if tokens.any() else np.zeros((len(tokens), self.layout.num_stages))
 
@@ -423,7 +410,7 @@ class PackCosts:
         self, num_tokens: ArrayLike, policy: NDArray[np.int8] | None = None, ranks: int | None = None
     ) -> NDArray[np.float64]:
         """Price forward + backward of whole documents through the whole pipeline of one replica, without the constant
-        of the pack they lie in; float64[n]. What DP assignment balances (oracle: time, not forward FLOPs).
+        of the pack they lie in; float64[n]. This is what replicas are balanced by.
 
         Args:
             policy: int8[n]; None = all replay.
@@ -438,47 +425,33 @@ class PackCosts:
             seconds += (policy == RECOMPUTE) * features[:, 0] * self.linear_again_s[0].sum()
         return seconds
 
-    def forward_work(self, stage: int | None = None) -> WorkCurve:
-        """Return the work of a token range on one virtual stage, for exact cuts; default: the stage slowest per
-        token."""
-        return self._work("forward", stage, 0.0)
-
-    def backward_work(self, stage: int | None = None, recomputed_share: float = 0.0) -> WorkCurve:
-        """Return as `forward_work` for backward; by default usually the last stage, which carries the head.
+    def work_curve(self, direction: Direction, stage: int | None = None, recomputed_share: float = 0.0) -> WorkCurve:
+        """Return the work of a token range on one virtual stage, for exact cuts; default: the stage slowest per token.
 
         Args:
-            recomputed_share: of the tokens, those whose documents are recomputed; a curve knows no documents.
+            recomputed_share: of a backward's tokens, those whose documents are recomputed; a curve knows no documents.
         """
-        return self._work("backward", stage, recomputed_share)
-
-    def reduction_seconds(self) -> float:
-        """Price the reduce-scatter of fp32 gradients and all-gather of weights on the fullest rank, for searches:
-        latency counts once and nothing hides. What a plan pays follows from its order (`schedule.step_ends`)."""
-        element = self.model.bytes_per_element
-        return max(
-            sum(
-                self.coefficients.ring_seconds(num_bytes, copies)
-                for num_bytes in (max(element, 4) * parameters, element * parameters)
-            )
-            for copies, parameters in self._fullest_by_copies().items()
+        matrix = self.stage_seconds[direction]
+        linear = matrix[0] + recomputed_share * self.linear_again_s[0] if recomputed_share else matrix[0]
+        chosen, cp = int(linear.argmax()) if stage is None else stage, self.layout.cp
+        return WorkCurve(
+            linear_s=float(linear[chosen]) / cp,
+            attention_s=tuple(
+                (float(matrix[pairs_column(index), chosen]) / cp, window)
+                for index, window in enumerate(self.windows)
+                if matrix[pairs_column(index), chosen]
+            ),
+            slice_s=float(matrix[1, chosen]),
         )
 
     def optimizer_seconds(self) -> float:
         """Price the update of one rank's shard, fullest rank."""
-        seconds = self.coefficients.optimizer_s_per_parameter
-        return max(seconds * parameters / copies for copies, parameters in self._fullest_by_copies().items())
-
-    def _fullest_by_copies(self) -> dict[int, float]:
-        found: dict[int, float] = {}
-        trained = trained_parameters_per_rank(self.model, self.layout).tolist()
-        for copies, parameters in zip(self.layout.data_sizes, trained, strict=True):
-            found[copies] = max(found.get(copies, 0.0), float(parameters))
-        return found
+        trained = trained_parameters_per_rank(self.model, self.layout).astype(np.float64)
+        return float((self.coefficients.optimizer_s_per_parameter * trained / self.layout.data_sizes).max())
 
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
-        """Price all useful work of a step on all devices evenly, without recompute, padding, tiles, constants of packs
-        and slices, communication (but for tensor-parallel transfers that were measured with their layers) and
-        optimizer."""
+        """Price all useful work of a step spread evenly over all devices: without recompute, padding, tiles, constants
+        of packs and slices, optimizer, and communication that was not measured with its layers."""
         whole = self._stage_rates("forward", 1) + self._stage_rates("backward", 1)
         return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
 
@@ -517,10 +490,11 @@ class PackCosts:
         """Count the layers of every virtual stage."""
         return np.array(self.layout.stage_counts, np.int64)
 
-    def _travelling_tokens(
+    def _exchanged_tokens(
         self, columns: SliceColumns, is_cut: NDArray[np.bool_] | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Tokens of every pack's sharded slices, of documents that are never cut and of others; float64[num_packs]."""
+        """Count the tokens of every pack's sharded slices, of documents that are never cut and of others;
+        float64[num_packs] each."""
         rows = columns.slice_tokens()
         if is_cut is None:
             is_cut = np.zeros(int(columns.doc.max(initial=-1)) + 1, bool)
@@ -543,17 +517,3 @@ class PackCosts:
     def _features(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
         self.require_sliceable(columns)
         return self.features.of_packs(columns, chosen)
-
-    def _work(self, direction: Direction, stage: int | None, recomputed_share: float) -> WorkCurve:
-        matrix = self.stage_seconds[direction]
-        linear = matrix[0] + recomputed_share * self.linear_again_s[0] if recomputed_share else matrix[0]
-        chosen, cp = int(linear.argmax()) if stage is None else stage, self.layout.cp
-        return WorkCurve(
-            linear_s=float(linear[chosen]) / cp,
-            attention_s=tuple(
-                (float(matrix[pairs_column(index), chosen]) / cp, window)
-                for index, window in enumerate(self.windows)
-                if matrix[pairs_column(index), chosen]
-            ),
-            slice_s=float(matrix[1, chosen]),
-        )

@@ -2,11 +2,10 @@
 
 A rank takes the seconds of its own rows as a pack of its own, and what K and V of shared documents cost beyond the
 attention of its local ones; a pack takes those of its slowest rank, for ranks wait for each other in every layer's
-transfers. So uneven sharding (WLB §5) and short pieces that waste tiles are in the seconds of a pack. Layers are not
-told apart: where windows make other ranks the slowest, a pack takes longer than this says. `stepplan.rank_rows` says
-who computes which rows. O(ranges + packs · ranks · stages) numpy.
+transfers. All layers count as alike: where windows make other ranks the slowest, a pack takes longer than this.
+`stepplan.rank_rows` decides who computes which rows. O(ranges + packs · ranks · stages) numpy.
 
-Causes add up to `PackCosts.pack_seconds`. One thing after the other is taken away, and each difference is its share:
+Causes add up to `PackCosts.pack_seconds`. One after the other is taken away, and each difference is its share:
 
     as planned ─ copies to the host ─ recompute ─ waiting for K and V ─ tensor-parallel transfers
                ─ tiles, constants and waiting for the host ─ padding = useful work
@@ -35,12 +34,11 @@ class RankedPacks:
     Args:
         rows: the token ranges of every pack and rank, as slices of packs of their own: pack p of rank r is
             `first_rank[p] + r`.
-        first_rank: int64[num_packs + 1]; a pack has `first_rank[p + 1] - first_rank[p]` ranks, 1 where it is its
-            own.
+        first_rank: int64[num_packs + 1]; a pack has `first_rank[p + 1] - first_rank[p]` ranks.
         is_local, is_cut: bool[ranges of `rows`], of documents that lie whole on one rank, and of those that are cut
             in this direction or in the other.
-        whole_tokens, cut_tokens: float64[num_packs], tokens whose K and V travel, of documents that are never cut
-            and of others.
+        whole_tokens, cut_tokens: float64[num_packs], tokens whose K and V are exchanged, of documents that are never
+            cut and of others.
     """
 
     rows: SliceColumns
@@ -55,11 +53,11 @@ class RankedPacks:
         return np.diff(self.first_rank)
 
     def slowest(self, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return, of [rows packs, P], the largest of every pack's ranks; float64[num_packs, P]."""
+        """Take, of values by rank, the largest of every pack's ranks; float64[num_packs, P]."""
         return self._over_ranks(np.maximum, rank_values)
 
     def mean(self, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return, of [rows packs, P], the mean over every pack's ranks; float64[num_packs, P]."""
+        """Take, of values by rank, the mean over every pack's ranks; float64[num_packs, P]."""
         return self._over_ranks(np.add, rank_values) / self.num_ranks()[:, None]
 
     def _over_ranks(self, operation: np.ufunc, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -84,7 +82,7 @@ def rank_seconds(
 
 
 def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> NDArray[np.float64]:
-    """Return, of `rank_seconds`, what keys and values of shared documents cost; float64[packs of `ranked.rows`, P]."""
+    """Return, of `rank_seconds`, what K and V of shared documents cost; float64[packs of `ranked.rows`, P]."""
     ranks = ranked.num_ranks()
     whole_tokens, cut_tokens = np.repeat(ranked.whole_tokens, ranks), np.repeat(ranked.cut_tokens, ranks)
     return costs.waiting_seconds(
@@ -92,13 +90,12 @@ def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direc
     )
 
 
-_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "host_slice_s", "host_pack_s")
-"""Of `PassCoefficients`."""
+_NOT_USEFUL = ("prefix_s_per_token", "slice_s", "pack_s", "host_slice_s", "host_pack_s")  # Of `PassCoefficients`
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackSplit:
-    """Seconds of packs by cause; float64[num_packs, P] each, names as in `TimeSplit`."""
+    """Hold the seconds of packs by cause; float64[num_packs, P] each, names as in `TimeSplit`."""
 
     useful_s: NDArray[np.float64]
     kernels_s: NDArray[np.float64]
@@ -108,10 +105,6 @@ class PackSplit:
     tp_communication_s: NDArray[np.float64]
     cp_communication_s: NDArray[np.float64]
     cp_imbalance_s: NDArray[np.float64]
-
-    def total_s(self) -> NDArray[np.float64]:
-        """Add all causes up; float64[num_packs, P]."""
-        return np.sum([getattr(self, field.name) for field in dataclasses.fields(self)], axis=0)
 
 
 def split_pack_seconds(
@@ -130,7 +123,7 @@ def split_pack_seconds(
     coefficients, layout = costs.coefficients, costs.layout
     without_tp = msgspec.structs.replace(coefficients, tensor_exposed_share=0.0)
     passes = {
-        name: msgspec.structs.replace(getattr(without_tp, name), **dict.fromkeys(_NOT_USEFUL, 0.0))
+        name: msgspec.structs.replace(getattr(coefficients, name), **dict.fromkeys(_NOT_USEFUL, 0.0))
         for name in ("forward", "backward")
     }
     ideal = msgspec.structs.replace(without_tp, attention_tile=1, head_pack_s=0.0, **passes)

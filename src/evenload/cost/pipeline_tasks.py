@@ -9,13 +9,10 @@ of their constants: the measured share of these seconds, else half. Attention, n
 keeping logits for W would cost vocab·(e + 4) bytes a token. Under tensor parallelism W gathers rows again
 (`cost.groups.WEIGHT_RINGS`), so I and W together take longer than the whole backward.
 
-From I to W stay, per token and layer (`runtime/replay/weight_products.py`):
+From I to W stay, per token and layer (`runtime/replay/weight_products.py`), on top of the forward's chunk until I ends:
 
     inputs      e·(2·hidden + q + ffn)             of q k v (one for the three), o_proj, gate and up, down
     gradients   e·(2·hidden + q + 2·kv + 2·ffn)    of q k v, o_proj, gate and up, down
-
-They come on top of the forward's chunk until I ends; the attention output, which is in both, counts twice until
-then.
 """
 
 from dataclasses import fields
@@ -24,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload import _native
-from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.groups import weight_gather_seconds
 from evenload.cost.layer_counts import OFFLOAD, weight_elements_per_token
+from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout
@@ -34,22 +31,15 @@ from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes, PipelineTasks, SplitBackward
 
 
-def gather_seconds(
-    model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, backward: SliceColumns
-) -> NDArray[np.float64]:
+def gather_seconds(costs: PackCosts, backward: SliceColumns) -> NDArray[np.float64]:
     """Return what I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again
     in W; float64[m_b, P]."""
-    token_s, pack_s = weight_gather_seconds(model, coefficients, layout.tp)
-    return np.outer(backward.rank_tokens() * token_s + pack_s, np.array(layout.stage_counts, np.float64))
+    token_s, pack_s = weight_gather_seconds(costs.model, costs.coefficients, costs.layout.tp)
+    return np.outer(backward.rank_tokens() * token_s + pack_s, costs.layers().astype(np.float64))
 
 
 def weight_seconds(
-    model: ModelSpec,
-    coefficients: CostCoefficients,
-    layout: ParallelLayout,
-    tokens: NDArray[np.int64],
-    backward_s: NDArray[np.float64],
-    copy_s: NDArray[np.float64] | None,
+    costs: PackCosts, tokens: NDArray[np.int64], backward_s: NDArray[np.float64], copy_s: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
     """Return what W defers of every backward; float64[m_b, P].
 
@@ -58,9 +48,9 @@ def weight_seconds(
         backward_s: float64[m_b, P], whole backwards.
         copy_s: float64[m_b, P], of what comes back from the host; None = nothing does.
     """
-    share, per_layer = coefficients.split_share(model), coefficients.backward
-    layer_s = tokens * (per_layer.linear_s_per_token / layout.tp) + per_layer.pack_s
-    weight_s = share * np.outer(layer_s, np.array(layout.stage_counts, np.float64))
+    share, per_layer = costs.coefficients.split_share(costs.model), costs.coefficients.backward
+    layer_s = tokens * (per_layer.linear_s_per_token / costs.layout.tp) + per_layer.pack_s
+    weight_s = share * np.outer(layer_s, costs.layers().astype(np.float64))
     # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
     weight_s = np.minimum(weight_s, share * backward_s)
     # I needs all that comes back from the host; while it waits, a part of W's work is done.
@@ -95,30 +85,21 @@ def divide_backward(
 _SPLIT = tuple(field.name for field in fields(SplitBackward))
 
 
-def pipeline_tasks(
-    costs: PackCosts,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    num_tokens: NDArray[np.int64],
-    policy: NDArray[np.int8] | None = None,
-    *,
-    split: bool = False,
-) -> PipelineTasks:
-    """Price packs of one replica.
+def pipeline_tasks(costs: PackCosts, packs: ReplicaPacks, *, split: bool = False) -> PipelineTasks:
+    """Price packs of one replica, whose slices are shared by their `cp` ranks.
 
     Args:
-        num_tokens: int64[k] of the replica's documents, indexed by `SliceColumns.doc`.
-        policy: int8[k], indices into `cost.layer_counts.POLICIES`; None = all replay.
         split: also price backwards as I and W.
 
     Raises:
         ConfigError: slices of a bidirectional model, or a transfer over a link that is not known.
         ValueError: columns that are no packs of these documents.
     """
-    _require_known_links(costs, forward, backward, policy)
-    codes = np.empty(0, np.int8) if policy is None else np.ascontiguousarray(policy, np.int8)
+    _require_known_links(costs, packs)
+    codes = np.empty(0, np.int8) if packs.policy is None else np.ascontiguousarray(packs.policy, np.int8)
+    num_tokens = np.ascontiguousarray(packs.num_tokens, np.int64)
     *columns, parts = _native.price_packs(
-        costs.native, _arrays(forward), _arrays(backward), np.ascontiguousarray(num_tokens, np.int64), codes, split
+        costs.native, _arrays(packs.forward), _arrays(packs.backward), num_tokens, codes, split
     )
     forward_s, backward_s, p2p_forward_s, p2p_backward_s, needed, kept, forward_temp, freed, backward_temp = columns
     return PipelineTasks(
@@ -139,13 +120,12 @@ def pipeline_tasks(
     )
 
 
-def _require_known_links(
-    costs: PackCosts, forward: SliceColumns, backward: SliceColumns, policy: NDArray[np.int8] | None
-) -> None:
+def _require_known_links(costs: PackCosts, packs: ReplicaPacks) -> None:
     """Refuse, as `PackCosts` does, what the core takes for granted."""
+    forward, backward = packs.forward, packs.backward
     costs.require_sliceable(forward)
     costs.require_sliceable(backward)
-    if policy is not None and (policy == OFFLOAD).any():
+    if packs.policy is not None and (packs.policy == OFFLOAD).any():
         costs.host_link()
     shared = (forward.cp > 1).any() or (backward.cp > 1).any()
     coefficients = costs.coefficients

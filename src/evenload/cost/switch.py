@@ -10,13 +10,12 @@ receive:
                 adapters alone where the model's own weights are frozen (LoRA)
 
 A tied embedding is the embedding's unit alone, which the first and the last stage both hold with a whole optimizer
-state. Gradients are zero between steps and do not move. A link moves bytes / bandwidth, NVLink and network at once,
-both ways at once, as long as on the busiest device. Weights move before the step; optimizer state moves behind it
+state. Gradients are zero between steps and do not move. A link takes bytes / bandwidth on the busiest device, NVLink
+and network at once, both ways at once. Weights move before the step, optimizer state during it
 (`runtime.stages.arrivals`): T(switch) is the sum of both waits. Switches by copies (`CopySpec`) are priced from
 their moves (`plan.layouts.switch_prices`). O(devices · units) numpy.
 
-Unlike the paper: no copies of what other nodes hold and no cost of making groups, which are made at the start of a
-run.
+Unlike the paper: no copies of what other nodes hold and no cost of making groups, which a run makes at its start.
 """
 
 from typing import NamedTuple
@@ -25,12 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.memory import (
-    embedding_parameters,
-    layer_parameters,
-    optimizer_bytes_per_parameter,
-    trained_layer_parameters,
-)
+from evenload.cost.memory import optimizer_bytes_per_parameter, unit_parameters
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
@@ -44,7 +38,7 @@ def switch_seconds(
 
     Args:
         coefficients: for the links.
-        hidden_s: of the step before it needs its optimizer state, which moves meanwhile.
+        hidden_s: that the step runs before it needs its optimizer state.
 
     Raises:
         ConfigError: the coefficients know no link that the bytes cross, or cp or tp change.
@@ -55,19 +49,19 @@ def switch_seconds(
 
 
 class _UnitBytes(NamedTuple):
-    """What moves of every unit: whole to devices that lack it, and in shares; float64[U] each."""
+    """Hold the bytes of every unit that move whole to devices that lack it, and in shares; float64[U] each."""
 
     weights: NDArray[np.float64]
     state: NDArray[np.float64]
 
 
 def _weights_of(model: ModelSpec, layout: ParallelLayout) -> _UnitBytes:
-    weights = model.bytes_per_element * _unit_parameters(model, layout)
+    weights = model.bytes_per_element * unit_parameters(model, layout.tp)[0].astype(np.float64)
     return _UnitBytes(weights, np.zeros_like(weights))
 
 
 def _state_of(model: ModelSpec, layout: ParallelLayout) -> _UnitBytes:
-    state = _state_bytes(model, layout)
+    state = optimizer_bytes_per_parameter(model) * unit_parameters(model, layout.tp)[1].astype(np.float64)
     return _UnitBytes(np.zeros_like(state), state)
 
 
@@ -89,9 +83,9 @@ def _moving_seconds(
 
 
 class ReceiveSeconds:
-    """Seconds for which a stage's devices receive weights, by its range of layers: the part of a switch that a search
-    over mappings needs stage by stage. Without the senders' side, latency and optimizer state, so never above
-    `switch_seconds`. Where copies were measured, inside a node at their rate.
+    """Price the weights that a stage's devices receive, by its range of layers, for a search over mappings: without
+    the senders' side, latency and optimizer state, so never above `switch_seconds`. Where copies were measured, inside
+    a node at their rate.
 
     Args:
         new: gives the sizes of the dimensions; its layers do not matter.
@@ -105,11 +99,9 @@ class ReceiveSeconds:
             part / _link(coefficients, leaves_node=leaves_node).bandwidth_bytes_per_s if part.any() else part
             for leaves_node, part in zip((False, True), parts, strict=True)
         ]
-        # Up to every unit; by link, device, unit.
-        self._sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))
+        self._sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))  # [link, device, units before]
         self._devices = [_devices_of(new, stage) for stage in range(new.num_stages)]
-        self._num_layers = model.num_layers
-        self._is_tied = model.tied_embeddings
+        self._num_layers, self._is_tied = model.num_layers, model.tied_embeddings
         self._known: dict[tuple[int, int, int], float] = {}
 
     def of_stage(self, rank: int, first: int, last: int) -> float:
@@ -128,35 +120,10 @@ class ReceiveSeconds:
 
 
 def _link(coefficients: CostCoefficients, *, leaves_node: bool) -> LinkSpec:
-    """Return what joins devices of one node, or of different nodes; must be known only where it carries something."""
+    """Return the link between devices of one node, or of different nodes."""
     if not leaves_node and (copies := coefficients.copies) is not None:
         return LinkSpec(bandwidth_bytes_per_s=copies.rank_bytes_per_s, latency_s=0.0)
     return coefficients.device_link(leaves_node=leaves_node)
-
-
-def _unit_parameters(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
-    """Of embedding, layers, head (with the final norm) on one tensor-parallel rank; float64[U]."""
-    embedding, layer = embedding_parameters(model, layout.tp), layer_parameters(model, layout.tp)
-    head = 0 if model.tied_embeddings else embedding
-    units = np.array([embedding, *[layer] * model.num_layers, head + model.norm_parameters], np.float64)
-    # Learned positions are where the first layer is; a tied embedding's other end has none.
-    units[1] += model.position_parameters
-    return units
-
-
-def _state_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
-    parameters = _unit_parameters(model, layout)
-    if model.adapter_parameters_per_layer:
-        parameters = np.array([0, *[trained_layer_parameters(model, layout.tp)] * model.num_layers, 0], np.float64)
-    return optimizer_bytes_per_parameter(model) * parameters
-
-
-def _owners(layout: ParallelLayout) -> NDArray[np.int64]:
-    rank = np.zeros(layout.num_layers + 2, np.int64)
-    for (first, last), owner in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
-        rank[first + 1 : last + 1] = owner
-    rank[0], rank[-1] = layout.stage_to_rank[0], layout.stage_to_rank[-1]
-    return rank
 
 
 def _devices_of(layout: ParallelLayout, stage: int) -> slice:
@@ -165,7 +132,7 @@ def _devices_of(layout: ParallelLayout, stage: int) -> slice:
 
 
 class _Places(NamedTuple):
-    """Where every device stands: the first pipeline rank with its layers (-1: no rank runs there), its place among the
+    """Hold for every device the first pipeline rank with its layers (-1: no rank runs there), its place among the
     devices that hold the same, and how many these are; int64[D] each."""
 
     rank: NDArray[np.int64]
@@ -184,8 +151,9 @@ def _places(layout: ParallelLayout, devices: int) -> _Places:
 
 
 def _homes(layout: ParallelLayout, model: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The pipeline ranks of every unit, twice the same but for a tied embedding; int64[U] each."""
-    first = _owners(layout)
+    """Return the pipeline ranks that hold every unit, twice the same but for a tied embedding; int64[U] each."""
+    owners = np.repeat(layout.stage_to_rank, layout.stage_counts)
+    first = np.concatenate([owners[:1], owners, owners[-1:]]).astype(np.int64)
     other = first.copy()
     if model.tied_embeddings:
         other[0] = first[-1]
@@ -193,7 +161,7 @@ def _homes(layout: ParallelLayout, model: ModelSpec) -> tuple[NDArray[np.int64],
 
 
 def _holds(layout: ParallelLayout, model: ModelSpec, devices: int | None = None) -> NDArray[np.bool_]:
-    """Units of every device's stage; bool[D, U]."""
+    """Return which units lie on every device's stage; bool[D, U]."""
     rank = _places(layout, layout.world_size if devices is None else devices).rank
     first, other = _homes(layout, model)
     return (rank[:, None] == first[None, :]) | (rank[:, None] == other[None, :])
@@ -202,7 +170,7 @@ def _holds(layout: ParallelLayout, model: ModelSpec, devices: int | None = None)
 def _missing_bytes(
     units: _UnitBytes, model: ModelSpec, devices_per_node: int, old: ParallelLayout, new: ParallelLayout
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What every device of `new` lacks of every unit, were the unit on its stage: from its node, and from others;
+    """Count what every device of `new` would lack of every unit on its stage, from its node and from others;
     float64[D, U] each."""
     if (old.cp, old.tp) != (new.cp, new.tp):
         raise ConfigError(
@@ -225,8 +193,8 @@ def _sent_bytes(
     new: ParallelLayout,
     arriving: list[NDArray[np.float64]],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What every device of `old` sends inside its node and to others; weights, and all of a tied embedding, by all
-    holders alike; float64[D]."""
+    """Count what every device of `old` sends inside its node and to others; weights, and all of a tied embedding, by
+    all holders alike; float64[D] each."""
     held = _holds(old, model)
     sent = []
     receiving = _shares_elsewhere(new, old, model, devices_per_node)
@@ -244,8 +212,8 @@ def _sent_bytes(
 def _shares_elsewhere(
     mine: ParallelLayout, theirs: ParallelLayout, model: ModelSpec, devices_per_node: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of the share of a unit's optimizer state that a device has in `mine`, were the unit on its stage: what other
-    devices of its node have in `theirs`, and what devices of other nodes have; float64[D, U] each."""
+    """Split the share of a unit's optimizer state that a device would have in `mine`, were the unit on its stage, into
+    what other devices of its node have in `theirs`, and devices of other nodes; float64[D, U] each."""
     devices, of_rank = mine.world_size, theirs.dp * theirs.cp * theirs.tp
     places = _places(mine, devices)
     low, high = (places.place / places.copies)[:, None], ((places.place + 1) / places.copies)[:, None]
@@ -253,7 +221,7 @@ def _shares_elsewhere(
     spans = np.array(theirs.data_sizes) * theirs.tp
 
     def shares(first: NDArray, last: NDArray, span: NDArray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """From where to where the owners' devices `[first, last)` of `span` have, counted from the first of them."""
+        """Return the range of shares that devices `[first, last)` of the owners' `span` have."""
         begin = np.clip(first // theirs.tp, 0, span // theirs.tp) * theirs.tp / span
         end = np.clip(-(-last // theirs.tp), 0, span // theirs.tp) * theirs.tp / span
         return begin, end
@@ -278,7 +246,7 @@ def _shares_elsewhere(
 
 
 def _node_sums(held: NDArray[np.bool_], devices_per_node: int, devices: int) -> NDArray[np.int64]:
-    """For every device, how many devices of its node hold each unit; int64[devices, U]."""
+    """Count, for every device, the devices of its node that hold each unit; int64[devices, U]."""
     rows = max(len(held), devices)
     nodes = -(-rows // devices_per_node)
     padded = np.zeros((nodes * devices_per_node, held.shape[1]), np.int64)

@@ -3,15 +3,15 @@
 A unit's gradients are reduce-scattered over the ranks that hold it, and its updated weights all-gathered, in a few
 buffers of a transfer each (`runtime.optim.parameter_units`): bytes are paid once, the latency of a ring once a
 buffer. A backward completes the units of its stage in the order head, layers downwards, embedding; a first forward
-reads them in the order embedding, layers upwards. Each takes what its coefficients say of the pack.
+reads them in the order embedding, layers upwards.
 
 Lower bounds of a step's time:
 
     physical      model FLOPs of all tokens / (devices · peak FLOP/s); MFU is the share of it that a step reaches
     of the layout the busiest pipeline rank computes its share of all documents at the cost model's rates, or reduces
                   its gradients if that takes longer; then the update
-    of the sizes  the same for every split of the model's layers over the pipeline's ranks: some rank has the dearest
-                  layer; at least the mean of all ranks; and as many layers as an even split's fullest
+    of the sizes  the same for every split of the model's layers over the pipeline's ranks: some rank has the most
+                  expensive layer; at least the mean of all ranks; and as many layers as an even split's fullest
 
 O(documents + units).
 """
@@ -33,11 +33,11 @@ from evenload.types.model import ModelSpec
 
 
 class UnitTransfers(NamedTuple):
-    """Of one pipeline rank's units, from the start of the model to its end.
+    """Hold the transfers of one pipeline rank's units, from the start of the model to its end.
 
     Args:
         unit: int64[n], as `cost.memory.trained_unit_parameters` numbers them.
-        parameters: int64[n]; sum_s, gather_s: float64[n], alone, with nothing beside them.
+        parameters: int64[n]; sum_s, gather_s: float64[n], of reduce-scatters and all-gathers that overlap nothing.
     """
 
     unit: NDArray[np.int64]
@@ -62,7 +62,7 @@ def unit_transfers(
 
 
 def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[int, int]:
-    """Count the buffers of a pipeline rank's units. Biases of models whose biases are not counted are not either."""
+    """Count the buffers of a pipeline rank's units, without those of biases that the model does not count."""
     is_cut, stages, last = layout.tp > 1, layout.stages_of_rank(rank), layout.num_stages - 1
     layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
     if model.adapter_parameters_per_layer:
@@ -77,30 +77,34 @@ def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[in
 
 
 def pack_features(costs: PackCosts, packs: Sequence[tuple[SliceColumns, int]]) -> NDArray[np.float64]:
-    """Return the features of packs by their columns and number, as `cost.pack_cost` has them; float64[n, features]."""
+    """Return the features (`cost.pack_cost`) of packs, each given by its columns and number; float64[n, features]."""
     parts = [columns.pack_range(pack, pack + 1) for columns, pack in packs]
     return costs.features.of_packs(SliceColumns.concat(parts, [0] * len(parts)))
 
 
-def stage_units(costs: PackCosts, stage: int) -> list[int]:
-    """List the numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a backward
-    completes them."""
+def stage_units(costs: PackCosts, stage: int, direction: Direction = "backward") -> list[int]:
+    """List a stage's units (`cost.memory.trained_unit_parameters`) in the order in which a backward completes them, or
+    a forward reads them; the head is the backward's."""
     first, last = costs.layout.stage_layers[stage]
-    head = [1 + costs.model.num_layers] if stage == costs.layout.num_stages - 1 else []
-    return [*head, *(1 + layer for layer in reversed(range(first, last))), *([0] if stage == 0 else [])]
+    units = [*([0] if stage == 0 else []), *(1 + layer for layer in range(first, last))]
+    if direction == "forward":
+        return units
+    return [*([1 + costs.model.num_layers] if stage == costs.layout.num_stages - 1 else []), *reversed(units)]
 
 
-def shares_left(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-    """Return the share of each pack's backward that is left when a unit's gradients are complete; float64[n,
-    `stage_units`].
+def unit_shares(
+    costs: PackCosts, features: NDArray[np.float64], stage: int, direction: Direction
+) -> NDArray[np.float64]:
+    """Return the share of each pack's backward that is left when a unit's gradients are complete, or of its forward
+    that is over when a unit's weights are read; float64[n, `stage_units`].
 
     Args:
-        features: of the packs.
+        features: of the packs (`pack_features`).
     """
-    seconds = unit_seconds(costs, features, stage_units(costs, stage), "backward")
-    total_s = seconds.sum(axis=1, keepdims=True)
-    left_s = total_s - np.cumsum(seconds, axis=1)
-    return np.maximum(0.0, np.divide(left_s, total_s, out=np.zeros_like(left_s), where=total_s > 0))
+    seconds = unit_seconds(costs, features, stage_units(costs, stage, direction), direction)
+    total_s, done_s = seconds.sum(axis=1, keepdims=True), np.cumsum(seconds, axis=1)
+    wanted_s = np.maximum(0.0, total_s - done_s) if direction == "backward" else done_s - seconds
+    return np.divide(wanted_s, total_s, out=np.zeros_like(wanted_s), where=total_s > 0)
 
 
 def unit_seconds(
@@ -121,25 +125,6 @@ def unit_seconds(
             rates[pairs_column(window), at] = layer.attention_s_per_pair / tp
             rates[prefix_column(window), at] = layer.prefix_s_per_token / tp
     return features @ rates
-
-
-def forward_units(costs: PackCosts, stage: int) -> list[int]:
-    """List the numbers of a stage's units (`cost.memory.trained_unit_parameters`), in the order in which a forward
-    reads them; the head is read by the backward."""
-    first, last = costs.layout.stage_layers[stage]
-    return [*([0] if stage == 0 else []), *(1 + layer for layer in range(first, last))]
-
-
-def shares_before(costs: PackCosts, features: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-    """Return the share of each pack's forward that is over when a unit's weights are read; float64[n, `forward_units`].
-
-    Args:
-        features: of the packs (`pack_features`).
-    """
-    seconds = unit_seconds(costs, features, forward_units(costs, stage), "forward")
-    total_s = seconds.sum(axis=1, keepdims=True)
-    before_s = np.cumsum(seconds, axis=1) - seconds
-    return np.divide(before_s, total_s, out=np.zeros_like(before_s), where=total_s > 0)
 
 
 def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
@@ -189,6 +174,6 @@ def sizes_bound_seconds(
 
 
 def _fullest_at_least(of_layers: np.ndarray, ranks: int) -> float:
-    """The least that the fullest rank has of something, however layers are split."""
+    """Return the least that the fullest rank has of something, however layers are split."""
     most = -(-len(of_layers) // ranks)
     return max(float(of_layers.sum()) / ranks, float(np.sort(of_layers)[:most].sum()), float(of_layers.max()))

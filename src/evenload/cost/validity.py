@@ -1,14 +1,11 @@
 """Check whether measured costs hold for a model and a layout, name what is missing, and complete it from a cluster.
 
-Seconds a layer belong to one shape of layer in one precision; costs of another shape are refused. The number of
-layers, names, tied embeddings, windows and what memory is counted are not part of the shape.
+Seconds a layer belong to one shape of layer in one precision. Measured with matrices split over tp devices they
+include that group's transfers and hold for that tp alone; measured on whole matrices (tp 1) they hold for any tp. A
+link is known between as many devices as took part in the measurement.
 
-    layers      measured with matrices split over tp devices, the seconds include that group's transfers and say nothing
-                about another tp. Measured on whole matrices (tp 1), any tp can be costed
-    links       a link is known between as many devices as took part in the measurement
-
-A run measures what is missing; a plan without devices takes links from its cluster and says so. Where a run may
-change its layout, one measured link stands for those that another layout of the same processes needs.
+A run measures what is missing; a plan without devices takes links from its cluster. Where a run may change its layout,
+one measured link stands for those that another layout of the same processes needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,6 +23,7 @@ Missing = Literal["layers", "pipeline link", "reduction link", "group link"]
 """A part of costs that a layout needs: seconds of layers; links between pipeline stages, over which gradients are
 reduced, and inside a tensor- or context-parallel group."""
 
+# Fields of a model that are not the shape of a layer: names, sizes of the whole, and what memory is counted.
 _NOT_SHAPE = {
     *("name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows"),
     *("attention_workspace", "ordered_attention", "averaged_weights"),
@@ -35,12 +33,6 @@ _LINK_OF: Mapping[Missing, str] = {
     "reduction link": "the reduction of gradients",
     "group link": "the transfer between devices that share matrices or documents",
 }
-
-
-def shape_differences(measured: ModelSpec, planned: ModelSpec) -> dict[str, tuple[object, object]]:
-    """Return the fields in which the layers of two models differ, with both values."""
-    one, other = msgspec.structs.asdict(measured), msgspec.structs.asdict(planned)
-    return {name: (one[name], other[name]) for name in one if name not in _NOT_SHAPE and one[name] != other[name]}
 
 
 def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin: str) -> MeasuredOn:
@@ -55,13 +47,14 @@ def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin
     measured = coefficients.measured_on
     if measured is None:
         raise ConfigError(
-            f"{origin} does not say on which model and layout it was measured (no 'measured_on'), so it could belong "
-            "to any; measure again: evenload profile writes one, and so does a run of evenload train without "
-            "train.cost_file, into its output_dir"
+            f"{origin} does not say on which model and layout it was measured (no 'measured_on'); measure again: "
+            "evenload profile writes one, and so does a run of evenload train without train.cost_file, into its "
+            "output_dir"
         )
-    differing = shape_differences(measured.model, model)
+    there, here = msgspec.structs.asdict(measured.model), msgspec.structs.asdict(model)
+    differing = [name for name in there if name not in _NOT_SHAPE and there[name] != here[name]]
     if differing:
-        fields = ", ".join(f"{name} {here} there and {there} here" for name, (here, there) in differing.items())
+        fields = ", ".join(f"{name} {there[name]} there and {here[name]} here" for name in differing)
         raise ConfigError(
             f"{origin} was measured on model {measured.model.name} and this is {model.name}, whose layers differ: "
             f"{fields}; give a cost file of {model.name}, or none"
@@ -70,11 +63,10 @@ def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin
 
 
 def in_measured_precision(model: ModelSpec, coefficients: CostCoefficients) -> ModelSpec:
-    """Return the model in the precision that was measured, where nobody says in which it will be trained."""
+    """Return the model in the precision that was measured, for where it is not known in which it will be trained."""
     measured = coefficients.measured_on
-    if measured is None:
-        return model
-    return msgspec.structs.replace(model, bytes_per_element=measured.model.bytes_per_element)
+    element = model.bytes_per_element if measured is None else measured.model.bytes_per_element
+    return msgspec.structs.replace(model, bytes_per_element=element)
 
 
 def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tuple[Missing, ...]:
@@ -82,7 +74,7 @@ def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tup
     measured = coefficients.measured_on
     missing: list[Missing] = ["layers"] if measured is not None and measured.tp not in (1, layout.tp) else []
     for part, prefix, span in _used_links(layout):
-        is_known = getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is not None
+        is_known = coefficients.link_or_none(prefix) is not None
         if not is_known or (measured is not None and span > measured.world_size):
             missing.append(part)
     if layout.cp * layout.tp > 1 and coefficients.group_link_or_none(layout.cp * layout.tp, 1) is None:
@@ -112,7 +104,7 @@ def require_covered(coefficients: CostCoefficients, model: ModelSpec, layout: Pa
 def completed_from_cluster(
     coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, origin: str
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
-    """Return costs whose missing links are the cluster's, and what was taken, one sentence each.
+    """Return costs whose missing links are the cluster's, and which links these are, one sentence each.
 
     Links known between fewer devices than the layout has stand for all that lie in one node of the cluster.
 
@@ -135,13 +127,11 @@ def completed_from_cluster(
         return link
 
     for part, prefix, span in _used_links(layout):
-        if getattr(coefficients, f"{prefix}_bandwidth_bytes_per_s") is None or span > known_span:
-            of_cluster = (
-                cluster.device_link(span)
-                if part == "pipeline link"
-                else cluster.group_link(max(layout.data_sizes), layout.tp)
+        if coefficients.link_or_none(prefix) is None or span > known_span:
+            data_link = cluster.group_link(max(layout.data_sizes), layout.tp)
+            changes |= _link_fields(
+                prefix, take(part, span, cluster.device_link(span) if prefix == "p2p" else data_link)
             )
-            changes |= _link_fields(prefix, take(part, span, of_cluster))
     # Replicas may share documents, and a switch of layout may move layers between any two devices.
     if layout.world_size > 1 and coefficients.intra_node is None:
         changes["intra_node"] = take("group link", min(layout.world_size, cluster.devices_per_node), cluster.intra_node)
@@ -161,10 +151,10 @@ def completed_from_cluster(
 def completed_between_layouts(
     coefficients: CostCoefficients, layout: ParallelLayout
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
-    """Return costs of another layout of the processes that were measured, and what was taken for what, one sentence
+    """Return costs of another layout of the processes that were measured, and which link stands for which, one sentence
     each.
 
-    A message from a process to another takes what it takes, whatever it is for: the transfer between stages, or where
+    A message from a process to another takes the same time whatever it is for: the transfer between stages, or where
     there are none a step of the ring of gradients, or one inside a group, stands for those that were not measured.
 
     Raises:
@@ -173,43 +163,39 @@ def completed_between_layouts(
     measured = coefficients.measured_on
     if measured is not None and layout.world_size > measured.world_size:
         raise ConfigError(
-            f"costs of {coefficients.device} were measured on {_sizes(measured)} and do not speak for "
+            f"costs of {coefficients.device} were measured on {_sizes(measured)} and do not hold for "
             f"{layout.world_size} processes; measure on so many"
         )
-    p2p, reduction = coefficients.p2p_bandwidth_bytes_per_s, coefficients.reduce_bandwidth_bytes_per_s
-    known: dict[str, LinkSpec] = {}
-    if p2p is not None:
-        known["transfers between stages"] = LinkSpec(bandwidth_bytes_per_s=p2p, latency_s=coefficients.p2p_latency_s)
-    if reduction is not None:
-        ring = LinkSpec(bandwidth_bytes_per_s=reduction, latency_s=coefficients.reduce_latency_s)
-        known["the reduction of gradients"] = ring
-    if coefficients.intra_node is not None:
-        known["transfers inside groups"] = coefficients.intra_node
     if layout.world_size == 1:
         return coefficients, ()
-    if not known:
+    stages, gradients = "transfers between stages", "the reduction of gradients"
+    links = {
+        stages: coefficients.link_or_none("p2p"),
+        gradients: coefficients.link_or_none("reduce"),
+        "transfers inside groups": coefficients.intra_node,
+    }
+    origin, link = next(((name, link) for name, link in links.items() if link is not None), ("", None))
+    if link is None:
         raise ConfigError(
             f"costs of {coefficients.device} know no link between processes, so no other layout can be priced; measure "
             "on several processes (evenload profile --layout, or a run without train.cost_file)"
         )
-    origin, link = next(iter(known.items()))
     changes: dict[str, object] = {}
-    lacking = []
-    for name, prefix in (("transfers between stages", "p2p"), ("the reduction of gradients", "reduce")):
-        if name not in known:
-            changes |= _link_fields(prefix, link)
-            lacking.append(name)
+    missing = [name for name in (stages, gradients) if links[name] is None]
+    for name in missing:
+        changes |= _link_fields("p2p" if name == stages else "reduce", link)
     if coefficients.intra_node is None:
         # A switch of layout moves layers between any two processes.
         changes["intra_node"] = link
         changes["devices_per_node"] = max(coefficients.devices_per_node, layout.world_size)
-        lacking.append("transfers inside groups and of a switch of layout")
-    notes = tuple(f"{name} not measured: taken from {origin}, between the same processes" for name in lacking)
+        missing.append("transfers inside groups and of a switch of layout")
+    notes = tuple(f"{name} not measured: taken from {origin}, between the same processes" for name in missing)
     return msgspec.structs.replace(coefficients, **changes), notes
 
 
-def _used_links(layout: ParallelLayout) -> Iterator[tuple[Missing, str, int]]:
-    """Between stages and between replicas, where the layout has several: with the devices that the link spans."""
+def _used_links(layout: ParallelLayout) -> Iterator[tuple[Missing, Literal["p2p", "reduce"], int]]:
+    """Yield the links between stages and between replicas, where the layout has several, with the devices that each
+    spans."""
     if layout.num_stages > 1:
         yield "pipeline link", "p2p", layout.world_size
     if (copies := max(layout.data_sizes)) > 1:
@@ -217,7 +203,7 @@ def _used_links(layout: ParallelLayout) -> Iterator[tuple[Missing, str, int]]:
 
 
 def _link_fields(prefix: str, link: LinkSpec) -> dict[str, object]:
-    """Return the fields of `CostCoefficients` that say a link; gathers go over that of reductions."""
+    """Return the fields of `CostCoefficients` that hold a link; all-gathers go over that of reductions."""
     fields: dict[str, object] = {
         f"{prefix}_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
         f"{prefix}_latency_s": link.latency_s,
@@ -232,7 +218,7 @@ def _sizes(measured: MeasuredOn) -> str:
 
 def _other_tp(measured: MeasuredOn, layout: ParallelLayout, origin: str) -> str:
     return (
-        f"{origin} was measured under tp={measured.tp}, and the seconds of its layers include that group's transfers, "
-        f"so they say nothing about layout {layout.describe()}; plan with tp={measured.tp}, or give a cost file "
-        f"measured under tp=1 or tp={layout.tp}"
+        f"{origin} was measured under tp={measured.tp}, whose transfers are in the seconds of its layers, and does not "
+        f"hold for layout {layout.describe()}; plan with tp={measured.tp}, or give a cost file measured under tp=1 or "
+        f"tp={layout.tp}"
     )

@@ -312,7 +312,7 @@ def _most_steps(values: Iterable[str]) -> str:
 
 def _cuts_of(proposal: Proposal) -> str:
     """Return "whole" documents, "symmetric" slices, the same in both directions, or "asymmetric"."""
-    used = [choice.candidate for choice in proposal.choices]
+    used = [choice.candidate.packs for choice in proposal.choices]
     if all((one.forward.start == 0).all() and (one.backward.start == 0).all() for one in used):
         return "whole"
 
@@ -325,7 +325,7 @@ def _cuts_of(proposal: Proposal) -> str:
 
 def _schedule_of(proposal: Proposal) -> str:
     """Name the schedules of all replicas that have documents."""
-    used = [choice.candidate for choice in proposal.choices if choice.candidate.forward.num_packs]
+    used = [choice.candidate for choice in proposal.choices if choice.candidate.packs.forward.num_packs]
     return " + ".join(sorted({one.schedule for one in used}))
 
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory import bytes_by_kind, rank_view
+from evenload.cost.memory import ReplicaPacks, bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
 from evenload.cost.pipeline_tasks import gather_seconds
@@ -16,7 +16,7 @@ from evenload.plan.problem import Candidate, ReplicaChoice
 from evenload.schedule.critical_path import Bubble, critical_path, p2p_transfers, split_bubble
 from evenload.schedule.simulate import join_timelines, memory_ledger, simulate, to_timeline
 from evenload.schedule.step_ends import SimulatedReplica, StepEnd, step_end
-from evenload.stepplan.plan_tasks import ReplicaColumns, replica_columns, tasks_of_columns, timed_tasks
+from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns, timed_tasks
 from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction, PackSharding
@@ -41,17 +41,16 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     sides: list[SideTasks] = []
     critical, kinds, replicas = [], [], []
     for dp_rank in range(plan.layout.dp):
-        columns = replica_columns(plan, dp_rank)
-        packs = (columns.forward, columns.backward, columns.num_tokens, columns.policy, columns.owners)
-        replica = _simulated(plan, dp_rank, columns, tasks_of_columns(plan, dp_rank, costs.model, columns))
+        packs = replica_columns(plan, dp_rank)
+        replica = _simulated(plan, dp_rank, packs, tasks_of_columns(plan, dp_rank, costs.model, packs))
         tasks, actions, simulation = replica.tasks, replica.actions, replica.simulation
         replicas.append(replica)
         on_path = np.zeros(len(actions.kind), bool)
         on_path[critical_path(tasks, actions, simulation).actions] = True
         parts.append(to_timeline(tasks, actions, simulation, dp_rank, plan.predicted.step_time_s))
         critical.append(on_path)
-        kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, *packs), actions))
-        sides += _inside_packs(costs, columns, replica, dp_rank)
+        kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, packs), actions))
+        sides += _inside_packs(costs, packs, replica, dp_rank)
         sides += _between_stages(replica, dp_rank)
     end = step_end(costs, replicas)
     for dp_rank in range(len(parts)):
@@ -66,7 +65,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     )
 
 
-def _simulated(plan: StepPlan, dp_rank: int, columns: ReplicaColumns, tasks: PipelineTasks) -> SimulatedReplica:
+def _simulated(plan: StepPlan, dp_rank: int, columns: ReplicaPacks, tasks: PipelineTasks) -> SimulatedReplica:
     actions = action_columns(plan.schedules[dp_rank])
     return SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulate(tasks, actions))
 
@@ -92,7 +91,7 @@ def _collectives_and_update(end: StepEnd, layout: ParallelLayout, dp_rank: int) 
 
 
 def _inside_packs(
-    costs: PackCosts, columns: ReplicaColumns, replica: SimulatedReplica, dp_rank: int
+    costs: PackCosts, columns: ReplicaPacks, replica: SimulatedReplica, dp_rank: int
 ) -> Iterator[SideTasks]:
     if columns.policy is None:
         return
@@ -113,14 +112,12 @@ def _inside_packs(
         yield side_tasks(name, dp_rank, rank, stage, pack, start_s, start_s + taken_s)
 
 
-def _copy_seconds(costs: PackCosts, columns: ReplicaColumns, direction: int) -> NDArray[np.float64]:
+def _copy_seconds(costs: PackCosts, columns: ReplicaPacks, direction: int) -> NDArray[np.float64]:
     """Return seconds of copies of every pack on every stage, the mean over ranks that hold different documents."""
-    packs, policy = (columns.forward, columns.backward)[direction], columns.policy
-    assert policy is not None
-    if columns.owners is None:
-        return costs.copy_seconds(packs, policy)
-    views = [rank_view(packs, columns.owners[direction], rank) for rank in range(costs.layout.cp)]
-    return np.mean([costs.copy_seconds(view, policy) for view in views], axis=0)
+    by_rank, ranks = columns.by_rank(costs.layout.cp), 1 if columns.owners is None else costs.layout.cp
+    assert by_rank.policy is not None, "called for offloaded documents only"
+    seconds = costs.copy_seconds((by_rank.forward, by_rank.backward)[direction], by_rank.policy)
+    return seconds.reshape(ranks, len(seconds) // ranks, -1).mean(axis=0)
 
 
 def _between_stages(replica: SimulatedReplica, dp_rank: int) -> Iterator[SideTasks]:
@@ -170,8 +167,8 @@ def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
     choices = []
     for dp_rank in range(plan.layout.dp):
         packs = replica_columns(plan, dp_rank)
-        replica = _simulated(plan, dp_rank, packs, tasks_of_columns(plan, dp_rank, costs.model, packs))
-        candidate = Candidate(label="", excess_bytes=0, policy=packs.policy, shardings=packs.shardings, **vars(replica))
+        run = _simulated(plan, dp_rank, packs, tasks_of_columns(plan, dp_rank, costs.model, packs))
+        candidate = Candidate("", packs, run.tasks, run.actions, run.simulation, shardings=packs.shardings)
         choices.append(ReplicaChoice(np.arange(len(plan.documents)), candidate))
     return split_step_time(costs, choices)
 
@@ -179,16 +176,13 @@ def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
 def _split_packs(costs: PackCosts, replicas: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
     """Split all replicas' packs of each direction at once: numpy calls cost more than their work here."""
     first_doc = np.cumsum([0, *num_documents[:-1]]).tolist()
-    sides = [SliceColumns.concat([getattr(one, way) for one in replicas], first_doc) for way in _DIRECTIONS]
-    policy = None
-    if any(one.policy is not None for one in replicas):
-        policies = [
-            np.zeros(count, np.int8) if one.policy is None else one.policy
-            for one, count in zip(replicas, num_documents, strict=True)
-        ]
-        policy = np.concatenate(policies)
+    sides = [SliceColumns.concat([getattr(one.packs, way) for one in replicas], first_doc) for way in _DIRECTIONS]
+    policies, policy = [one.packs.policy for one in replicas], None
+    if any(own is not None for own in policies):
+        pairs = zip(policies, num_documents, strict=True)
+        policy = np.concatenate([np.zeros(count, np.int8) if own is None else own for own, count in pairs])
     shardings: list[PackSharding] = [
-        sharding for one in replicas for sharding in (one.shardings or ("",) * one.forward.num_packs)
+        sharding for one in replicas for sharding in (one.shardings or ("",) * one.packs.forward.num_packs)
     ]
     ranked = ranked_where_shared(costs, sides[0], sides[1], shardings)
     return [
@@ -200,7 +194,7 @@ def _split_packs(costs: PackCosts, replicas: Sequence[Candidate], num_documents:
 def _regathered_s(costs: PackCosts, replica: Candidate) -> float:
     """Return what backwards that run as I and W take on top."""
     weights = replica.actions.kind == KINDS.index("W")
-    gather_s = gather_seconds(costs.model, costs.coefficients, costs.layout, replica.backward)
+    gather_s = gather_seconds(costs, replica.packs.backward)
     return float(gather_s[replica.actions.pack[weights], replica.actions.stage[weights]].sum())
 
 

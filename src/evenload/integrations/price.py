@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
-from evenload.cost.memory import trained_parameters_per_rank
+from evenload.cost.memory import ReplicaPacks, trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts, weighted
 from evenload.cost.pipeline_tasks import pipeline_tasks
-from evenload.cost.units import forward_units, pack_features, stage_units, unit_seconds, unit_transfers
+from evenload.cost.units import pack_features, stage_units, unit_seconds, unit_transfers
 from evenload.integrations.engine_profile import EngineProfile
 from evenload.integrations.projection import EngineMicroBatch, StepShape, project
 from evenload.plan.problem import CHOOSE
@@ -135,7 +135,7 @@ def _replica(profile: EngineProfile, costs: PackCosts, micro_batches: Sequence[E
         pad_to=np.zeros(len(sizes), np.int64),
         cp=np.full(len(stop), costs.layout.cp, np.int64),
     )
-    tasks = pipeline_tasks(costs, columns, columns, stop)
+    tasks = pipeline_tasks(costs, ReplicaPacks(columns, columns, stop))
     if profile.context_parallel == "heads" and costs.layout.cp > 1 and columns.num_packs:
         tasks = replace(
             tasks,
@@ -224,7 +224,7 @@ def _with_pass_transfers(
             found += overlapped_seconds(unit_s[:, at], transfers)
         return found
 
-    forward_s = seconds("forward", forward_units(costs, 0), tasks.forward_s[:, 0])
+    forward_s = seconds("forward", stage_units(costs, 0, "forward"), tasks.forward_s[:, 0])
     backward_s = seconds("backward", stage_units(costs, 0), tasks.backward_s[:, 0])
     return replace(tasks, forward_s=forward_s[:, None], backward_s=backward_s[:, None])
 

@@ -1,4 +1,4 @@
-"""Which documents store, recompute or offload their activations (FlexPipe §5's memory options).
+"""Choose which documents store, recompute or offload their activations (FlexPipe §5's memory options).
 
 `choose` starts with `replay`, the fastest, and only where that does not fit memory tries the policies below; the
 fastest that fits is kept, else the one that misses memory by the least. Long documents go first because they alone
@@ -12,7 +12,6 @@ decide the peak: their first backward waits for their last forward, however they
 
 Each is one column for the whole global batch. `plan_under_policies` plans under every policy in turn; `rank_policies`
 instead predicts by a few trials which will be best, for `slimpack` and `auto`, whose search costs far more.
-`policies_within_host` has policies that offload no more than host memory holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,28 +22,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
-from evenload.plan.candidates import ReplicaSearch, score
+from evenload.plan.candidates import score
 from evenload.plan.deferral import DelayedChoice
 from evenload.plan.dp_merge import Merge, long_merges, merge_documents, uniform_merges
 from evenload.plan.packing import assign_replicas
 from evenload.plan.problem import PolicyOption, ReplicaChoice, StepProblem
 from evenload.plan.search import Estimate, SearchRules, quick_trials, rate_merges
 
-LONG_SHARES = (0.25, 0.5, 0.75)
-"""Of the tokens: the longest documents that hold them count as long."""
-CLOSE = 1.02
-"""Policies are told apart by so much."""
-MOST_CLOSE = 2
-"""Policies that are searched because they are close, at most."""
+LONG_SHARES = (0.25, 0.5, 0.75)  # Of the tokens: the longest documents that hold them count as long
+CLOSE = 1.02  # Policies whose estimates differ by less count as close
+MOST_CLOSE = 2  # Policies that are searched because they are close, at most
+# Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least.
 MOST_RATED = 2
-"""Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least."""
 
 
 def policies_in_order(
     num_tokens: NDArray[np.int64], option: PolicyOption, *, can_offload: bool
 ) -> list[NDArray[np.int8] | None]:
-    """Policy columns to try in order; int8[n] indices into `POLICIES`, None = all replay. "choose" offloads only where
-    the link to the host is known (`can_offload`)."""
+    """List the policy columns to try in order; int8[n] indices into `POLICIES`, None = all replay. "choose" offloads
+    only where the link to the host is known (`can_offload`)."""
     if option != "choose":
         code = POLICIES.index(option)
         return [np.full(len(num_tokens), code, np.int8) if code else None]
@@ -69,11 +65,9 @@ def policies_in_order(
 def policies_within_host(
     num_tokens: NDArray[np.int64], policy: NDArray[np.int8], share: float
 ) -> list[NDArray[np.int8]]:
-    """Policy columns for where the documents that `policy` offloads do not fit host memory; int8[n] each.
-
-    The longest of these that hold at most `share` of their tokens stay offloaded, the others are stored, or recomputed.
-    None where the longest alone holds more, or all of them hold less.
-    """
+    """List policy columns, int8[n] each, for where the documents that `policy` offloads do not fit host memory: the
+    longest of these that hold at most `share` of their tokens stay offloaded, the others are stored, or recomputed.
+    None where the longest alone holds more, or all of them hold less."""
     offloaded = policy == OFFLOAD
     order = np.argsort(-num_tokens, kind="stable")
     order = order[offloaded[order]]
@@ -89,7 +83,7 @@ def policies_within_host(
 
 
 def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
-    """The longest documents that hold at least this share of the tokens; equal lengths in arrival order."""
+    """Mark the longest documents that hold at least this share of the tokens; equal lengths in arrival order."""
     order = np.argsort(-num_tokens, kind="stable")
     before = np.cumsum(num_tokens[order]) - num_tokens[order]
     long = np.zeros(len(num_tokens), bool)
@@ -98,7 +92,8 @@ def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.b
 
 
 class RankedPolicies(NamedTuple):
-    """Policies by promise: the best first, how many of them are too close to tell apart, and those not looked at."""
+    """Hold policies by their estimate, the best first, how many of them are too close to decide, and those not
+    estimated."""
 
     ranked: list[tuple[Estimate, StepProblem]]
     close: int
@@ -132,24 +127,23 @@ def plan_under_policies(
 
 
 def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
-    """Memory first, then time, of the worst replica; smaller is better."""
+    """Return excess memory, then time, of the worst replica; smaller is better."""
     return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
 
 
 def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> RankedPolicies:
-    """Rank policies by what they promise, up to the first that fits and is as fast as without a memory limit.
-
-    Fitting alone says little: the list schedule fits almost any step by holding forwards back.
-    """
+    """Rank policies by their estimate, up to the first that fits and is as fast as without a memory limit: the list
+    schedule fits almost any step by holding forwards back, so fitting alone decides nothing."""
     if len(problems) == 1 or not len(problems[0].num_tokens):
         return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
     if problems[0].cap_bytes is None:  # every other policy costs time to save memory
         return RankedPolicies([((0, 0.0), problems[0])], 1, [])
     # The same ways of sharing for all: policies move seconds, hardly which documents are long.
-    uneven, long = _merges_to_rate(problems[0])
+    outliers = merge_documents(problems[0]) if problems[0].options.dp_merge else None
+    uneven = [outliers, *uniform_merges(problems[0], outliers)] if outliers else []
     boundless = replace(problems[0], cap_bytes=None)
     least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
-    merges = [*uneven, *long]
+    merges = [*uneven, *(long_merges(problems[0]) if problems[0].options.dp_merge else [])]
     found: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
         if found and (0, work_s(problem)) >= min(found)[0]:
@@ -173,25 +167,15 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
 
 
 def work_s(problem: StepProblem) -> float:
-    """All work of a step spread evenly over all pipelines."""
+    """Return the seconds of all work of a step spread evenly over all pipelines."""
     return float(problem.document_s.sum()) / (problem.layout.dp * problem.layout.pipeline_ranks)
 
 
-def _merges_to_rate(problem: StepProblem) -> tuple[list[Merge], list[Merge]]:
-    if not problem.options.dp_merge:
-        return [], []
-    outliers = merge_documents(problem)
-    return [outliers, *uniform_merges(problem, outliers)] if outliers else [], long_merges(problem)
-
-
 def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> tuple[Estimate, list[Estimate]]:
-    """Memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better; and of all
-    merges."""
-    replicas = [
-        ReplicaSearch(problem, documents, score_key=rules.score_key, known=rules.known)
-        for documents in assign_replicas(problem.document_s, problem.layout.dp)
-        if len(documents)
-    ]
+    """Estimate memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better;
+    and of all merges."""
+    assigned = assign_replicas(problem.document_s, problem.layout.dp)
+    replicas = [rules.search(problem, documents) for documents in assigned if len(documents)]
     heaviest = max(replicas, key=lambda search: search.work_s)
     longest = max(replicas, key=lambda search: int(search.num_tokens.max()))
     apart = list(dict.fromkeys((heaviest, longest)))

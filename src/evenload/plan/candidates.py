@@ -1,4 +1,4 @@
-"""Candidate packs and schedules of one replica's documents: a `Trial` is a point of the space that is searched.
+"""Make candidate packs and schedules of one replica's documents: a `Trial` is a point of the space that is searched.
 
     cut               symmetric, asymmetric or whole, see below
     num_packs         packs aimed at, before tapering
@@ -21,7 +21,7 @@ Three ways to cut, each by work, forward and backward seconds of the slowest sta
 
 The core cuts, prices, schedules and simulates many trials of many replicas in one call on several threads
 (`native/trials.cpp`), about 60 us a trial of 64 documents, 64 packs and 4 stages; only the chosen trial is made again
-as a `Candidate`. `tests/reference/cuts.py` and `trial_scores.py` are the same step by step in Python.
+as a `Candidate`. `tests/reference/cuts.py` is the same step by step in Python.
 """
 
 import functools
@@ -29,8 +29,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +37,7 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.cost.layer_counts import RECOMPUTE
 from evenload.cost.pipeline_tasks import pipeline_tasks, require_links_of_group
-from evenload.plan.problem import CHOOSE, Candidate, StepProblem, imbalance, scheduled_candidate
+from evenload.plan.problem import CHOOSE, Candidate, StepProblem, imbalance
 from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC, packflow_list, packflow_static
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.schedule_rule import UNLIMITED_BYTES, ScheduleRule
@@ -52,12 +51,9 @@ UNLIMITED_LOOKAHEAD = 2**31 - 1
 ALIGN_FROM_TILES = 16
 """Cut at whole attention tiles where the shortest slices hold so many: a cut then moves by at most 1/32 of a slice."""
 NO_TOKEN_LIMIT = 2**63 - 1
-NEAR_BOUND = 1.02
-"""A replica whose makespan is within this of its work spread over its ranks is not searched further."""
-BEAM = 6
-"""Best trials whose neighbours are tried."""
-PARALLEL_TRIALS = 8
-"""Fewer are not worth a second thread."""
+NEAR_BOUND = 1.02  # A replica whose makespan is within this of its work spread over its ranks is not searched further
+BEAM = 6  # Best trials whose neighbours are tried
+PARALLEL_TRIALS = 8  # Fewer are not worth a second thread
 
 
 def usable_cores() -> int:
@@ -83,7 +79,7 @@ class Order(StrEnum):
 
 
 class Setting(NamedTuple):
-    """How packs are cut."""
+    """Describe how packs are cut."""
 
     cut: Cut
     num_packs: int
@@ -92,7 +88,7 @@ class Setting(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Packs under one schedule."""
+    """Describe packs under one schedule."""
 
     setting: Setting
     order: Order | ScheduleRule = Order.LIST
@@ -114,20 +110,20 @@ class Trial(NamedTuple):
         )
 
     def describe(self) -> str:
-        setting = self.setting
-        parts = [
-            f"{setting.cut} cuts" if setting.cut != "whole" else "whole documents",
-            f"token weight {setting.token_weight}" if setting.token_weight != 1 else "",
-            f"taper {setting.taper[0]}+{setting.taper[1]}" if setting.taper != (0, 0) else "",
-            self.order if isinstance(self.order, Order) else "",
-            f"look-ahead {self.lookahead}" if self.lookahead is not None else "",
-            "I and W" if self.split else "",
-        ]
-        return ", ".join(part for part in parts if part)
+        cut, _, token_weight, taper = self.setting
+        parts = (
+            (True, "whole documents" if cut == "whole" else f"{cut} cuts"),
+            (token_weight != 1, f"token weight {token_weight}"),
+            (taper != (0, 0), f"taper {taper[0]}+{taper[1]}"),
+            (isinstance(self.order, Order), f"{self.order}"),
+            (self.lookahead is not None, f"look-ahead {self.lookahead}"),
+            (self.split, "I and W"),
+        )
+        return ", ".join(part for is_shown, part in parts if is_shown)
 
 
 def orders_of(schedule: str) -> tuple[Order | ScheduleRule, ...]:
-    """Orders of trials that run a schedule; all that the core knows where it may be chosen."""
+    """Return the orders of trials that run a schedule; all that the core knows where it may be chosen."""
     if schedule == CHOOSE:
         return tuple(Order)
     return tuple(order for order in Order if order.schedule == schedule) or (SCHEDULES.named(schedule),)
@@ -141,7 +137,7 @@ _NUMBERS: dict[object, int] = {order: number for number, order in enumerate(Orde
 
 
 def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
-    """As the core reads them: cut, count, token weight, tapers, order, look-ahead, split; int64[trials, 8]."""
+    """Encode trials for the core: cut, count, token weight, tapers, order, look-ahead, split; int64[trials, 8]."""
     rows = [
         (
             CUTS.index(trial.setting.cut),
@@ -160,7 +156,7 @@ def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
 def neighbours(
     trial: Trial, *, pp: int, cuts: tuple[Cut, ...], may_split: bool, may_reorder: bool = True
 ) -> Iterator[Trial]:
-    """Trials that differ in one coordinate; the cheap ones, which keep the packs, first."""
+    """Yield the trials that differ in one coordinate; the cheap ones, which keep the packs, first."""
     setting = trial.setting
     if pp > 1 and may_reorder:
         yield trial._replace(order=Order.LIST_ALTERNATE if trial.order is Order.LIST else Order.LIST)
@@ -186,7 +182,7 @@ def neighbours(
 
 @dataclass(frozen=True)
 class CutRules:
-    """What all cuts of a step have in common: work on the slowest stage, rows of an attention block, and limits."""
+    """Hold what all cuts of a step have in common: work on the slowest stage, rows of an attention block, limits."""
 
     forward: WorkCurve
     backward: WorkCurve
@@ -196,10 +192,8 @@ class CutRules:
 
     def native_curves(self) -> tuple[tuple, tuple]:
         forward, backward = self.forward, self.backward
-        return (
-            (forward.linear_s, forward.attention_s, forward.slice_s),
-            (backward.linear_s, backward.attention_s, backward.slice_s),
-        )
+        backward_curve = backward.linear_s, backward.attention_s, backward.slice_s
+        return (forward.linear_s, forward.attention_s, forward.slice_s), backward_curve
 
     def native_limits(self) -> tuple[int, int, int]:
         limit = NO_TOKEN_LIMIT if self.max_pack_tokens is None else self.max_pack_tokens
@@ -207,13 +201,13 @@ class CutRules:
 
 
 def cut_rules(problem: StepProblem) -> CutRules:
-    """Of a step; backward is balanced as if all tokens recomputed alike: a curve knows no documents."""
+    """Return the rules of a step; backward is balanced as if all tokens were recomputed alike."""
     share = 0.0
     if problem.policy is not None and len(problem.num_tokens):
         share = float(problem.num_tokens[problem.policy == RECOMPUTE].sum() / problem.num_tokens.sum())
     return CutRules(
-        problem.costs.forward_work(),
-        problem.costs.backward_work(recomputed_share=share),
+        problem.costs.work_curve("forward"),
+        problem.costs.work_curve("backward", recomputed_share=share),
         problem.costs.coefficients.attention_tile,
         problem.options.min_slice_tokens,
         problem.options.max_pack_tokens,
@@ -223,22 +217,22 @@ def cut_rules(problem: StepProblem) -> CutRules:
 def trial_packs(
     problem: StepProblem, rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int
 ) -> tuple[SliceColumns, SliceColumns] | None:
-    """Forward and backward packs of at least one document, every slice shared by `ranks`; None where the token limit
-    rules the setting out."""
+    """Cut at least one document into forward and backward packs, every slice shared by `ranks`; None where the token
+    limit rules the setting out."""
     row, native = trial_rows([Trial(setting)])[0], problem.costs.native
-    found = _native.cut_packs(native, num_tokens, row, *rules.native_curves(), *rules.native_limits())
-    return None if found is None else (_columns(found[0], ranks), _columns(found[1], ranks))
-
-
-def _columns(cut: tuple[NDArray[Any], ...], ranks: int) -> SliceColumns:
-    doc, start, stop, pack_offset = cut
-    pad_to, cp = np.zeros(len(pack_offset) - 1, np.int64), np.full(len(doc), ranks, np.int64)
-    return SliceColumns(doc, start, stop, pack_offset, pad_to, cp)
+    cuts = _native.cut_packs(native, num_tokens, row, *rules.native_curves(), *rules.native_limits())
+    if cuts is None:
+        return None
+    forward, backward = (
+        SliceColumns(*cut, pad_to=np.zeros(len(cut[-1]) - 1, np.int64), cp=np.full(len(cut[0]), ranks, np.int64))
+        for cut in cuts
+    )
+    return forward, backward
 
 
 class TrialScore(NamedTuple):
-    """What a trial is worth, smaller is better: bytes above the memory limit on the worst rank, seconds, and max/mean
-    pack time on the slowest stage, forward and backward."""
+    """Hold bytes above the memory limit on the worst rank, seconds, and max/mean pack time on the slowest stage,
+    forward and backward; smaller is better."""
 
     excess_bytes: int
     makespan_s: float
@@ -246,16 +240,7 @@ class TrialScore(NamedTuple):
     imbalance_backward: float
 
 
-KnownScores = dict[tuple[int, bytes], dict["Trial", "TrialScore | None"]]
-"""By the ranks that share documents, and the documents."""
-_KNOWN_SCORES: WeakKeyDictionary[StepProblem, KnownScores] = WeakKeyDictionary()
 NO_SCORE = TrialScore(UNLIMITED_BYTES, float("inf"), float("inf"), float("inf"))
-
-
-def known_scores(problem: StepProblem) -> KnownScores:
-    """What all searches of a problem found so far: `slimpack` and `auto` rate nearly the same trials, and a step that
-    exceeds host memory is searched again under policies that were rated before."""
-    return _KNOWN_SCORES.setdefault(problem, {})
 
 
 def by_time(score: TrialScore) -> tuple[int, float]:
@@ -263,12 +248,14 @@ def by_time(score: TrialScore) -> tuple[int, float]:
 
 
 class ReplicaSearch:
-    """What is known about some documents (int64[k], indices into the problem's arrays).
+    """Rate trials of some documents (int64[k], indices into the problem's arrays), and rank them.
+
+    Searches of one problem share scores: `slimpack` and `auto` rate nearly the same trials, and a step that exceeds
+    host memory is searched again under policies that were rated before.
 
     Args:
         ranks: that share every slice; default: the context-parallel ranks of the layout.
         score_key: how trials are ranked, smaller is better.
-        known: scores that other searches of the same problem found, and where this one leaves its own.
     """
 
     def __init__(
@@ -277,24 +264,24 @@ class ReplicaSearch:
         documents: NDArray[np.int64],
         ranks: int | None = None,
         score_key: Callable[[TrialScore], tuple[int, float]] = by_time,
-        known: KnownScores | None = None,
     ) -> None:
-        self.problem = problem
-        self.pool = known
+        self.problem, self.documents, self.score_key = problem, documents, score_key
         self.ranks = problem.layout.cp if ranks is None else ranks
         key = (self.ranks, documents.tobytes())
-        self.known: dict[Trial, TrialScore | None] = {} if known is None else known.setdefault(key, {})
-        self.score_key = score_key
-        self.documents = documents
+        self.known: dict[Trial, TrialScore | None] = problem.known_scores.setdefault(key, {})
         self.num_tokens = np.ascontiguousarray(problem.num_tokens[documents])
         self.policy = problem.policy_of(documents)
         self.scores: dict[Trial, TrialScore | None] = {}
         self._expanded: set[Trial] = set()
         self._ranking: list[Trial] | None = None
 
+    def over(self, documents: NDArray[np.int64]) -> "ReplicaSearch":
+        """Begin a search over other documents, otherwise alike."""
+        return ReplicaSearch(self.problem, documents, self.ranks, self.score_key)
+
     @functools.cached_property
     def work_s(self) -> float:
-        """Forward + backward through the whole pipeline, of one of the ranks that share it."""
+        """Return the forward + backward seconds through the whole pipeline, of one of the ranks that share it."""
         problem = self.problem
         if self.ranks == problem.layout.cp:
             return float(problem.document_s[self.documents].sum())
@@ -302,7 +289,7 @@ class ReplicaSearch:
 
     @functools.cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """Cuts that the model and the token limit allow; the most promising first."""
+        """List the cuts that the model and the token limit allow, the most promising first."""
         limit = self.problem.options.max_pack_tokens
         whole = limit is None or not len(self.num_tokens) or int(self.num_tokens.max()) <= limit
         sliced: tuple[Cut, ...] = ("symmetric", "asymmetric") if self.problem.costs.model.causal else ()
@@ -322,20 +309,20 @@ class ReplicaSearch:
         return self._ranking
 
     def best(self) -> TrialScore:
-        """Score of the best trial; infinitely bad before there is one, nothing to do without documents."""
+        """Return the score of the best trial; infinite before there is one, 0 without documents."""
         if not len(self.documents):
             return TrialScore(0, 0.0, 1.0, 1.0)
         ranking = self.ranking()
         return (self.scores[ranking[0]] or NO_SCORE) if ranking else NO_SCORE
 
     def is_near_bound(self) -> bool:
-        """Within memory and within `NEAR_BOUND` of the work on every rank (without first forward and last backward:
-        those are the candidate's own packs, so few large packs would pass)."""
+        """Check whether the best trial fits memory and is within `NEAR_BOUND` of the work on every rank. First forward
+        and last backward do not count: few large packs would pass."""
         best = self.best()
         return not best.excess_bytes and best.makespan_s <= NEAR_BOUND * self.work_s / self.problem.layout.pp
 
     def frontier(self, *, may_split: bool, may_reorder: bool) -> list[Trial]:
-        """Untried neighbours of the best trial that was not expanded; none when the `BEAM` best all were."""
+        """Return untried neighbours of the best trial that was not expanded; none when the `BEAM` best all were."""
         pp = self.problem.layout.pp
         for origin in self.ranking()[:BEAM]:
             if origin in self._expanded:
@@ -348,26 +335,29 @@ class ReplicaSearch:
         return []
 
     def build(self, trial: Trial, *, split: bool = False) -> Candidate | None:
-        """The trial as a candidate; None where the token limit rules its packs out. `split`: price I and W anyway."""
+        """Make the candidate of a trial; None where the token limit rules its packs out. `split`: price I and W too."""
         problem = self.problem
-        packs = trial_packs(problem, cut_rules(problem), self.num_tokens, trial.setting, self.ranks)
-        if packs is None or (isinstance(trial.order, Order) and trial.split and problem.layout.num_stages == 1):
+        columns = trial_packs(problem, cut_rules(problem), self.num_tokens, trial.setting, self.ranks)
+        if columns is None or (isinstance(trial.order, Order) and trial.split and problem.layout.num_stages == 1):
             return None
-        forward, backward = packs
-        is_split = split or trial.split
-        tasks = pipeline_tasks(problem.costs, forward, backward, self.num_tokens, self.policy, split=is_split)
-        label = f"{forward.num_packs} forward and {backward.num_packs} backward packs, {trial.describe()}"
-        return scheduled_candidate(label, forward, backward, tasks, trial.rule(), problem.cap_bytes, self.policy)
+        packs = problem.packs_of(self.documents, *columns)
+        tasks = pipeline_tasks(problem.costs, packs, split=split or trial.split)
+        counts = f"{packs.forward.num_packs} forward and {packs.backward.num_packs} backward packs"
+        return problem.scheduled(f"{counts}, {trial.describe()}", packs, trial.rule(), tasks)
+
+    def build_best(self, *, split: bool) -> Candidate:
+        candidate = self.build(self.ranking()[0], split=split)
+        assert candidate is not None, "only possible trials are ranked"
+        return candidate
 
 
 def idle_candidate(problem: StepProblem) -> Candidate:
-    empty = whole_document_columns([], problem.num_tokens[:0])
-    tasks = pipeline_tasks(problem.costs, empty, empty, problem.num_tokens[:0])
-    return scheduled_candidate("no documents", empty, empty, tasks, LIST, problem.cap_bytes)
+    nothing = whole_document_columns([], problem.num_tokens[:0])
+    return problem.scheduled("no documents", problem.packs_of(np.empty(0, np.int64), nothing), LIST)
 
 
 def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
-    """Rate trials that were not rated yet, all that the core knows in one call; how many were."""
+    """Rate trials that were not rated yet, all that the core knows in one call, and return how many these were."""
     by_costs: dict[int, list[tuple[ReplicaSearch, list[Trial]]]] = {}
     count = 0
     for search, trials in wanted:

@@ -1,4 +1,4 @@
-"""How the ranks of a context-parallel group share each pack, and candidates repriced as their ranks will run them.
+"""Choose how the ranks of a context-parallel group share each pack, and reprice candidates as their ranks run them.
 
 Rules, decided when a plan is made (WLB §5):
 
@@ -7,8 +7,7 @@ Rules, decided when a plan is made (WLB §5):
     mixed                        long slices per document, short ones whole on one rank, longest first to the least
                                  loaded; where long begins, and whether one of the two above is faster, is tried
 
-A plan says what was decided (`MicroPack.sharding`), so nobody needs prices to run it. Skrull's owners (DACP) come from
-`plan.dacp`.
+A plan records the decision (`MicroPack.sharding`). Skrull's owners (DACP) come from `plan.dacp`.
 
 Searches compare packings by the mean over the ranks that share a pack; what runs waits for the slowest. So before
 candidates of different kinds are compared, and before a plan promises a time, shared packs are given their sharding and
@@ -23,8 +22,7 @@ What a replica runs alone begins in the gaps that packs shared with other replic
 Members of a block must meet at every shared pack without waiting for each other, and replicas are simulated apart. So a
 shared action never moves: an action is put before one only where it ends before that one starts, within memory, and
 never before shared packs of its own stage and direction, because packs pass every channel in index order. So no two
-actions can wait for each other in a circle, whatever they really take. O(actions · phases) in the core;
-`tests/reference/phase_overlap.py` is the same in Python.
+actions can wait for each other in a circle, whatever they really take. O(actions · phases) in the core.
 """
 
 import itertools
@@ -36,11 +34,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload import _native
+from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import RankedPacks, rank_seconds
 from evenload.cost.pipeline_tasks import gather_seconds, weight_seconds
 from evenload.plan.packing import longest_first
-from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem, in_order
+from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.schedule.simulate import simulate
 from evenload.schedule.tasks import split_arrays, task_arrays
 from evenload.stepplan.rank_rows import ranked_where_shared
@@ -48,11 +47,9 @@ from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward
 
-MIXED_BOUNDS = (1, 4, 16)
-"""Slices of at least so many tiles a chunk count as long; all are tried."""
+MIXED_BOUNDS = (1, 4, 16)  # Slices of at least so many tiles a chunk count as long; all are tried
 CpRule = Literal["per_sequence", "per_document", "adaptive", "mixed"]
-Shardings = tuple[PackSharding, ...]
-"""`MicroPack.sharding` of every forward pack of a replica."""
+Shardings = tuple[PackSharding, ...]  # `MicroPack.sharding` of every forward pack of a replica
 
 
 def possible_shardings(rule: CpRule, costs: PackCosts, packs: SliceColumns) -> list[Shardings]:
@@ -99,7 +96,7 @@ def run_ahead(
     phase_of_backward: NDArray[np.int64],
     cap_bytes: NDArray[np.int64] | None,
 ) -> ActionColumns:
-    """The same actions, later phases in the gaps of earlier ones.
+    """Order the same actions with later phases in the gaps of earlier ones.
 
     Args:
         actions: phase after phase on every rank.
@@ -120,10 +117,10 @@ def repriced_choices(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -
 
 
 def repriced(problem: StepProblem, found: Candidate) -> Candidate:
-    """The candidate of a replica with shardings, its slowest ranks' seconds and their simulation."""
+    """Return the candidate of a replica with shardings, its slowest ranks' seconds and their simulation."""
     if found.shardings is not None:
         return found
-    possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.forward)
+    possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.packs.forward)
     ways = _fastest_first(problem, found, possible) if len(possible) > 1 else [(0.0, possible[0])]
     best: Candidate | None = None
     for least_s, shardings in ways:
@@ -138,22 +135,21 @@ def repriced(problem: StepProblem, found: Candidate) -> Candidate:
 def _fastest_first(
     problem: StepProblem, found: Candidate, possible: Sequence[Shardings]
 ) -> list[tuple[float, Shardings]]:
-    """Every sharding for all packs, and of every pack the one with the least seconds, with about the pipeline's
-    seconds.
-
-    Packs that replicas share have the latter in all of them: replicas must agree without simulating each other's steps.
-    """
-    packs, back = found.forward.num_packs, found.backward.num_packs
+    """Return every sharding for all packs, and of every pack the one with the least seconds, each with about the
+    pipeline's seconds. Packs that replicas share have the latter in all of them: replicas must agree without simulating
+    each other's steps."""
+    forward, backward = found.packs.forward, found.packs.backward
+    packs, back = forward.num_packs, backward.num_packs
     all_ways = _in_all_ways(problem.costs, found, possible)
-    of_slice, of_backward = _forward_packs_of_slices(found), found.backward.pack_of_slice()
-    tokens = found.backward.slice_tokens()
-    share = tokens / found.backward.pack_sums(tokens)[of_backward]
+    of_slice, of_backward = _forward_packs_of_slices(found.packs), backward.pack_of_slice()
+    tokens = backward.slice_tokens()
+    share = tokens / backward.pack_sums(tokens)[of_backward]
     backward_s = all_ways.backward_s.sum(axis=1).reshape(len(possible), back)[:, of_backward] * share
     seconds = all_ways.forward_s.sum(axis=1).reshape(len(possible), packs)
     fastest = (seconds + [np.bincount(of_slice, one, packs) for one in backward_s]).argmin(axis=0)
-    of_block = found.forward.pack_ranks() > problem.layout.cp
+    of_block = forward.pack_ranks() > problem.layout.cp
     # A backward pack is about as long as under the sharding of the forward pack that its first slice lies in.
-    first = of_slice[found.backward.pack_offset[:-1]]
+    first = of_slice[backward.pack_offset[:-1]]
     ways: dict[Shardings, float] = {}
     for way in (fastest, *(np.where(of_block, fastest, one) for one in range(len(possible)))):
         tasks = _rows_of(found.tasks, all_ways, way * packs + np.arange(packs), way[first] * back + np.arange(back))
@@ -162,9 +158,9 @@ def _fastest_first(
     return sorted(((makespan_s, way) for way, makespan_s in ways.items()), key=lambda one: one[0])
 
 
-def _forward_packs_of_slices(found: Candidate) -> NDArray[np.int64]:
-    """Of every backward slice the forward pack with its first row."""
-    forward, backward = found.forward, found.backward
+def _forward_packs_of_slices(packs: ReplicaPacks) -> NDArray[np.int64]:
+    """Find the forward pack with the first row of every backward slice."""
+    forward, backward = packs.forward, packs.backward
     scale = np.int64(1 + max(int(side.stop.max(initial=0)) for side in (forward, backward)))
     keys = forward.doc * scale + forward.start
     order = np.argsort(keys)
@@ -173,22 +169,17 @@ def _forward_packs_of_slices(found: Candidate) -> NDArray[np.int64]:
 
 
 def _in_all_ways(costs: PackCosts, found: Candidate, possible: Sequence[Shardings]) -> PipelineTasks:
-    """The candidate's packs once for every sharding, as packs of one candidate: numpy's price is by the call."""
-    count, policy = len(possible), found.policy
-    sides = found.forward, found.backward
-    documents = 1 + max(int(side.doc.max(initial=-1)) for side in sides) if policy is None else len(policy)
-    forward, backward = (
-        SliceColumns.concat([side] * count, [documents * way for way in range(count)]) for side in sides
+    """Price the candidate's packs once for every sharding, as packs of one candidate: numpy's price is by the call."""
+    count, packs = len(possible), found.packs
+    first_doc = [len(packs.num_tokens) * way for way in range(count)]
+    repeated = ReplicaPacks(
+        SliceColumns.concat([packs.forward] * count, first_doc),
+        SliceColumns.concat([packs.backward] * count, first_doc),
+        np.tile(packs.num_tokens, count),
+        None if packs.policy is None else np.tile(packs.policy, count),
     )
-    everything = replace(
-        found,
-        forward=forward,
-        backward=backward,
-        tasks=PipelineTasks.concat([found.tasks] * count),
-        policy=None if policy is None else np.tile(policy, count),
-        shardings=tuple(itertools.chain.from_iterable(possible)),
-    )
-    return _slowest_ranks(costs, everything)[0]
+    tasks, shardings = PipelineTasks.concat([found.tasks] * count), tuple(itertools.chain.from_iterable(possible))
+    return _slowest_ranks(costs, replace(found, packs=repeated, tasks=tasks, shardings=shardings))[0]
 
 
 def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> Candidate:
@@ -200,21 +191,22 @@ def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> 
     of_forward, of_backward = (_phases(costs.layout.cp, side) for side in ranked)
     if of_forward.any() and costs.layout.pp > 1:
         actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
-    return in_order(found, actions, problem.cap_bytes, tasks=tasks)
+    return problem.reordered(found, actions, tasks)
 
 
 def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, tuple[RankedPacks, RankedPacks] | None]:
-    """Seconds with shared packs by their slowest ranks, and both directions rank by rank; None where nobody shares."""
-    forward, backward = ranked_where_shared(costs, found.forward, found.backward, found.shardings or ())
-    if forward is None or backward is None or not found.forward.num_packs:  # an idle replica has none
+    """Price shared packs by their slowest ranks, and return both directions rank by rank; None where nobody shares."""
+    packs = found.packs
+    forward, backward = ranked_where_shared(costs, packs.forward, packs.backward, found.shardings or ())
+    if forward is None or backward is None or not packs.forward.num_packs:  # an idle replica has none
         return found.tasks, None
-    forward_s = forward.slowest(rank_seconds(costs, forward, "forward", found.policy))
-    tasks = with_slowest_backward(costs, replace(found.tasks, forward_s=forward_s), backward, found.policy)
+    forward_s = forward.slowest(rank_seconds(costs, forward, "forward", packs.policy))
+    tasks = _with_slowest_backward(costs, replace(found.tasks, forward_s=forward_s), backward, packs.policy)
     return tasks, (forward, backward)
 
 
 def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
-    """Which phase every pack belongs to, 0 = that of the largest blocks."""
+    """Number the phase that every pack belongs to, 0 = that of the largest blocks."""
     sizes = np.maximum(1, ranked.num_ranks() // cp)
     return np.searchsorted(np.unique(-sizes), -sizes)
 
@@ -228,20 +220,18 @@ def _rows_of(
     return replace(tasks, forward_s=others.forward_s[forward], backward_s=others.backward_s[backward], split=split)
 
 
-def with_slowest_backward(
+def _with_slowest_backward(
     costs: PackCosts, tasks: PipelineTasks, backward: RankedPacks, policy: NDArray[np.int8] | None
 ) -> PipelineTasks:
-    """Backwards as their slowest ranks take them; where they are split, I and W are that rank's."""
+    """Give backwards the seconds of their slowest ranks; where they are split, I and W are that rank's."""
     rank_s = rank_seconds(costs, backward, "backward", policy)
     whole_s = backward.slowest(rank_s)
     if tasks.split is None:
         return replace(tasks, backward_s=whole_s)
-    model, coefficients, layout = costs.model, costs.coefficients, costs.layout
     copy_s = None if policy is None else costs.copy_seconds(backward.rows, policy)
-    tokens = backward.rows.rank_tokens()
-    weight_s = weight_seconds(model, coefficients, layout, tokens, rank_s, copy_s)
+    weight_s = weight_seconds(costs, backward.rows.rank_tokens(), rank_s, copy_s)
     of_slowest = np.where(rank_s == np.repeat(whole_s, backward.num_ranks(), axis=0), weight_s, 0.0)
     weight_s = backward.slowest(of_slowest)
-    gather_s = backward.slowest(gather_seconds(model, coefficients, layout, backward.rows))
+    gather_s = backward.slowest(gather_seconds(costs, backward.rows))
     split: SplitBackward = replace(tasks.split, input_s=whole_s - weight_s, weight_s=weight_s + gather_s)
     return replace(tasks, backward_s=whole_s, split=split)

@@ -1,14 +1,14 @@
-"""Skrull's two levels: documents into replicas and micro-batches (GDS), and owners inside a micro-batch (DACP).
+"""Schedule by Skrull's two levels: documents into micro-batches (GDS), and owners inside a micro-batch (DACP).
 
 DACP (§4.1, Algorithm 1): which documents of a micro-batch stay whole on one rank, which are shared by all, so that the
 slowest rank's `max(transfers, local work) + shared work` (eq. 1-2) is least and no rank holds more than a bucket (eq.
 7).
 
-1. Algorithm 1, in ascending length: a document goes whole to the rank with the least work that has room, else to the
+1. Algorithm 1, in ascending length: a document goes whole to the rank with the least work that can hold it, else to the
    emptiest, else it is shared. If even a share does not fit, *roll-back*: the fullest rank gives up its LARGEST local
    document, which is shared by ALL ranks, again while any rank is overfull. (The paper gives up the smallest and books
    the share on one rank only; 20 % of random schedules then exceed a bucket.)
-2. Ours: longest first, whole on the rank with the least work that has room, shared if that would keep the rank busy
+2. Ours: longest first, whole on the rank with the least work that can hold it, shared if that would keep the rank busy
    beyond a ceiling; for 33 ceilings from Algorithm 1's time down to nothing.
 
 The fastest of all is kept. O(n · cp) for each ceiling, O(n² · cp) for roll-backs; native/dacp.cpp.
@@ -32,14 +32,13 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.plan.packing import assign_replicas, longest_first
 
-SHARED = -1
-"""Owner of a document that all ranks share."""
+SHARED = -1  # Owner of a document that all ranks share
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """The documents of one micro-batch as DACP sees them: each document's tokens (int64[n]), seconds (float64[n]) whole
-    on one rank, of one rank's share, and of its transfers if shared; and what a rank may hold."""
+    """Hold documents for DACP: each document's tokens (int64[n]), seconds (float64[n]) whole on one rank, of one rank's
+    share, and of its transfers if shared; and the tokens that a rank may hold."""
 
     num_tokens: NDArray[np.int64]
     local_s: NDArray[np.float64]
@@ -54,7 +53,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class OwnedGroups:
-    """Owners of the documents of several micro-batches.
+    """Hold the owners of the documents of several micro-batches.
 
     Args:
         owner: int64[documents], group after group; `SHARED` = all ranks. Meaningless in a group without an answer.
@@ -69,7 +68,7 @@ class OwnedGroups:
 
 
 def assign_owners(step: MicroBatch, groups: Sequence[Sequence[int]], *, as_published: bool = False) -> OwnedGroups:
-    """Owners for several micro-batches (document indices of each) at once; `as_published`: by Algorithm 1 alone."""
+    """Find owners for several micro-batches (document indices of each); `as_published`: by Algorithm 1 alone."""
     offset = np.cumsum([0, *map(len, groups)]).astype(np.int64)
     members = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(offset[-1]))
     columns = (step.num_tokens, step.local_s, step.shared_s, step.gather_s)
@@ -77,13 +76,12 @@ def assign_owners(step: MicroBatch, groups: Sequence[Sequence[int]], *, as_publi
     return OwnedGroups(owner, seconds, members, offset)
 
 
-Groups = list[list[int]]
-"""Documents of every micro-batch."""
+Groups = list[list[int]]  # Documents of every micro-batch
 
 
 @dataclass(frozen=True, eq=False)
 class StepDocuments:
-    """The documents of a step as GDS sees them; `limit_tokens` and the constant `pack_s` are of a micro-batch."""
+    """Hold the documents of a step for GDS; `limit_tokens` and the constant `pack_s` are of a micro-batch."""
 
     columns: MicroBatch
     dp: int
@@ -92,14 +90,14 @@ class StepDocuments:
     as_published: bool = False
 
     def group_seconds(self, groups: Groups) -> NDArray[np.float64]:
-        """Of every micro-batch, its constant included; infinite where it does not fit."""
+        """Price every micro-batch, its constant included; infinite where it does not fit."""
         found = assign_owners(self.columns, groups, as_published=self.as_published)
         tokens = np.concatenate([[0], np.cumsum(self.columns.num_tokens[found.members])])[found.offset]
         return np.where(np.diff(tokens) > self.limit_tokens, np.inf, found.seconds + self.pack_s)
 
 
 def assign_micro_batches(step: StepDocuments) -> list[Groups] | None:
-    """Micro-batches of every replica, none empty; None where a document does not fit a micro-batch of its own."""
+    """Form micro-batches of every replica, none empty; None where a document does not fit one of its own."""
     columns = step.columns
     if not len(columns.num_tokens):
         return [[] for _ in range(step.dp)]
@@ -123,7 +121,7 @@ def _fewest(step: StepDocuments, documents: NDArray[np.int64]) -> int:
 
 
 def _interleaved(step: StepDocuments, ascending: NDArray[np.int64]) -> Groups:
-    """The fewest micro-batches `ascending[j::n]` that fit; at n documents each fits by itself."""
+    """Form the fewest micro-batches `ascending[j::n]` that fit; at n documents each fits by itself."""
     descending = step.columns.num_tokens[ascending][::-1]
     for count in range(_fewest(step, ascending), len(ascending)):
         # The micro-batch of the longest document has, position by position, the longest of every round.
@@ -147,12 +145,12 @@ def _longest_first(step: StepDocuments, documents: NDArray[np.int64]) -> Groups:
 
 def _consecutive(step: StepDocuments, ascending: NDArray[np.int64]) -> Groups:
     shares, tokens = step.columns.share_tokens()[ascending].tolist(), step.columns.num_tokens[ascending].tolist()
-    groups: Groups = [[]]
-    room, room_tokens = step.columns.bucket_tokens, step.limit_tokens
+    groups: Groups = []
+    left = left_tokens = -1
     for document, share, count in zip(ascending.tolist(), shares, tokens, strict=True):
-        if share > room or count > room_tokens:
+        if share > left or count > left_tokens:
             groups.append([])
-            room, room_tokens = step.columns.bucket_tokens, step.limit_tokens
+            left, left_tokens = step.columns.bucket_tokens, step.limit_tokens
         groups[-1].append(document)
-        room, room_tokens = room - share, room_tokens - count
+        left, left_tokens = left - share, left_tokens - count
     return groups

@@ -1,11 +1,11 @@
-"""Documents that wait for a later step: the state between steps, and which documents a step of `wlb` trains.
+"""Defer documents to later steps: the state between steps, and which documents a step of `wlb` trains.
 
 A strategy normally rearranges one global batch. `wlb` and the `fixed_*` strategies with a window of several batches
-defer documents; those come back with the next batch and are trained within `max_delay_steps`. The state is explicit:
-given in, handed out, small, serialisable, and never holds tokens.
+defer documents; those come back with the next batch and are trained within `max_delay_steps`. The state between steps
+is small, serialisable, and holds no tokens.
 
 **Balanced release** (ours). WLB's queues release N outliers at a time, so that the longest micro-batch is no longer
-than the mean. This rule aims at that directly: the longest documents wait, and how many is decided anew every step.
+than the mean. This rule aims at that directly: the longest documents wait, and how many is decided every step.
 
     all documents at hand, longest first    | 1 2 3 4 | 5 6 7 8 9 …
                                               wait      trained now
@@ -19,7 +19,7 @@ Degrees are first estimated for all places at once from sums, a few are then pac
 **Queues** (WLB §4.2, Algorithm 1): the lengths `L_1 < L_2 < …` from which documents are outliers, tuned on a sample of
 lengths: of candidates that leave certain shares of the tokens above them, simulated over drawn batches, those of least
 imbalance (WLB Table 2) whose mean token delay is at most `TARGET_DELAY_STEPS`. Documents below a hundredth of the mean
-micro-batch fill up the least loaded like water. About 2 ms per candidate and 32 micro-batches; draws have a fixed seed.
+micro-batch fill up the least loaded ones. About 2 ms per candidate and 32 micro-batches; draws have a fixed seed.
 """
 
 import heapq
@@ -35,34 +35,26 @@ from evenload.plan.packing import pack_greedily
 from evenload.plan.problem import ReplicaChoice
 from evenload.types.base import Frozen
 
-FADE = 31 / 32
-"""Weight of a step in the recent delay, each step later."""
-TIGHT_DEGREE = 1.03
-"""Degree within which a step counts as even, while delay is small."""
-EASY_DELAY_STEPS = 0.42
-"""Recent mean token delay up to which the limit stays tight."""
+FADE = 31 / 32  # Weight of a step in the recent delay, each step later
+TIGHT_DEGREE = 1.03  # Degree within which a step counts as even, while delay is small
+EASY_DELAY_STEPS = 0.42  # Recent mean token delay up to which the limit stays tight
+# Recent mean token delay from which every step counts as even: nothing waits (WLB §7.4 reports half a step).
 MOST_DELAY_STEPS = 0.5
-"""Recent mean token delay from which every step counts as even: nothing waits (WLB §7.4 reports half a step)."""
+# By how much the limit grows per step of delay beyond `EASY_DELAY_STEPS`; ever more towards `MOST_DELAY_STEPS`.
 LOOSER_PER_STEP = 3.0
-"""By how much the limit grows per step of delay beyond `EASY_DELAY_STEPS`; ever more towards `MOST_DELAY_STEPS`."""
-RESERVE_SHARE = 0.2
-"""Of a batch's work: saved a step for a document that cannot be balanced otherwise."""
-PLACES_TRIED = 8
-"""Places whose degree is found by packing: of those that may be even, and of all if none is."""
-WAITING_PER_MICRO_BATCH = 6
-"""Most documents that wait, in micro-batches: beyond, a step would train next to nothing."""
-TARGET_DELAY_STEPS = 0.45
-"""Mean token delay that thresholds may cost; WLB §7.4 reports 0.5."""
-SAMPLE_LENGTHS = 8192
-"""Lengths that make the last tuning; a document in a thousand is then still seen 8 times."""
+RESERVE_SHARE = 0.2  # Of a batch's work: saved a step for a document that cannot be balanced otherwise
+PLACES_TRIED = 8  # Places whose degree is computed by packing: of those that may be even, and of all if none is
+WAITING_PER_MICRO_BATCH = 6  # Most documents that wait, in micro-batches: beyond, a step would train next to nothing
+TARGET_DELAY_STEPS = 0.45  # Mean token delay that thresholds may cost; WLB §7.4 reports 0.5
+SAMPLE_LENGTHS = 8192  # Lengths that make the last tuning; a document in a thousand is then still seen 8 times
+# Shares of all tokens that candidate thresholds leave in longer documents.
 TOKEN_SHARES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
-"""Shares of all tokens that candidate thresholds leave in longer documents."""
-WATER_SHARE = 0.01
-"""Of the mean micro-batch; smaller documents are not placed one by one."""
+FILLER_SHARE = 0.01  # Of the mean micro-batch; smaller documents are not placed one by one
+TUNING_STEPS, WARM_UP_STEPS = 40, 8  # Batches sampled for a candidate; the first ones count for delay only
 
 
 class Waiting(Frozen):
-    """A document that was deferred by the step with whose batch it came; left over = it was due but did not fit."""
+    """Name a deferred document and the step with whose batch it came; left over = it was due but did not fit."""
 
     doc_id: int
     since_step: int
@@ -70,7 +62,7 @@ class Waiting(Frozen):
 
 
 class DelayState(Frozen):
-    """Everything between two steps.
+    """Hold everything between two steps.
 
     Args:
         waiting: documents that were deferred, oldest first.
@@ -87,13 +79,13 @@ class DelayState(Frozen):
     arrived_tokens: float = 0.0
 
     def recent_delay_steps(self) -> float:
-        """Mean token delay of the recent steps, by Little's law; 0 before the first."""
+        """Return the mean token delay of the recent steps, by Little's law; 0 before the first."""
         return self.waited_tokens / self.arrived_tokens if self.arrived_tokens else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Arrivals:
-    """How the documents of a problem came here: `since_step` int64[n] is the step with whose batch each came; after the
+    """Hold when the documents of a problem came: `since_step` int64[n] is the step with whose batch each came; with the
     last batch (`is_last`) nothing may be deferred."""
 
     step: int
@@ -112,7 +104,7 @@ class Arrivals:
 
 @dataclass(frozen=True, eq=False)
 class DelayedChoice:
-    """What a delaying strategy answers; documents in none of the choices are deferred. `left_over` are indices of
+    """Hold the result of a strategy; documents in none of the choices are deferred. `left_over` are indices of
     documents that were due and did not fit; `outlier_lengths` and `sample` are for the next state."""
 
     choices: tuple[ReplicaChoice, ...]
@@ -122,7 +114,7 @@ class DelayedChoice:
 
 
 def arrivals_of(step: int, doc_ids: NDArray[np.int64], state: DelayState, is_last: bool) -> Arrivals:
-    """Match a batch with the state; `DataError` where a document that was deferred did not come back."""
+    """Match a batch with the state; raise `DataError` where a document that was deferred did not come back."""
     waiting = {one.doc_id: one for one in state.waiting}
     lost = sorted(waiting.keys() - set(doc_ids.tolist()))
     if lost:
@@ -163,14 +155,14 @@ def state_after(
 
 
 def mean_token_delay_steps(age_steps: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> float:
-    """Steps by which a trained token is late on average (WLB §7.4); 0 without tokens."""
+    """Return the steps by which a trained token is late on average (WLB §7.4); 0 without tokens."""
     total = int(num_tokens.sum())
     return float((age_steps * num_tokens).sum() / total) if total else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class AtHand:
-    """The documents a step may train.
+    """Hold the documents that a step may train.
 
     Args:
         work_s: float64[n] seconds; age_steps: int64[n]; must, may_wait: bool[n].
@@ -189,7 +181,7 @@ class AtHand:
 
 
 def release_balanced(hand: AtHand) -> NDArray[np.bool_]:
-    """Which documents to train now; bool[n], at least one document."""
+    """Choose the documents to train now; bool[n], at least one document."""
     fixed = hand.must | ~hand.may_wait
     free = np.flatnonzero(~fixed)
     # Longest first; of equal documents the youngest wait.
@@ -202,11 +194,13 @@ def release_balanced(hand: AtHand) -> NDArray[np.bool_]:
     degrees = _estimate(works, fixed_works, waiting_s, hand.num_micro_batches)
     most = min(num_free, WAITING_PER_MICRO_BATCH * hand.num_micro_batches)
     if not len(fixed_works):
-        most = min(most, num_free - 1)  # a step never trains nothing
+        most = min(most, num_free - 1)  # a step trains something
     # Where a document waits its twins wait too: a step gains nothing by some of them.
     is_edge = np.concatenate([[True], works[1:] < works[:-1], [True]])[: most + 1]
     degrees = degrees[: most + 1]
-    limit = _limit(hand.recent_delay_steps)
+    beyond, left = hand.recent_delay_steps - EASY_DELAY_STEPS, MOST_DELAY_STEPS - hand.recent_delay_steps
+    looser = LOOSER_PER_STEP * max(0.0, beyond) * (MOST_DELAY_STEPS - EASY_DELAY_STEPS)
+    limit = np.inf if left <= 0 else TIGHT_DEGREE + looser / left
     even = is_edge & (degrees <= limit)
     if hand.recent_delay_steps <= EASY_DELAY_STEPS and even.any() and not hand.must.any():
         waiting = int(even.argmax())
@@ -226,17 +220,10 @@ def release_balanced(hand: AtHand) -> NDArray[np.bool_]:
     return due
 
 
-def _limit(recent_delay_steps: float) -> float:
-    beyond, left = recent_delay_steps - EASY_DELAY_STEPS, MOST_DELAY_STEPS - recent_delay_steps
-    if left <= 0:
-        return np.inf
-    return TIGHT_DEGREE + LOOSER_PER_STEP * max(0.0, beyond) * (MOST_DELAY_STEPS - EASY_DELAY_STEPS) / left
-
-
 def _estimate(
     works: NDArray[np.float64], fixed_works: NDArray[np.float64], waiting_s: NDArray[np.float64], n: int
 ) -> NDArray[np.float64]:
-    """A lower estimate of the degree with the first i free documents waiting, for i = 0 .. all; float64[free + 1]: the
+    """Bound the degree from below with the first i free documents waiting, for i = 0 .. all; float64[free + 1]: the
     longest micro-batch has at least the longest document, the mean, and the N-th and next longest together."""
     num_free = len(works)
     total_s = fixed_works.sum() + np.maximum(waiting_s[-1] - waiting_s, 0.0)
@@ -250,7 +237,7 @@ def _estimate(
 
 
 def _reserve_s(hand: AtHand, waiting: NDArray[np.int64]) -> float:
-    """Seconds of work that should wait after this step for the sake of the longest document that waits."""
+    """Return the seconds of work that should wait after this step for the sake of the longest document that waits."""
     if not len(waiting):
         return 0.0
     steps = int(hand.age_steps[waiting].max()) + 1
@@ -260,7 +247,7 @@ def _reserve_s(hand: AtHand, waiting: NDArray[np.int64]) -> float:
 
 
 def _degree(work_s: NDArray[np.float64], n: int) -> float:
-    """max·N / total of the documents packed longest first; 1 without work."""
+    """Return max·N / total of the documents packed longest first; 1 without work."""
     work_s = np.sort(work_s)[::-1]
     total_s = float(work_s.sum())
     if total_s <= 0:
@@ -269,22 +256,9 @@ def _degree(work_s: NDArray[np.float64], n: int) -> float:
     return float(np.bincount(group, weights=work_s, minlength=n).max()) * n / total_s
 
 
-TUNING_STEPS, WARM_UP_STEPS = 40, 8
-"""Batches sampled for a candidate; the first ones, whose queues start empty, count for delay only."""
-
-
 def queue_of(num_tokens: NDArray[np.int64], outlier_lengths: tuple[int, ...]) -> NDArray[np.int64]:
-    """int64[n]: the queue `i` with `L_i <= length < L_{i+1}` from 0, or -1 for documents that are no outliers."""
+    """Return the queue `i` with `L_i <= length < L_{i+1}` from 0, -1 for documents that are no outliers; int64[n]."""
     return np.searchsorted(np.array(outlier_lengths, np.int64), num_tokens, side="right").astype(np.int64) - 1
-
-
-def grow_sample(sample: tuple[int, ...], new: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.array(sample, np.int64), new])[:SAMPLE_LENGTHS]
-
-
-def should_tune(num_batches: int, num_sampled: int) -> bool:
-    """With batches 1, 2, 4, 8, … and when the sample is complete."""
-    return (num_batches + 1).bit_count() == 1 or num_sampled == SAMPLE_LENGTHS
 
 
 def tune_outlier_lengths(
@@ -297,10 +271,12 @@ def tune_outlier_lengths(
     max_delay_steps: int,
     seed: int = 0,
 ) -> tuple[int, ...]:
-    """Thresholds for at most `num_queues` queues, from a sample of lengths (int64[n]) and their seconds
-    (float64[n])."""
+    """Tune thresholds for at most `num_queues` queues on a sample of lengths (int64[n]) and seconds (float64[n])."""
     draws = np.random.default_rng(seed).integers(0, len(lengths), (TUNING_STEPS, num_documents))
-    levels = _candidate_lengths(lengths)
+    descending = np.sort(lengths)[::-1]
+    above = np.cumsum(descending) / float(descending.sum())
+    at = np.minimum(np.searchsorted(above, TOKEN_SHARES), len(descending) - 1)
+    levels = sorted(set(descending[at].tolist()))
     best: tuple[float, float, tuple[int, ...]] | None = None
     for size in range(num_queues + 1):
         for chosen in itertools.combinations(levels, size):
@@ -320,10 +296,10 @@ def simulate_queues(
     num_micro_batches: int,
     max_delay_steps: int,
 ) -> tuple[float, float]:
-    """Run Algorithm 1 over batches [steps, documents], without token limit, short documents as water; mean imbalance
-    degree `max · N / total` after the warm-up, and mean token delay in steps."""
+    """Run Algorithm 1 over batches [steps, documents] without token limit; return the mean imbalance degree
+    `max · N / total` after the warm-up, and the mean token delay in steps."""
     steps, n = len(lengths), num_micro_batches
-    water = WATER_SHARE * float(work_s.sum()) / (steps * n)
+    filler_s = FILLER_SHARE * float(work_s.sum()) / (steps * n)
     held_work, held_since, held_tokens = np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64)
     degrees: list[float] = []
     late = 0
@@ -336,7 +312,7 @@ def simulate_queues(
         late += int(((step - since) * tokens)[due].sum())
         held_work, held_since, held_tokens = work[~due], since[~due], tokens[~due]
         if step >= WARM_UP_STEPS:
-            degrees.append(_queue_degree(work[due], n, water))
+            degrees.append(_queue_degree(work[due], n, filler_s))
     late += int(((steps - held_since) * held_tokens).sum())
     return float(np.mean(degrees)), late / float(lengths.sum())
 
@@ -348,10 +324,10 @@ def due_documents(
     num_micro_batches: int,
     max_delay_steps: int,
 ) -> NDArray[np.bool_]:
-    """Which of all documents at hand, oldest first, a step trains: bool[n]. O(n log n).
+    """Choose the documents, given oldest first, that a step trains: bool[n]. O(n log n).
 
-    All that are in no queue (-1), floor(len / N)·N of every queue, all overdue, and free riders: waiting documents that
-    make no micro-batch the longest, because one is as long anyway.
+    All that are in no queue (-1), floor(len / N)·N of every queue, all overdue, and waiting documents that make no
+    micro-batch the longest, because one is as long anyway.
     """
     n = num_micro_batches
     due = (queue < 0) | (age_steps >= max_delay_steps)
@@ -362,11 +338,11 @@ def due_documents(
     if not len(waiting):
         return due
     if not due.any():
-        due[waiting[:n]] = True  # a step never trains nothing
+        due[waiting[:n]] = True  # a step trains something
         waiting = waiting[n:]
     total = float(work_s[due].sum())
     smallest = float(work_s[waiting].min(initial=np.inf))
-    # Documents below the waiting ones are water: they go where room is left.
+    # Documents far below the waiting ones fill up what is left.
     loads = _longest_first_loads(work_s[due & (work_s > smallest / 4)], n)
     longest = max(loads)
     for index, work in zip(waiting.tolist(), work_s[waiting].tolist(), strict=True):
@@ -378,11 +354,11 @@ def due_documents(
     return due
 
 
-def _queue_degree(work_s: NDArray[np.float64], num_groups: int, water: float) -> float:
+def _queue_degree(work_s: NDArray[np.float64], num_groups: int, filler_s: float) -> float:
     total = float(work_s.sum())
     if total <= 0:
         return 1.0
-    longest = max(_longest_first_loads(work_s[work_s > water], num_groups))
+    longest = max(_longest_first_loads(work_s[work_s > filler_s], num_groups))
     return max(longest, total / num_groups) * num_groups / total
 
 
@@ -391,10 +367,3 @@ def _longest_first_loads(work_s: NDArray[np.float64], num_groups: int) -> list[f
     for work in np.sort(work_s)[::-1].tolist():
         heapq.heapreplace(loads, loads[0] + work)
     return loads
-
-
-def _candidate_lengths(lengths: NDArray[np.int64]) -> list[int]:
-    descending = np.sort(lengths)[::-1]
-    above = np.cumsum(descending) / float(descending.sum())
-    at = np.minimum(np.searchsorted(above, TOKEN_SHARES), len(descending) - 1)
-    return sorted({int(descending[index]) for index in at})

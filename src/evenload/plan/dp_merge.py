@@ -19,39 +19,34 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.plan.packing import longest_first
-from evenload.plan.problem import Candidate, StepProblem, candidate
+from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.document import ReplicaBlock, block_sizes, nested_sizes
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
-PRINTED_THRESHOLD = 1.0
-"""SlimPack's: only documents longer than a whole replica's share."""
-THRESHOLDS = 4
-"""Thresholds to try, each half of the one before."""
-EVEN_ENOUGH = 1.005
-"""Max/mean work of replicas at which a threshold is good enough."""
+PRINTED_THRESHOLD = 1.0  # SlimPack's: only documents longer than a whole replica's share
+THRESHOLDS = 4  # Thresholds to try, each half of the one before
+EVEN_ENOUGH = 1.005  # Max/mean work of replicas at which a threshold is good enough
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Merge:
-    """Documents merged by block, longest first, larger blocks first; and the documents each replica runs alone."""
+    """Hold the shared documents of every block, longest first, larger blocks first; and each replica's own."""
 
     blocks: dict[ReplicaBlock, NDArray[np.int64]]
     own: list[NDArray[np.int64]]
 
     def deal_own(self, document_s: NDArray[np.float64], load_s: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-        """Deal the unshared documents again to replicas whose time `load_s` (float64[dp]) shared ones take already."""
+        """Assign the unshared documents again to replicas that shared ones keep busy for `load_s`, float64[dp]."""
         return _longest_first(document_s, np.sort(np.concatenate(self.own)), load_s)
 
 
 def merge_documents(problem: StepProblem) -> Merge | None:
-    """Groups for outliers; None where no document is one, or there is one replica.
-
-    Where the replicas' work differs by more than `EVEN_ENOUGH`, smaller thresholds are tried too, for the least work on
-    the fullest replica.
-    """
+    """Form groups for outliers; None where no document is one, or there is one replica. Where the replicas' work
+    differs by more than `EVEN_ENOUGH`, smaller thresholds are tried too, for the least work on the fullest replica."""
     best: tuple[float, Merge] | None = None
     for merge, load_s in _merges(problem):
         if best is None or load_s.max() < best[0]:
@@ -67,11 +62,8 @@ def merge_above_printed(problem: StepProblem) -> Merge | None:
 
 
 def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
-    """By the printed threshold and by smaller ones, in larger groups, and with groups of one size only.
-
-    Sharing costs transfers of keys and values; but where memory keeps shared documents whole, twice as large groups run
-    twice as many packs of half the time, which fill a pipeline better.
-    """
+    """Form groups by the printed threshold and by smaller ones, and groups of one size only: where memory keeps shared
+    documents whole, twice as large groups run twice as many packs of half the time, which fill a pipeline better."""
     found = [merge for merge, _ in _merges(problem)]
     found += [printed] if (printed := merge_above_printed(problem)) else []
     found += uniform_merges(problem, than)
@@ -84,10 +76,8 @@ def uniform_merges(problem: StepProblem, than: Merge) -> list[Merge]:
 
 
 def long_merges(problem: StepProblem) -> list[Merge]:
-    """All documents of which memory cannot hold one for every stage of a pipeline, in groups of one size, every size.
-
-    Each holds all its activations until its last forward has run, so the next ones wait, unless enough replicas share.
-    """
+    """Form groups of one size, for every size, for all documents of which memory cannot hold one for every stage: each
+    holds all its activations until its last forward has run, so the next ones wait, unless enough replicas share."""
     most = _most_stored_tokens(problem)
     long = np.flatnonzero(problem.num_tokens > most) if most is not None else np.empty(0, np.int64)
     if not len(long):
@@ -96,15 +86,15 @@ def long_merges(problem: StepProblem) -> list[Merge]:
 
 
 def _most_stored_tokens(problem: StepProblem) -> float | None:
-    """Tokens of a document that a rank can hold for every stage, all stored; None = not limited."""
+    """Return the tokens of a document that a rank can hold for every stage, all stored; None = not limited."""
     if problem.cap_bytes is None or problem.layout.dp == 1 or not len(problem.num_tokens):
         return None
     longest = int(problem.num_tokens.max())
     whole = whole_document_columns([[0]], np.array([longest]), problem.layout.cp)
-    held = pipeline_tasks(problem.costs, whole, whole, whole.stop).held
+    held = pipeline_tasks(problem.costs, ReplicaPacks(whole, whole, whole.stop)).held
     temporary = np.maximum(held.forward_temp_bytes, held.backward_temp_bytes).max()
-    room_bytes = float((problem.cap_bytes - held.static_bytes).min() - temporary)
-    return max(0.0, room_bytes) / problem.layout.num_stages / (float(held.forward_kept_bytes.max()) / longest)
+    headroom_bytes = float((problem.cap_bytes - held.static_bytes).min() - temporary)
+    return max(0.0, headroom_bytes) / problem.layout.num_stages / (float(held.forward_kept_bytes.max()) / longest)
 
 
 def _blocks_of(merge: Merge) -> dict[ReplicaBlock, list[int]]:
@@ -112,7 +102,7 @@ def _blocks_of(merge: Merge) -> dict[ReplicaBlock, list[int]]:
 
 
 def _uniform(problem: StepProblem, outliers: NDArray[np.int64], size: int) -> Merge:
-    """All outliers on groups of one size, longest first to the least loaded; the rest fills up."""
+    """Share all outliers in groups of one size, longest first to the least loaded; the rest fills up."""
     dp, cp = problem.layout.dp, problem.layout.cp
     seconds = problem.costs.document_seconds(problem.num_tokens[outliers], problem.policy_of(outliers), ranks=size * cp)
     groups = _longest_first(seconds, np.arange(len(outliers)), np.zeros(dp // size))
@@ -163,17 +153,18 @@ def _longest_first(
     return [np.sort(documents[np.array(group, np.int64)]) for group in groups]
 
 
-def in_phases(problem: StepProblem, phases: list[Candidate], documents: list[NDArray[np.int64]]) -> Candidate:
-    """One candidate that runs others one after the other on every rank; it counts the documents of all phases."""
-    first_doc = np.cumsum([0, *(len(group) for group in documents[:-1])]).tolist()
-    forward = SliceColumns.concat([phase.forward for phase in phases], first_doc)
-    backward = SliceColumns.concat([phase.backward for phase in phases], first_doc)
+def in_phases(problem: StepProblem, choices: list[ReplicaChoice]) -> ReplicaChoice:
+    """Make one choice that runs others one after the other on every rank, of the documents of all."""
+    phases, documents = [one.candidate for one in choices], np.concatenate([one.documents for one in choices])
+    first_doc = np.cumsum([0, *(len(one.documents) for one in choices[:-1])]).tolist()
+    forward = SliceColumns.concat([phase.packs.forward for phase in phases], first_doc)
+    backward = SliceColumns.concat([phase.packs.backward for phase in phases], first_doc)
+    packs = problem.packs_of(documents, forward, backward)
+    used = [phase for phase in phases if phase.packs.forward.num_packs]
+    label = "; then ".join(phase.label for phase in used)
+    schedule = ", ".join(dict.fromkeys(phase.schedule for phase in used))
     tasks = PipelineTasks.concat([phase.tasks for phase in phases])
-    actions = _joined_actions(phases)
-    label = "; then ".join(phase.label for phase in phases if phase.forward.num_packs)
-    schedule = ", ".join(dict.fromkeys(phase.schedule for phase in phases if phase.forward.num_packs))
-    policy = problem.policy_of(np.concatenate(documents))
-    return candidate(label, forward, backward, tasks, actions, problem.cap_bytes, policy, schedule=schedule)
+    return ReplicaChoice(documents, problem.ordered(label, packs, tasks, _joined_actions(phases), schedule))
 
 
 def _joined_actions(phases: list[Candidate]) -> ActionColumns:

@@ -1,11 +1,11 @@
-"""Plans whose offloaded activations fit the memory of their nodes.
+"""Plan steps whose offloaded activations fit the memory of their nodes.
 
 How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.host_memory`). What
-exceeds it is first ordered anew: the same list rules (`schedule.packflow`) with host bytes in the place of the device's
+exceeds it is first reordered: the same list rules (`schedule.packflow`) with host bytes in the place of the device's
 run fewer forwards ahead, which costs a fraction of a percent where offloading fewer documents costs several. Other
 orders, and phases of documents that replicas share, stay as they are; each device has an even share of its node's
 memory. Where no order is good enough the step is planned again without the policies that offload as many tokens or
-more, and with such as offload what there is room for (`policies_within_host`).
+more, and with some that offload what fits (`policies_within_host`).
 
 Price: six list schedules where a replica holds too much, twelve where its backwards may be split; a search more each
 time that no order is good enough.
@@ -16,49 +16,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from evenload.cost.host_memory import (
-    HostMemory,
-    PacksInHostMemory,
-    fullest_node_bytes,
-    host_bytes_of_packs,
-    peak_host_bytes,
-)
+from evenload.cost.host_memory import HostMemory, PacksInHostMemory, host_bytes_of_packs
 from evenload.cost.layer_counts import OFFLOAD
-from evenload.cost.pack_cost import PackCosts
 from evenload.plan.activation_policy import policies_within_host, worst_score
 from evenload.plan.candidates import LOOKAHEADS
 from evenload.plan.deferral import DelayedChoice
-from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem, in_order
+from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.schedule.packflow import LIST, LIST_SPLIT, packflow_list
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.text import format_bytes
 
-HELD_SHARE = 0.98
-"""Of host memory, at which added policies aim."""
-GOOD_ORDER = 1.002
-"""Of the seconds without a limit: an order within it is taken."""
+HELD_SHARE = 0.98  # Of host memory, at which added policies aim
+GOOD_ORDER = 1.002  # Of the seconds without a limit: an order within it is taken
+# Times at most that policies are added: a schedule may hold more at once of fewer tokens, and each is a search.
 MOST_TRIED = 3
-"""Times at most that policies are added: a schedule may hold more at once of fewer tokens, and each is a search."""
 
 
-def beyond_memory_bytes(problem: StepProblem, choice: ReplicaChoice) -> int:
-    return choice.candidate.excess_bytes + host_excess_bytes(problem, choice)
-
-
-def host_excess_bytes(problem: StepProblem, choice: ReplicaChoice) -> int:
-    held = _held(problem, choice)
-    return 0 if held is None else _excess(problem, held, choice.candidate.actions)
+def host_excess_bytes(problem: StepProblem, found: Candidate) -> int:
+    """Return by how much a device exceeds its share of host memory; 0 = it fits."""
+    held = _held(problem, found)
+    return 0 if held is None else _excess(problem, held, found.actions)
 
 
 def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaChoice | None:
-    """The fastest order in which a replica holds no more than its share of host memory, nor more than before on any
-    device; itself where it fits, None where nothing does."""
-    held, found = _held(problem, choice), choice.candidate
+    """Return the fastest order in which a replica holds no more than its share of host memory, nor more than before on
+    any device; itself where it fits, None where nothing does."""
+    found = choice.candidate
+    held = _held(problem, found)
     if held is None or not _excess(problem, held, found.actions):
         return choice
-    shares = bool((found.forward.cp > problem.layout.cp).any())
+    shares = bool((found.packs.forward.cp > problem.layout.cp).any())
     if shares or found.schedule not in (LIST.name, LIST_SPLIT.name):
         return None
     tasks = _with_host_bytes(found.tasks, held)
@@ -69,20 +57,17 @@ def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaC
             continue
         actions = packflow_list(tasks, cap_bytes=caps, alternate=alternate, lookahead=lookahead, split=split)
         if not _excess(problem, held, actions):
-            other = in_order(found, actions, problem.cap_bytes)
+            other = problem.reordered(found, actions)
             schedule = (LIST_SPLIT if split else LIST).name
             others.append(replace(other, label=f"{found.label}, ordered for host memory", schedule=schedule))
     best = min(others, key=Candidate.score, default=None)
     return replace(choice, candidate=best) if best and best.excess_bytes <= found.excess_bytes else None
 
 
-def _held(problem: StepProblem, choice: ReplicaChoice) -> PacksInHostMemory | None:
-    found = choice.candidate
-    if problem.host_device_bytes is None or found.policy is None or not (found.policy == OFFLOAD).any():
+def _held(problem: StepProblem, found: Candidate) -> PacksInHostMemory | None:
+    if problem.host_device_bytes is None:
         return None
-    num_tokens = problem.num_tokens[choice.documents]
-    model, layout = problem.costs.model, problem.layout
-    return host_bytes_of_packs(model, layout, found.forward, found.backward, num_tokens, found.policy)
+    return host_bytes_of_packs(problem.costs.model, problem.layout, found.packs)
 
 
 def _excess(problem: StepProblem, held: PacksInHostMemory, actions: ActionColumns) -> int:
@@ -104,10 +89,10 @@ def _with_host_bytes(tasks: PipelineTasks, held: PacksInHostMemory) -> PipelineT
 def plan_within_host(
     problems: Sequence[StepProblem],
     plan_step: Callable[[Sequence[StepProblem]], tuple[StepProblem, DelayedChoice]],
-    host_bytes: Callable[[StepProblem, Sequence[ReplicaChoice]], int],
+    host_bytes: Callable[[Sequence[ReplicaChoice]], int],
     host: HostMemory,
 ) -> tuple[StepProblem, DelayedChoice, str]:
-    """The answer of a strategy whose offloaded activations fit their node, the last one where none does.
+    """Plan a step so that its offloaded activations fit their node; the last plan where none does.
 
     Args:
         problems: the step under every policy that may be chosen; at least one.
@@ -116,14 +101,14 @@ def plan_within_host(
     Returns:
         Problem and answer, and a message where host memory was too little for the first ("" = it was not).
     """
-    said, times_tried = "", 0
+    message, times_tried = "", 0
     ordered: tuple[StepProblem, DelayedChoice] | None = None
     while True:
         problem, answer = plan_step(problems)
-        needed_bytes = host_bytes(problem, answer.choices)
+        needed_bytes = host_bytes(answer.choices)
         if host.limit_bytes is None or needed_bytes <= host.limit_bytes:
-            return *_faster((problem, answer), ordered), said
-        said = said or (
+            return *_faster((problem, answer), ordered), message
+        message = message or (
             f"offloaded activations would take {format_bytes(needed_bytes)} of host memory on the fullest node of "
             f"{host.devices_per_node} devices, which offers them {format_bytes(host.limit_bytes)}"
         )
@@ -133,11 +118,11 @@ def plan_within_host(
             ordered = _faster((problem, replace(answer, choices=choices)), ordered)
             (excess, seconds), (least_excess, least_s) = (worst_score(one.choices) for one in (ordered[1], answer))
             if (excess, seconds) <= (least_excess, GOOD_ORDER * least_s):
-                return *ordered, said
+                return *ordered, message
         offloaded = offloaded_tokens(problem)
         problems = [other for other in problems if offloaded_tokens(other) < offloaded]
         if not problems:
-            return *(ordered or (problem, answer)), said
+            return *(ordered or (problem, answer)), message
         if times_tried < MOST_TRIED:
             assert problem.policy is not None, "something is offloaded"
             times_tried += 1
@@ -152,24 +137,6 @@ def _faster(
     one: tuple[StepProblem, DelayedChoice], other: tuple[StepProblem, DelayedChoice] | None
 ) -> tuple[StepProblem, DelayedChoice]:
     return one if other is None else min(one, other, key=lambda found: worst_score(found[1].choices))
-
-
-def offloaded_node_bytes(
-    costs: PackCosts, num_tokens: NDArray[np.int64], choices: Sequence[ReplicaChoice], devices_per_node: int
-) -> int:
-    peaks = [
-        peak_host_bytes(
-            costs.model,
-            costs.layout,
-            choice.candidate.forward,
-            choice.candidate.backward,
-            num_tokens[choice.documents],
-            choice.candidate.policy,
-            choice.candidate.actions,
-        )
-        for choice in choices
-    ]
-    return fullest_node_bytes(costs.layout, peaks, devices_per_node)
 
 
 def offloaded_tokens(problem: StepProblem) -> int:

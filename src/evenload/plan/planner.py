@@ -1,8 +1,7 @@
-"""`StepPlanner`: a global batch in, one sealed `StepPlan` out; the only planning call the runtime makes.
+"""Plan steps: `StepPlanner` turns a global batch into one sealed `StepPlan`, the only planning call of the runtime.
 
 Pure and deterministic: the same documents, options and coefficients give the same plan, bit for bit, on every
-rank, so ranks may plan each for itself and compare digests. Planning works on numpy columns; objects are made
-once, for the chosen candidates.
+rank. Planning works on numpy columns; objects are made once, for the chosen candidates.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.host_memory import HostMemory, Unlimited
+from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, peak_host_bytes
 from evenload.cost.layer_counts import POLICIES, REPLAY
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError, InfeasiblePlanError
 from evenload.plan.activation_policy import policies_in_order
 from evenload.plan.cp_sharding import repriced_choices
 from evenload.plan.deferral import DelayState, arrivals_of, mean_token_delay_steps, state_after, trained_documents
-from evenload.plan.host_memory import offloaded_node_bytes, plan_within_host
+from evenload.plan.host_memory import plan_within_host
 from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.schedule.critical_path import CriticalPath, critical_path
@@ -34,12 +33,12 @@ from evenload.types.text import format_bytes
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A plan with what is known about it, within memory or not.
+    """Hold a plan with its figures, within memory or not.
 
     Args:
         plan: sealed.
         choices: per replica the chosen columns, tasks, actions and simulation.
-        why: why the plan does not fit memory; "" when it does.
+        why: the plan does not fit memory; "" when it does.
         bubble_fraction: share of all ranks' step time in which no pack is computed.
         imbalance_forward, imbalance_backward: max/mean pack time on the slowest stage, of the worst set of ranks.
         imbalance_dp: max/mean makespan over replicas.
@@ -63,29 +62,29 @@ class Proposal:
 
     @property
     def feasible(self) -> bool:
-        """It fits memory."""
+        """Check whether the plan fits memory."""
         return not self.why
 
     @property
     def note(self) -> str:
-        """What a reader must know about how the plan was found; "" = nothing."""
+        """Return what a reader must know about how the plan was found; "" = nothing."""
         return next((choice.note for choice in self.choices if choice.note), "")
 
     def critical_path(self) -> tuple[int, CriticalPath]:
-        """Of the slowest replica: (dp rank, path)."""
+        """Return the dp rank and the critical path of the slowest replica."""
         dp_rank = max(range(len(self.choices)), key=lambda rank: self.choices[rank].candidate.makespan_s)
         found = self.choices[dp_rank].candidate
         return dp_rank, critical_path(found.tasks, found.actions, found.simulation)
 
     def require_feasible(self) -> StepPlan:
-        """The plan; an `InfeasiblePlanError` where it does not fit memory."""
+        """Return the plan; raise `InfeasiblePlanError` where it does not fit memory."""
         if not self.feasible:
             raise InfeasiblePlanError(f"step {self.plan.step}: {self.why}")
         return self.plan
 
 
 class AskedStep(NamedTuple):
-    """What `StepPlanner.propose` is asked for: its arguments."""
+    """Hold the arguments of `StepPlanner.propose`."""
 
     step: int
     documents: tuple[Document, ...]
@@ -96,7 +95,7 @@ class AskedStep(NamedTuple):
 
 
 class StepPlanner:
-    """Plans steps of one run.
+    """Plan steps of one run.
 
     Args:
         memory_cap_bytes: usable bytes of one device; None = not limited.
@@ -128,18 +127,7 @@ class StepPlanner:
     def plan(
         self, step: int, documents: tuple[Document, ...], strategy: str, left_out: tuple[LeftOut, ...] = ()
     ) -> StepPlan:
-        """Plan a step that fits memory.
-
-        Args:
-            documents: the global batch in arrival order; ids are unique.
-            strategy: a name of `plan.strategies`.
-            left_out: documents of the batch that are not trained, recorded in the plan.
-
-        Raises:
-            ConfigError: unknown strategy or unusable options.
-            DataError: a repeated document id, or a document that the strategy cannot fit into a pack.
-            InfeasiblePlanError: every candidate exceeds memory or the token limit.
-        """
+        """Plan a step alone that fits memory; as `propose`, and an `InfeasiblePlanError` where none fits memory."""
         return self.propose(step, documents, strategy, left_out).require_feasible()
 
     def propose(
@@ -152,24 +140,29 @@ class StepPlanner:
         state: DelayState | None = None,
         is_last: bool = False,
     ) -> Proposal:
-        """Plan as `plan`, with figures, and without refusing a plan that exceeds memory.
+        """Plan a step, with its figures, also where the plan exceeds memory.
 
         Args:
-            state: what the step before handed out (`DelayState()` at first): then `documents` are the new ones and all
-                that wait, and a delaying strategy may defer some. None = the step stands alone.
+            documents: the global batch in arrival order; ids are unique.
+            strategy: a name of `plan.strategies`.
+            left_out: documents of the batch that are not trained, recorded in the plan.
+            state: of the step before (`DelayState()` at first): then `documents` are the new ones and all that wait,
+                and a delaying strategy may defer some. None = the step stands alone.
             is_last: the data has ended: nothing may be deferred.
 
         Raises:
-            ConfigError, DataError, InfeasiblePlanError: as `plan`; or a waiting document is not among the documents.
+            ConfigError: unknown strategy or unusable options.
+            DataError: a repeated document id, a document that the strategy cannot fit into a pack, or one that waits
+                and is not among the documents.
+            InfeasiblePlanError: every candidate exceeds the token limit.
         """
         return self._propose(AskedStep(step, documents, strategy, left_out, state, is_last))
 
     def _propose(self, asked: AskedStep) -> Proposal:
-        """`propose`, which other planners do otherwise."""
-        step, documents, strategy, left_out, state, is_last = asked
-        chosen = strategy_named(strategy)
+        step, documents, state = asked.step, asked.documents, asked.state
+        chosen = strategy_named(asked.strategy)
         first = self._problem(step, documents)
-        arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, is_last)
+        arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, asked.is_last)
         can_offload = self.costs.coefficients.host_link is not None
         policies = policies_in_order(first.num_tokens, self.options.policy, can_offload=can_offload)
         problems = [first if policy is None else replace(first, policy=policy) for policy in policies]
@@ -182,12 +175,14 @@ class StepPlanner:
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
             for choice in repriced_choices(problem, answer.choices)
         )
-        plan = self._step_plan(step, documents, strategy, left_out, problem, choices, age_steps)
+        plan = self._step_plan(asked, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
         return self._proposal(plan, choices, after, beyond_host)
 
-    def _host_bytes(self, problem: StepProblem, choices: Sequence[ReplicaChoice]) -> int:
-        return offloaded_node_bytes(self.costs, problem.num_tokens, choices, self.host.devices_per_node)
+    def _host_bytes(self, choices: Sequence[ReplicaChoice]) -> int:
+        found = [choice.candidate for choice in choices]
+        peaks = [peak_host_bytes(self.costs.model, self.layout, one.packs, one.actions) for one in found]
+        return fullest_node_bytes(self.layout, peaks, self.host.devices_per_node)
 
     def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
         doc_ids = np.array([document.doc_id for document in documents], dtype=np.int64)
@@ -204,38 +199,30 @@ class StepPlanner:
                 f"step {step}: document {doc_ids[shortest]} has {num_tokens[shortest]} tokens, "
                 "must have at least 1; drop it"
             )
-        cap, limit = None, self.memory_cap_bytes
-        if limit is not None:
-            cap = np.full(self.layout.pipeline_ranks, limit, dtype=np.int64)
+        limit = self.memory_cap_bytes
+        cap = None if limit is None else np.full(self.layout.pipeline_ranks, limit, dtype=np.int64)
         host_bytes = self.host.of_device_bytes
         return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, host_device_bytes=host_bytes)
 
     def _step_plan(
-        self,
-        step: int,
-        documents: tuple[Document, ...],
-        strategy: str,
-        left_out: tuple[LeftOut, ...],
-        problem: StepProblem,
-        choices: tuple[ReplicaChoice, ...],
-        age_steps: np.ndarray,
+        self, asked: AskedStep, problem: StepProblem, choices: tuple[ReplicaChoice, ...], age_steps: np.ndarray
     ) -> StepPlan:
+        documents, left_out = asked.documents, asked.left_out
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):
-            found = choice.candidate
+            found, packs = choice.candidate, choice.candidate.packs
             doc_ids = problem.doc_ids[choice.documents]
-            slices = found.forward.pack_slices(doc_ids)
-            is_same = found.backward is found.forward
-            backward_slices = slices if is_same else found.backward.pack_slices(doc_ids)
+            slices = packs.forward.pack_slices(doc_ids)
+            backward_slices = slices if packs.backward is packs.forward else packs.backward.pack_slices(doc_ids)
             forward_s, backward_s = (
                 s.max(axis=1, initial=0.0) for s in (found.tasks.forward_s, found.tasks.backward_s)
             )
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
-                    forward=found.forward.packs("forward", slices, forward_s, found.shardings or ()),
-                    backward=found.backward.packs("backward", backward_slices, backward_s),
-                    policies=_policies(doc_ids, found.policy),
+                    forward=packs.forward.packs("forward", slices, forward_s, found.shardings or ()),
+                    backward=packs.backward.packs("backward", backward_slices, backward_s),
+                    policies=_policies(doc_ids, packs.policy),
                 )
             )
             schedules.append(found.actions.to_schedule())
@@ -253,8 +240,8 @@ class StepPlanner:
             documents = tuple(documents[index] for index in trained.tolist())
         return seal(
             StepPlan(
-                step=step,
-                strategy=strategy,
+                step=asked.step,
+                strategy=asked.strategy,
                 layout=self.layout,
                 documents=documents,
                 num_label_tokens=sum(document.num_label_tokens for document in documents),
@@ -265,7 +252,7 @@ class StepPlanner:
                     step_time_s=end.end_s,
                     per_replica_s=per_replica_s,
                     peak_memory_bytes=max(int(c.candidate.simulation.peak_bytes.max()) for c in choices),
-                    peak_host_bytes_per_node=self._host_bytes(problem, choices),
+                    peak_host_bytes_per_node=self._host_bytes(choices),
                     reduction_s=end.reduction_s,
                     reduction_hidden_s=end.reduction_hidden_s,
                     gather_s=end.gather_s,
@@ -280,18 +267,19 @@ class StepPlanner:
         self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], state: DelayState | None, beyond_host: str
     ) -> Proposal:
         found = [choice.candidate for choice in choices]
-        used = [one for one in found if one.forward.num_packs]
+        used = [one for one in found if one.packs.forward.num_packs]
         busy_s = sum(float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()) for one in found)
         makespan_s = np.array([one.makespan_s for one in found])
-        tokens = np.concatenate([columns.pack_tokens() for one in found for columns in (one.forward, one.backward)])
+        sides = [side for one in found for side in (one.packs.forward, one.packs.backward)]
+        tokens = np.concatenate([side.pack_tokens() for side in sides])
         limit = self.options.max_pack_tokens
         return Proposal(
             plan=plan,
             choices=choices,
             why=self._memory_reason(plan, choices, beyond_host),
             bubble_fraction=1.0 - busy_s / (self.layout.dp * self.layout.pipeline_ranks * plan.predicted.step_time_s),
-            imbalance_forward=max((_uneven(one.forward, one.tasks.forward_s) for one in used), default=1.0),
-            imbalance_backward=max((_uneven(one.backward, one.tasks.backward_s) for one in used), default=1.0),
+            imbalance_forward=max((_imbalance(one.packs.forward, one.tasks.forward_s) for one in used), default=1.0),
+            imbalance_backward=max((_imbalance(one.packs.backward, one.tasks.backward_s) for one in used), default=1.0),
             imbalance_dp=float(makespan_s.max() / makespan_s.mean()) if makespan_s.any() else 1.0,
             max_pack_tokens=int(tokens.max(initial=0)),
             cap_violations=0 if limit is None else int((tokens > limit).sum()),
@@ -316,7 +304,7 @@ class StepPlanner:
             f"strategy {plan.strategy} needs {format_bytes(peak[rank])} on pipeline rank {rank} of replica {dp_rank}, "
             f"the device offers {format_bytes(self.memory_cap_bytes)} ({format_bytes(missing_bytes)} less); raise pp, "
             f"or lower max_pack_tokens ({self.options.max_pack_tokens}) or the longest document "
-            f"({max(int(choice.candidate.forward.stop.max(initial=0)) for choice in choices)} tokens)"
+            f"({max(int(choice.candidate.packs.forward.stop.max(initial=0)) for choice in choices)} tokens)"
             + (f"; {beyond_host}" if beyond_host else "")
         )
 
@@ -329,30 +317,22 @@ def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, Activ
     }
 
 
-def _uneven(packs: SliceColumns, pack_s: np.ndarray) -> float:
-    """Max/mean pack time of the worst set of ranks: packs that a group of replicas shares are a set of their own."""
+def _imbalance(packs: SliceColumns, pack_s: np.ndarray) -> float:
+    """Return max/mean pack time of the worst set of ranks: packs that a group of replicas shares are a set."""
     ranks = packs.cp[packs.pack_offset[:-1]]
     return max(imbalance(pack_s[ranks == count]) for count in np.unique(ranks))
 
 
 @dataclass(frozen=True, eq=False)
 class RunPlanner:
-    """Plans the steps of a run (`feed.step_maker.Planner`) by one strategy in one layout; without `may_delay` every
+    """Plan the steps of a run (`feed.step_maker.Planner`) by one strategy in one layout; without `may_delay` every
     step trains its whole batch, whatever the strategy."""
 
     planner: StepPlanner
     strategy: str
     may_delay: bool = True
-
-    @property
-    def known_steps(self) -> int:
-        """Steps whose lengths it wants to know: the coming one."""
-        return 1
-
-    @property
-    def state_type(self) -> type[DelayState]:
-        """What it carries from step to step."""
-        return DelayState
+    known_steps = 1
+    state_type = DelayState
 
     def plan_step(
         self,

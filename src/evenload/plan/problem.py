@@ -1,6 +1,6 @@
-"""What every strategy maps: `StepProblem` in, a `ReplicaChoice` with a `Candidate` for every replica out.
+"""Define what every strategy maps: `StepProblem` in, a `ReplicaChoice` with a `Candidate` for every replica out.
 
-    SliceColumns ─► PipelineTasks (seconds, bytes, dependencies) ─► ActionColumns ─► Simulation ─► score
+    ReplicaPacks ─► PipelineTasks (seconds, bytes, dependencies) ─► ActionColumns ─► Simulation ─► score
 
 A candidate within memory beats any beyond it; within memory the shorter makespan wins, beyond it the smaller excess.
 
@@ -11,13 +11,15 @@ that strategy's file, and a table of its name in a configuration: `plan.options.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError, DataError
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.schedule_rule import ScheduleRule
@@ -32,21 +34,18 @@ from evenload.types.plan import PackTimes
 from evenload.types.timeline import KINDS
 
 PolicyOption = Literal["replay", "recompute", "offload", "choose"]
-
-
-CHOOSE = "choose"
-"""The schedule that suits a strategy: 1F1B of whole documents, the fastest found where it searches."""
+CHOOSE = "choose"  # The schedule that suits a strategy: 1F1B of whole documents, the fastest found where it searches
 
 
 class StrategyOptions(Frozen, tag_field="strategy"):
-    """What one strategy alone reads; subclasses are tagged with its name."""
+    """Hold what one strategy alone reads; subclasses are tagged with its name."""
 
 
 Own = TypeVar("Own", bound=StrategyOptions)
 
 
 class PlanOptions(Frozen):
-    """Limits and search space of planning that strategies share.
+    """Set the limits and the search space of planning that strategies share.
 
     Args:
         max_pack_tokens: most tokens of a pack, padding included (the memory of one micro-batch and the window of
@@ -104,58 +103,55 @@ class PlanOptions(Frozen):
             raise ConfigError(f"plan options: dp_merge_threshold is {self.dp_merge_threshold}, must be above 0")
 
     def rule(self, usual: ScheduleRule) -> ScheduleRule:
-        """The schedule that was asked for; `usual` where none was."""
+        """Return the configured schedule; `usual` where it is to be chosen."""
         return usual if self.schedule == CHOOSE else SCHEDULES.named(self.schedule)
 
     def own(self, kind: type[Own]) -> Own:
-        """The options of one strategy, the usual ones where nothing is set."""
+        """Return the options of one strategy, its defaults where nothing is set."""
         return next((one for one in self.strategies if isinstance(one, kind)), None) or kind()
 
     def with_own(self, own: StrategyOptions) -> "PlanOptions":
-        """The same with other options of one strategy."""
+        """Return the same with other options of one strategy."""
         others = (one for one in self.strategies if type(one) is not type(own))
         return msgspec.structs.replace(self, strategies=(*others, own))
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One way to run a replica's documents.
+    """Hold one way to run a replica's documents.
 
     Args:
         label: how it was made, for reports: cuts, pack count, schedule.
         excess_bytes: peak above the memory limit on the worst rank; 0 = fits.
-        policy: int8[k] of the replica's documents, indices into `cost.layer_counts.POLICIES`; None = all replay.
         schedule: name of the rule that ordered the packs.
         shardings: how ranks share each forward pack (`MicroPack.sharding`), whose slowest rank's seconds `tasks` has;
             None = not decided yet, and seconds are means over ranks (`plan.cp_sharding`).
     """
 
     label: str
-    forward: SliceColumns
-    backward: SliceColumns
+    packs: ReplicaPacks
     tasks: PipelineTasks
     actions: ActionColumns
     simulation: Simulation
-    excess_bytes: int
-    policy: NDArray[np.int8] | None = None
+    excess_bytes: int = 0
     schedule: str = ""
     shardings: tuple[PackSharding, ...] | None = None
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first forward to the last backward."""
+        """Return the seconds from the first forward to the last backward."""
         return self.simulation.makespan_s
 
     def simulated(self) -> SimulatedReplica:
-        """What start and end of the step follow from."""
-        return SimulatedReplica(self.forward, self.backward, self.tasks, self.actions, self.simulation)
+        """Return what start and end of the step follow from."""
+        return SimulatedReplica(self.packs.forward, self.packs.backward, self.tasks, self.actions, self.simulation)
 
     def score(self) -> tuple[int, float]:
-        """Smaller is better."""
+        """Return bytes beyond memory and seconds; smaller is better."""
         return self.excess_bytes, self.makespan_s
 
     def pack_times(self) -> PackTimes:
-        """The seconds that a plan records."""
+        """Return the seconds that a plan records."""
         tasks, split = self.tasks, self.tasks.split
         return PackTimes(
             forward_s=_rows(tasks.forward_s),
@@ -184,53 +180,8 @@ def with_times_that_run(found: Candidate, tp: int) -> Candidate:
     return replace(found, tasks=replace(tasks, backward_s=whole_s, split=parts))
 
 
-def candidate(
-    label: str,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    tasks: PipelineTasks,
-    actions: ActionColumns,
-    cap_bytes: NDArray[np.int64] | None,
-    policy: NDArray[np.int8] | None = None,
-    *,
-    schedule: str,
-) -> Candidate:
-    """Simulate one order of priced packs; `schedule` names the rule that made it."""
-    simulation = simulate(tasks, actions)
-    excess = _excess_bytes(simulation, cap_bytes)
-    return Candidate(label, forward, backward, tasks, actions, simulation, excess, policy, schedule)
-
-
-def in_order(
-    found: Candidate, actions: ActionColumns, cap_bytes: NDArray[np.int64] | None, *, tasks: PipelineTasks | None = None
-) -> Candidate:
-    """The same packs in another order, or with other seconds (`tasks`), simulated."""
-    tasks = found.tasks if tasks is None else tasks
-    simulation = simulate(tasks, actions)
-    excess = _excess_bytes(simulation, cap_bytes)
-    return replace(found, tasks=tasks, actions=actions, simulation=simulation, excess_bytes=excess)
-
-
-def _excess_bytes(simulation: Simulation, cap_bytes: NDArray[np.int64] | None) -> int:
-    return 0 if cap_bytes is None else max(0, int((simulation.peak_bytes - cap_bytes).max()))
-
-
-def scheduled_candidate(
-    label: str,
-    forward: SliceColumns,
-    backward: SliceColumns,
-    tasks: PipelineTasks,
-    rule: ScheduleRule,
-    cap_bytes: NDArray[np.int64] | None,
-    policy: NDArray[np.int8] | None = None,
-) -> Candidate:
-    """Priced packs under a schedule, which label and report name; a `ConfigError` where it does not suit them."""
-    actions = rule.actions(tasks, cap_bytes)
-    return candidate(f"{label}, {rule.name}", forward, backward, tasks, actions, cap_bytes, policy, schedule=rule.name)
-
-
 def imbalance(pack_s: NDArray[np.float64]) -> float:
-    """max / mean over packs of the time on their slowest stage (as `types.timeline`); 1 without packs."""
+    """Return max / mean over packs of the time on their slowest stage (as `types.timeline`); 1 without packs."""
     if not len(pack_s):
         return 1.0
     slowest = pack_s.max(axis=1)
@@ -243,7 +194,7 @@ def _rows(seconds: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True, eq=False)
 class StepProblem:
-    """One global batch to be planned.
+    """Hold one global batch to be planned.
 
     Args:
         doc_ids, num_tokens: int64[n], in arrival order.
@@ -261,23 +212,55 @@ class StepProblem:
     policy: NDArray[np.int8] | None = None
     host_device_bytes: int | None = None
     document_s: NDArray[np.float64] = field(init=False)
+    # Scores that searches of this problem share, by ranks and documents, then by trial (`plan.candidates`).
+    known_scores: dict[tuple[int, bytes], dict[Any, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "document_s", self.costs.document_seconds(self.num_tokens, self.policy))
 
     @property
     def layout(self) -> ParallelLayout:
-        """Of the run."""
+        """Return the layout of the run."""
         return self.costs.layout
 
     @functools.cached_property
     def stored_s(self) -> float:
-        """Forward + backward seconds of all documents where every activation is stored."""
+        """Return the forward + backward seconds of all documents where every activation is stored."""
         return float(self.costs.document_seconds(self.num_tokens, None).sum())
 
     def policy_of(self, documents: NDArray[np.int64]) -> NDArray[np.int8] | None:
-        """The policies of some documents, as candidates want them."""
+        """Return the activation policies of some documents; None = all replay."""
         return None if self.policy is None else self.policy[documents]
+
+    def packs_of(
+        self, documents: NDArray[np.int64], forward: SliceColumns, backward: SliceColumns | None = None
+    ) -> ReplicaPacks:
+        """Return packs of these documents, which the columns count; `backward` None = the same packs."""
+        backward = forward if backward is None else backward
+        return ReplicaPacks(forward, backward, self.num_tokens[documents], self.policy_of(documents))
+
+    def scheduled(
+        self, label: str, packs: ReplicaPacks, rule: ScheduleRule, tasks: PipelineTasks | None = None
+    ) -> Candidate:
+        """Simulate packs under a schedule, priced already or as it needs them; a `ConfigError` where it does not suit
+        them."""
+        if tasks is None:
+            tasks = pipeline_tasks(self.costs, packs, split=rule.splits_backward)
+        return self.ordered(f"{label}, {rule.name}", packs, tasks, rule.actions(tasks, self.cap_bytes), rule.name)
+
+    def ordered(
+        self, label: str, packs: ReplicaPacks, tasks: PipelineTasks, actions: ActionColumns, schedule: str
+    ) -> Candidate:
+        """Simulate priced packs in one order; `schedule` names the rule that made it."""
+        simulation = simulate(tasks, actions)
+        excess = 0 if self.cap_bytes is None else max(0, int((simulation.peak_bytes - self.cap_bytes).max()))
+        return Candidate(label, packs, tasks, actions, simulation, excess, schedule)
+
+    def reordered(self, found: Candidate, actions: ActionColumns, tasks: PipelineTasks | None = None) -> Candidate:
+        """Simulate the packs of a candidate in another order, or with other seconds (`tasks`)."""
+        tasks = found.tasks if tasks is None else tasks
+        other = self.ordered(found.label, found.packs, tasks, actions, found.schedule)
+        return replace(other, shardings=found.shardings)
 
     def window_tokens(self, strategy: str) -> int:
         """Return the pack limit that strategies with fixed windows need; a `ConfigError` where there is none, a
@@ -312,7 +295,7 @@ class StepProblem:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaChoice:
-    """The chosen candidate of one replica.
+    """Hold the chosen candidate of one replica.
 
     Args:
         documents: int64[k], indices into the problem's arrays; `SliceColumns.doc` of the candidate counts these.
@@ -324,5 +307,4 @@ class ReplicaChoice:
     note: str = ""
 
 
-Planner = Callable[[StepProblem], tuple[ReplicaChoice, ...]]
-"""A strategy: one global batch in, one choice a replica out."""
+Planner = Callable[[StepProblem], tuple[ReplicaChoice, ...]]  # One global batch in, one choice a replica out

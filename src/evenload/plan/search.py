@@ -1,4 +1,4 @@
-"""Search over all replicas of a step: what `slimpack` and `auto` share.
+"""Search over all replicas of a step, for `slimpack` and `auto`.
 
     1  the heaviest replica, and the one with the longest document, rate the first trials, then other schedules of the
        best packs
@@ -7,7 +7,7 @@
 
 Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search. Each way of
 sharing is first rated by a few trials (`rate_merges`) of the heaviest block of each size and the heaviest replica; the
-others take time by their work. Everything is counted in trials, never by the clock, so plans are deterministic.
+others take time by their work. Effort is counted in trials, so plans are deterministic.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from evenload.plan.candidates import (
     CUTS,
-    KnownScores,
     Order,
     ReplicaSearch,
     Setting,
@@ -29,56 +28,50 @@ from evenload.plan.candidates import (
     score,
 )
 from evenload.plan.dp_merge import Merge, in_phases
-from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
+from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.types.document import ReplicaBlock
 
-VARIED = 4
-"""Best settings of a representative replica whose packs are tried under other schedules."""
-MORE_PACKS = 12
-"""Doublings of the pack count where no cut meets the token limit."""
-EVEN_REPLICAS = 1.003
-"""Max/mean time of replicas at which no more documents move."""
-MOST_MOVES = 2
-"""Documents moved, for each replica."""
+VARIED = 4  # Best settings of a representative replica whose packs are tried under other schedules
+MORE_PACKS = 12  # Doublings of the pack count where no cut meets the token limit
+EVEN_REPLICAS = 1.003  # Max/mean time of replicas at which no more documents move
+MOST_MOVES = 2  # Documents moved, for each replica
+# Of the gap between the slowest and the fastest replica: documents that are tried, until one helps.
 MOVED_SHARES = (0.5, 0.25, 0.1)
-"""Of the gap between the slowest and the fastest replica: documents that are tried, until one helps."""
-MOVED_TRIALS = 3
-"""Best trials of a replica that are rated again when its documents change."""
-FEW_SLICED = slice(1, None, 2)
-"""Pack counts that are tried of slices: few and many, which memory may ask for."""
-FEW_WHOLE = 2
-"""Pack counts that are tried of whole documents, up to one document a pack."""
-FEW_DOCUMENTS = 8
-"""Documents whose trials are so cheap that all are rated."""
-ENOUGH_WHOLE = 8
-"""Documents for every stage with which whole ones fill a pipeline, so that slices need not be tried."""
+MOVED_TRIALS = 3  # Best trials of a replica that are rated again when its documents change
+FEW_SLICED = slice(1, None, 2)  # Pack counts that are tried of slices: few and many, which memory may ask for
+FEW_WHOLE = 2  # Pack counts that are tried of whole documents, up to one document a pack
+FEW_DOCUMENTS = 8  # Documents whose trials are so cheap that all are rated
+ENOUGH_WHOLE = 8  # Documents for every stage with which whole ones fill a pipeline, so that slices need not be tried
 
 
 @dataclass(frozen=True)
 class SearchRules:
-    """How far to search.
+    """Set how far to search.
 
     Args:
-        first: trials that representative replicas rate; spare: those for a replica that nothing else fits into memory.
+        first: trials that representative replicas rate; fallback: those for a replica that nothing else fits into
+            memory.
         variants: of a trial, the same packs under other schedules.
         shared: best trials of the representative replica that every replica rates.
-        known: scores that searches of the same problem share.
     """
 
     first: Callable[[ReplicaSearch], list[Trial]]
     variants: Callable[[Trial], list[Trial]]
-    spare: Callable[[ReplicaSearch], list[Trial]] = lambda search: []
+    fallback: Callable[[ReplicaSearch], list[Trial]] = lambda search: []
     score_key: Callable[[TrialScore], tuple[int, float]] = by_time
     shared: int = 3
-    known: KnownScores | None = None
     even_out: bool = True
+
+    def search(self, problem: StepProblem, documents: NDArray[np.int64], replicas: int = 1) -> ReplicaSearch:
+        """Begin a search over documents that so many replicas share."""
+        return ReplicaSearch(problem, documents, replicas * problem.layout.cp, self.score_key)
 
 
 def rate_by_representative(
     representative: ReplicaSearch, others: list[ReplicaSearch], first: list[ReplicaSearch], rules: SearchRules
 ) -> bool:
-    """The representative replica and all of `first` rate the first trials, the others the best of those; whether all
-    have a trial."""
+    """Rate the first trials on the representative replica and all of `first`, the best of those on the others; return
+    whether all have a trial."""
     rate_first(first, rules)
     if not has_trial(representative) and not _rate_more_packs(representative, rules):
         return False
@@ -95,7 +88,7 @@ def rate_first(searches: list[ReplicaSearch], rules: SearchRules) -> None:
 
 
 def best_packs(search: ReplicaSearch) -> list[Trial]:
-    """The best trial of each of the best settings."""
+    """Return the best trial of each of the best settings."""
     found: dict[Setting, Trial] = {}
     for trial in search.ranking():
         found.setdefault(trial.setting, trial)
@@ -108,7 +101,8 @@ def share_best(representative: ReplicaSearch, others: list[ReplicaSearch], count
 
 
 def _lacks(search: ReplicaSearch, representative: ReplicaSearch) -> bool:
-    """No trial, or none that fits memory or is good otherwise (`score_key`) although the representative's are."""
+    """Check for a search without a trial, or without one that fits memory or is as good by `score_key` as its seconds,
+    although the representative has such."""
     if not has_trial(search):
         return True
     here, there = search.best(), representative.best()
@@ -122,7 +116,7 @@ def has_trial(search: ReplicaSearch) -> bool:
 
 
 def _rate_more_packs(search: ReplicaSearch, rules: SearchRules) -> bool:
-    """Symmetric cuts cannot always meet a token limit: a rest may be too long. More packs make every rest shorter."""
+    """Rate more packs, which make every rest of a cut shorter: symmetric cuts cannot always meet a token limit."""
     trials = rules.first(search)
     for _ in range(MORE_PACKS):
         trials = [t._replace(setting=t.setting._replace(num_packs=2 * t.setting.num_packs)) for t in trials]
@@ -134,8 +128,8 @@ def _rate_more_packs(search: ReplicaSearch, rules: SearchRules) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """Searches with a best trial each, not yet made into candidates: what replicas run alone, and before that what
-    groups of them share; larger blocks first."""
+    """Hold searches with a best trial each: what replicas run alone, and before that what groups of them share; larger
+    blocks first."""
 
     own: list[ReplicaSearch]
     blocks: dict[ReplicaBlock, ReplicaSearch]
@@ -144,11 +138,11 @@ class SearchResult:
         return [block for block in self.blocks if replica in block.replicas]
 
     def seconds(self) -> NDArray[np.float64]:
-        """Simulated time of every replica; float64[dp]."""
+        """Return the simulated time of every replica; float64[dp]."""
         return starts_s(self.blocks, len(self.own)) + np.array([search.best().makespan_s for search in self.own])
 
     def score_key(self) -> tuple[int, float, float]:
-        """Smaller is better: memory beyond the limit, then the slowest replica, then all."""
+        """Return memory beyond the limit, then the slowest replica, then all; smaller is better."""
         excess = max(search.best().excess_bytes for search in (*self.own, *self.blocks.values()))
         seconds = self.seconds()
         return excess, float(seconds.max()), float(seconds.sum())
@@ -157,30 +151,18 @@ class SearchResult:
         # Phases are joined column by column, so all are priced with I and W where any runs them.
         used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
         split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
-        shared = {block: _best_candidate(search, split) for block, search in self.blocks.items()}
-        return tuple(self._choice(replica, shared, split) for replica in range(len(self.own)))
-
-    def _choice(self, replica: int, shared: dict[ReplicaBlock, Candidate], split: bool) -> ReplicaChoice:
-        search = self.own[replica]
-        phases = [(shared[block], self.blocks[block].documents) for block in self.blocks_of(replica)]
-        if len(search.documents):
-            phases.append((_best_candidate(search, split), search.documents))
-        if not phases:
-            phases.append((idle_candidate(search.problem), search.documents))
-        if len(phases) == 1:
-            return ReplicaChoice(phases[0][1], phases[0][0])
-        candidates, documents = [phase[0] for phase in phases], [phase[1] for phase in phases]
-        return ReplicaChoice(np.concatenate(documents), in_phases(search.problem, candidates, documents))
-
-
-def _best_candidate(search: ReplicaSearch, split: bool) -> Candidate:
-    found = search.build(search.ranking()[0], split=split)
-    assert found is not None, "only possible trials are ranked"
-    return found
+        best = {id(search): ReplicaChoice(search.documents, search.build_best(split=split)) for search in used}
+        choices = []
+        for replica, own in enumerate(self.own):
+            shared = [best[id(self.blocks[block])] for block in self.blocks_of(replica)]
+            phases = [*shared, best[id(own)]] if len(own.documents) else shared
+            idle = ReplicaChoice(own.documents, idle_candidate(own.problem)) if not phases else None
+            choices.append(idle or (phases[0] if len(phases) == 1 else in_phases(own.problem, phases)))
+        return tuple(choices)
 
 
 def starts_s(blocks: dict[ReplicaBlock, ReplicaSearch], replicas: int) -> NDArray[np.float64]:
-    """When the blocks of every replica have ended, one after the other; float64[replicas]."""
+    """Return when the blocks of every replica end, one after the other; float64[replicas]."""
     ends_s = np.zeros(replicas)
     for block, search in blocks.items():
         ends_s[block.first : block.first + block.size] += search.best().makespan_s
@@ -206,9 +188,8 @@ def _move(found: SearchResult, slow: int, fast: int, wanted_s: float) -> bool:
     busy_share = one.work_s / (problem.layout.pp * one.best().makespan_s)
     moved = int(np.abs(problem.document_s[one.documents] - wanted_s * problem.layout.pp * busy_share).argmin())
     trials = one.ranking()[:MOVED_TRIALS]
-    lighter = ReplicaSearch(problem, np.delete(one.documents, moved), score_key=one.score_key, known=one.pool)
-    joined = np.sort(np.append(other.documents, one.documents[moved]))
-    heavier = ReplicaSearch(other.problem, joined, score_key=one.score_key, known=one.pool)
+    lighter = one.over(np.delete(one.documents, moved))
+    heavier = one.over(np.sort(np.append(other.documents, one.documents[moved])))
     score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
     if not (has_trial(lighter) and has_trial(heavier)):
         return False
@@ -228,17 +209,14 @@ def _slower(starts: Sequence[float], searches: tuple[ReplicaSearch, ReplicaSearc
 
 
 def search_step(problem: StepProblem, replicas: Sequence[NDArray[np.int64]], rules: SearchRules) -> SearchResult | None:
-    """The best found for documents assigned to replicas; None where no trial of theirs is possible."""
+    """Search the best trials of documents assigned to replicas; None where no trial of theirs is possible."""
     return _search(problem, list(replicas), {}, rules)
 
 
 def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeline_share: float) -> SearchResult | None:
-    """As `search_step`, where blocks of replicas share some documents; replicas' own ones are assigned by the time that
-    those leave of `pipeline_share`, the share of a pipeline's time that computes."""
-    blocks = {
-        block: ReplicaSearch(problem, documents, block.size * problem.layout.cp, rules.score_key, rules.known)
-        for block, documents in merge.blocks.items()
-    }
+    """Search as `search_step`, where blocks of replicas share some documents; replicas' own ones are assigned by the
+    time that those leave of `pipeline_share`, the share of a pipeline's time that computes."""
+    blocks = {block: rules.search(problem, documents, block.size) for block, documents in merge.blocks.items()}
     if not _rate_blocks(blocks, rules):
         return None
     load_s = starts_s(blocks, problem.layout.dp) * problem.layout.pp
@@ -247,7 +225,7 @@ def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeli
 
 
 def _rate_blocks(blocks: dict[ReplicaBlock, ReplicaSearch], rules: SearchRules) -> bool:
-    """Of blocks of one size the one with most work is the representative; whether all have a trial."""
+    """Rate blocks, of one size by the one with most work; return whether all have a trial."""
     for size in dict.fromkeys(block.size for block in blocks):
         alike = [search for block, search in blocks.items() if block.size == size]
         representative = max(alike, key=lambda search: search.work_s)
@@ -264,11 +242,8 @@ def _search(
     blocks: dict[ReplicaBlock, ReplicaSearch],
     rules: SearchRules,
 ) -> SearchResult | None:
-    searches = [
-        ReplicaSearch(problem, documents, score_key=rules.score_key, known=rules.known) for documents in replicas
-    ]
-    found = SearchResult(searches, blocks)
-    busy = [search for search in searches if len(search.documents)]
+    found = SearchResult([rules.search(problem, documents) for documents in replicas], blocks)
+    busy = [search for search in found.own if len(search.documents)]
     if not busy:
         return found
     representative = max(busy, key=lambda search: search.work_s)
@@ -280,24 +255,23 @@ def _search(
         even_out(found)
     # Last, because a replica that fits by a slow trial would give its documents away.
     if over := [search for search in found.own if search.best().excess_bytes]:
-        score([(search, rules.spare(search)) for search in over])
+        score([(search, rules.fallback(search)) for search in over])
         if rules.even_out:
             even_out(found)
     return found
 
 
-Estimate = tuple[int, float]
-"""Bytes beyond memory, seconds."""
+Estimate = tuple[int, float]  # Bytes beyond memory, seconds
 
 
 def quick_trials(search: ReplicaSearch, rules: SearchRules) -> list[Trial]:
-    """First trials under the list schedule with whole backwards, which tells packs apart."""
+    """Return the first trials under the list schedule with whole backwards, which suffice to compare packs."""
     first = rules.first(search)
     return [trial._replace(split=False) for trial in first if trial.order is Order.LIST] or first
 
 
 def rate_merges(problem: StepProblem, merges: Sequence[Merge], rules: SearchRules) -> list[Estimate]:
-    """Memory beyond the limit and time of every merge; all trials in one go."""
+    """Estimate memory beyond the limit and time of every merge; all trials in one go."""
     representatives = [_Representatives(problem, merge, rules) for merge in merges]
     searches = [search for one in representatives for search in one.searches()]
     score([(search, _few_trials(search, rules)) for search in searches])
@@ -305,33 +279,25 @@ def rate_merges(problem: StepProblem, merges: Sequence[Merge], rules: SearchRule
 
 
 class _Representatives:
-    """Of a merge the block of each size with the most work, and the replica with the most work of its own."""
+    """Search, of a merge, the block of each size with the most work, and the replica with the most work of its own."""
 
     def __init__(self, problem: StepProblem, merge: Merge, rules: SearchRules) -> None:
-        self._problem, self._merge = problem, merge
-        work_s = problem.document_s
+        self._problem, work_s = problem, problem.document_s
         self._block_s = {block: float(work_s[documents].sum()) for block, documents in merge.blocks.items()}
-        heaviest = {
-            size: max((block for block in merge.blocks if block.size == size), key=self._block_s.__getitem__)
-            for size in dict.fromkeys(block.size for block in merge.blocks)
-        }
-        self._shared = {
-            size: (
-                self._block_s[block],
-                ReplicaSearch(problem, merge.blocks[block], size * problem.layout.cp, rules.score_key, rules.known),
-            )
-            for size, block in heaviest.items()
-        }
+        self._shared: dict[int, tuple[float, ReplicaSearch]] = {}
+        for size in dict.fromkeys(block.size for block in merge.blocks):
+            block = max((one for one in merge.blocks if one.size == size), key=self._block_s.__getitem__)
+            self._shared[size] = self._block_s[block], rules.search(problem, merge.blocks[block], size)
         own_s = [float(work_s[documents].sum()) for documents in merge.own]
         replica = max(range(len(own_s)), key=own_s.__getitem__)
-        self._own = ReplicaSearch(problem, merge.own[replica], score_key=rules.score_key, known=rules.known)
+        self._own = rules.search(problem, merge.own[replica])
         self._own_s = sum(own_s) / own_s[replica] if own_s[replica] else 0.0
 
     def searches(self) -> list[ReplicaSearch]:
         return [search for search in (*(one for _, one in self._shared.values()), self._own) if len(search.documents)]
 
     def estimate(self) -> Estimate:
-        """Blocks take time by their work; what replicas run alone fills up what sharing leaves uneven."""
+        """Estimate blocks by their work; what replicas run alone fills up what sharing leaves uneven."""
         start_s = np.zeros(self._problem.layout.dp)
         for block, seconds in self._block_s.items():
             most_s, representative = self._shared[block.size]

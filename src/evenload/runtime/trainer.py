@@ -19,7 +19,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError, Invalid
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.layouts.flex_planner import FlexPlanner, FlexRunPlanner, PlannerState, resumed_flex
 from evenload.plan.layouts.measured_layouts import KnownAfter, MeasuredLayouts
-from evenload.plan.planner import StepPlanner
+from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoints_of
@@ -188,7 +188,7 @@ class Trainer:
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
         for layout in self.meshes.layouts:
             require_trainable(strategy, layout, planner.options, self.config.data.max_document_tokens)
-        source = self._source(FlexRunPlanner(flex or planner, strategy, measured_of), last_step)
+        source = self._source(FlexRunPlanner(flex or RunPlanner(planner, strategy), measured_of), last_step)
         self._saves.begin()
         run = EvaluatedRun(
             state=self.state,

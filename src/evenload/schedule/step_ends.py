@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.units import forward_units, pack_features, shares_before, shares_left, stage_units, unit_transfers
+from evenload.cost.units import pack_features, stage_units, unit_shares, unit_transfers
 from evenload.schedule.simulate import Simulation, simulate
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
@@ -185,8 +185,8 @@ def _needed_seconds(
             begin_s, seconds = float(simulation.start_s[at]), float(simulation.end_s[at] - simulation.start_s[at])
             first_s[rank] = min(first_s[rank], begin_s)
             row = int(np.searchsorted(packs, actions.pack[at]))
-            shares = shares_before(costs, features[row : row + 1], stage)[0].tolist()
-            for unit, share in zip(forward_units(costs, stage), shares, strict=True):
+            shares = unit_shares(costs, features[row : row + 1], stage, "forward")[0].tolist()
+            for unit, share in zip(stage_units(costs, stage, "forward"), shares, strict=True):
                 needed_s[rank][unit] = min(needed_s[rank].get(unit, np.inf), begin_s + share * seconds)
         # A rank's first backward, which may read the head, needs all its weights.
         back = np.flatnonzero(actions.kind != KINDS.index("F"))
@@ -369,7 +369,7 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
                 # As in the executor, a whole backward that completes one stage completes it unit by unit.
                 inside_s.append(end_s[-1] - float(replica.simulation.start_s[at]) if is_whole[rank, stage] else 0.0)
             if rows:
-                left = shares_left(costs, features[rows], stage)
+                left = unit_shares(costs, features[rows], stage, "backward")
                 units_s = (np.array(end_s)[:, None] - left * np.array(inside_s)[:, None]).max(axis=0)
                 completed_s |= {(rank, u): s for u, s in zip(stage_units(costs, stage), units_s.tolist(), strict=True)}
     return completed_s

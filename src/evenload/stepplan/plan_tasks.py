@@ -5,44 +5,25 @@ Durations come from the plan; bytes, which a plan does not store, follow from it
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import POLICIES
-from evenload.cost.memory import owned_pipeline_bytes, pipeline_bytes
+from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pipeline_tasks import divide_backward
 from evenload.types.columns import SliceColumns
-from evenload.types.document import MicroPack, PackPlan, PackSharding
+from evenload.types.document import MicroPack, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan
 
 
-@dataclass(frozen=True, eq=False)
-class ReplicaColumns:
-    """One replica's packs as columns; `SliceColumns.doc` are indices of the whole plan's documents.
-
-    Args:
-        num_tokens: int64[n], of the plan's documents.
-        policy: int8[n], indices into `POLICIES`; None = all replay.
-        owners: int64[num_slices] forward and backward, the rank that computes a slice whole, -1 = all; None = all.
-        shardings: of every forward pack.
-    """
-
-    forward: SliceColumns
-    backward: SliceColumns
-    num_tokens: NDArray[np.int64]
-    policy: NDArray[np.int8] | None
-    owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None
-    shardings: tuple[PackSharding, ...]
-
-
-def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
+def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaPacks:
+    """Return one replica's packs as columns, whose `doc` are indices of the whole plan's documents."""
     packs = plan.pack_plans[dp_rank]
     index = {document.doc_id: position for position, document in enumerate(plan.documents)}
-    return ReplicaColumns(
+    return ReplicaPacks(
         forward=_columns(packs.forward, index),
         backward=_columns(packs.backward, index),
         num_tokens=np.array([document.num_tokens for document in plan.documents], np.int64),
@@ -52,20 +33,14 @@ def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaColumns:
     )
 
 
-def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, columns: ReplicaColumns) -> PipelineTasks:
-    """Return the tasks of one replica, equal to those that the planner simulated; `columns` are its packs."""
-    layout = plan.layout
-    forward, backward, num_tokens, policy = columns.forward, columns.backward, columns.num_tokens, columns.policy
-    if columns.owners is None:
-        held = pipeline_bytes(model, layout, forward, backward, num_tokens, policy)
-    else:
-        held = owned_pipeline_bytes(model, layout, forward, backward, num_tokens, policy, columns.owners)
+def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, packs: ReplicaPacks) -> PipelineTasks:
+    """Return the tasks of one replica, equal to those that the planner simulated."""
     timed = timed_tasks(plan, dp_rank)
-    tasks = dataclasses.replace(timed, held=held, split=None)
+    tasks = dataclasses.replace(timed, held=pipeline_bytes(model, plan.layout, packs), split=None)
     if timed.split is None:
         return tasks
     parts_s = timed.split.input_s, timed.split.weight_s
-    return dataclasses.replace(tasks, split=divide_backward(model, layout, tasks, backward, *parts_s))
+    return dataclasses.replace(tasks, split=divide_backward(model, plan.layout, tasks, packs.backward, *parts_s))
 
 
 def timed_tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:

@@ -83,11 +83,6 @@ class SliceColumns:
         sums = np.bincount(self.pack_of_slice(), weights=values, minlength=self.num_packs)
         return sums.astype(np.float64, copy=False)
 
-    def assigned(self, chosen: NDArray[np.bool_], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
-        """Assign the slices that bool[num_slices] chooses to new packs, int64[num_slices], in order, unpadded."""
-        order = np.flatnonzero(chosen)[np.argsort(pack[chosen], kind="stable")]
-        return self.taken(order, pack[order], num_packs)
-
     def taken(self, index: NDArray[np.int64], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
         """Take slices by index, without padding; `pack` is the new pack of each, not falling."""
         return SliceColumns(
@@ -219,11 +214,3 @@ class WorkCurve:
             raise ConfigError(f"work curve: {self} has a negative or non-finite coefficient")
         if any(window < 0 for _, window in self.attention_s):
             raise ConfigError(f"work curve: windows {[w for _, w in self.attention_s]} must be >= 0 (0 = full)")
-
-    def slice_works_s(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the seconds of non-empty slices, int64[n] each, as float64[n]; the native core repeats the order of
-        operations bit for bit."""
-        work = self.linear_s * (stop - start).astype(np.float64)
-        for coef, window in self.attention_s:
-            work = work + coef * causal_pairs(start, stop, window)
-        return work + self.slice_s

@@ -1,4 +1,4 @@
-"""`FlexPlanner`: a layout and a plan for every step of a run (FlexPipe §5).
+"""Choose a layout and plan for every step of a run: `FlexPlanner` (FlexPipe §5).
 
     lengths of the known steps ─► candidates ─► a few layouts ─► planned and simulated ─┐
     measured steps and switches ────────────────────────────────────────────────────────┼─► FMOP ─► StepPlan, next state
@@ -7,12 +7,11 @@
 The search estimates, simulation decides: the conditions' time and memory are those of complete plans, planned inside a
 layout by any strategy. A layout of another generation in the next StepPlan is the order to switch, whose seconds are
 part of that step. Plans of steps known ahead are kept, so a step costs a plan of the current layout and of `finalists`
-others, and HBSA (milliseconds). `FlexRunPlanner` plans the steps of a run, `PlannerState` is what it carries along.
+others, and HBSA (milliseconds).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -23,11 +22,11 @@ from evenload.plan.deferral import DelayState
 from evenload.plan.layouts.fmop import Decision, FlexState, Outlook, decide, layout_decision, state_after
 from evenload.plan.layouts.hbsa import MappingSearch
 from evenload.plan.layouts.layout_candidates import CoefficientsOf, LayoutCandidates
-from evenload.plan.layouts.layout_plans import LayoutOutcome, LayoutPlans, MemoryPlans, OptionsOf
+from evenload.plan.layouts.layout_plans import LayoutOutcome, LayoutPlans, OptionsOf
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.layouts.moves import SwitchPieces
 from evenload.plan.layouts.switch_prices import SwitchPrices
-from evenload.plan.planner import Proposal, RunPlanner, StepPlanner
+from evenload.plan.planner import AskedStep, Proposal, RunPlanner, StepPlanner
 from evenload.plan.strategies.flexpipe import FLEXPIPE, FlexOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
@@ -40,17 +39,16 @@ from evenload.types.text import format_bytes
 
 @dataclass(frozen=True, eq=False)
 class FlexProposal:
-    """A step's plan, the state for the next step, the coming batch's search, and the decision as a record."""
+    """Hold a step's plan, the state for the next step, the decision, and its record."""
 
     proposal: Proposal
     state: FlexState
     decision: Decision
-    search: MappingSearch
     told: LayoutDecision
 
 
 class FlexPlanner:
-    """Plans steps of one run whose layout may change between them.
+    """Plan steps of one run whose layout may change between them.
 
     Args:
         planner: in the layout in which the run starts; its devices, cp and tp stay.
@@ -132,7 +130,7 @@ class FlexPlanner:
         """Decide on a layout for a step and plan it; beyond memory where no layout holds the batch.
 
         Args:
-            state: what the step before handed out; None = the run starts.
+            state: of the step before; None = the run starts.
             coming: documents of the steps that follow, as far as known; `known_steps - 1` of them count.
             delay, is_last: as of `StepPlanner.propose`; measured: what trained steps say of layouts.
 
@@ -141,35 +139,11 @@ class FlexPlanner:
         """
         state, measured = state or self.initial_state(), measured or MeasuredLayouts()
         known = [documents, *coming[: self.options.known_steps - 1]]
+        request = AskedStep(step, documents, self.strategy, left_out, delay if self._delays else None, is_last)
+        ahead = [AskedStep(step + 1 + at, batch, self.strategy) for at, batch in enumerate(known[1:])]
         self._plans.forget_before(step)
-        cap_bytes, memory_factor = self.start.memory_cap_bytes, measured.memory_factor()
-
-        def fits(proposal: Proposal) -> bool:
-            measured_bytes = memory_factor * proposal.plan.predicted.peak_memory_bytes
-            return proposal.feasible and (cap_bytes is None or measured_bytes <= cap_bytes)
-
-        def planned(layout: ParallelLayout, cap_bytes: int | None) -> MemoryPlans:
-            return self._planned(cap_bytes, layout, step, documents, left_out, delay, is_last=is_last)
-
-        def outcome(layout: ParallelLayout) -> LayoutOutcome:
-            plans = planned(layout, cap_bytes)
-            proposals = [
-                plans.chosen,
-                *(self._plans.ahead(layout, step + 1 + i, batch).chosen for i, batch in enumerate(known[1:])),
-            ]
-            factor = measured.factor(layout, step)
-            return LayoutOutcome(
-                layout=layout,
-                proposal=_in_generation(proposals[0], layout),
-                plans=plans,
-                step_s=tuple(factor * one.plan.predicted.step_time_s for one in proposals),
-                holds=next((ahead for ahead, one in enumerate(proposals) if not fits(one)), len(proposals)),
-            )
-
-        found, keep = self._searched(known, state.layout), outcome(state.layout)
-        layouts = self.candidates.worth_planning(found, state.layout)
-        replanned = partial(self._beside_what_is_left, state.layout, planned, measured.factor)
-        others, without_room = self._others(map(outcome, layouts), state.layout, measured, replanned)
+        searches, keep = self._searched(known, state.layout), self._outcome(state.layout, request, ahead, measured)
+        others, without_memory = self._others(searches, state.layout, request, ahead, measured)
         best = min((one for one in others if one.holds), key=lambda one: one.order(keep), default=None)
         target = best or _fitting_by_prediction(keep, others)
         outlook = _outlook(keep, best, target.switch_s if target else 0.0)
@@ -178,67 +152,80 @@ class FlexPlanner:
         if switched_to is not None:
             proposal = _with_switch(switched_to.proposal, switched_to.switch_s)
         else:
-            proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others], without_room)
-        told = layout_decision(
+            proposal = keep.proposal if keep.proposal.feasible else self._beyond_memory([keep, *others], without_memory)
+        record = layout_decision(
             step,
             decision,
             outlook,
-            before=state.layout,
-            after=state.layout if switched_to is None else switched_to.layout,
-            other=None if target is None else target.layout,
+            keep,
+            target,
             patience=(state.paying_steps + 1, self.options.patience_steps),
             fits_by_prediction=proposal.feasible,
-            memory_plans=keep.plans,
         )
         after = state_after(decision, step, state, None if switched_to is None else switched_to.layout)
-        return FlexProposal(proposal, after, decision, found[0], told)
+        return FlexProposal(proposal, after, decision, record)
+
+    def _outcome(
+        self, layout: ParallelLayout, request: AskedStep, ahead: Sequence[AskedStep], measured: MeasuredLayouts
+    ) -> LayoutOutcome:
+        """Plan the known steps in a layout, with times and memory corrected by measured steps."""
+        plans, cap_bytes = self._plans.of_step(layout, request), self.start.memory_cap_bytes
+        proposals = [plans.chosen, *(self._plans.of_step(layout, later).chosen for later in ahead)]
+        factor, memory_factor = measured.factor(layout, request.step), measured.memory_factor()
+        fits = [
+            one.feasible and (cap_bytes is None or memory_factor * one.plan.predicted.peak_memory_bytes <= cap_bytes)
+            for one in proposals
+        ]
+        return LayoutOutcome(
+            layout=layout,
+            proposal=_in_generation(plans.chosen, layout),
+            plans=plans,
+            step_s=tuple(factor * one.plan.predicted.step_time_s for one in proposals),
+            holds=[*fits, False].index(False),
+        )
 
     def _others(
         self,
-        outcomes: Iterable[LayoutOutcome],
+        searches: Sequence[MappingSearch],
         current: ParallelLayout,
+        request: AskedStep,
+        ahead: Sequence[AskedStep],
         measured: MeasuredLayouts,
-        replanned: Callable[[LayoutOutcome], LayoutOutcome | None],
     ) -> tuple[list[LayoutOutcome], list[str]]:
-        """Up to the last finalist, layouts whose switch has room, with its seconds; and names of those that hold the
-        step, but not the switch. `replanned` makes a first step that leaves room; None = none does."""
+        """Plan promising layouts up to the last finalist; return those whose switch fits memory, with its seconds, and
+        the names of those that hold the step, but not the switch."""
         others: list[LayoutOutcome] = []
-        without_room: list[str] = []
-        for planned in outcomes:
+        without_memory: list[str] = []
+        for layout in self.candidates.worth_planning(searches, current):
+            planned = self._outcome(layout, request, ahead, measured)
             there: LayoutOutcome | None = planned
-            if planned.proposal.feasible and not self._has_room(current, planned.proposal.plan):
-                there = replanned(planned)
+            if planned.proposal.feasible and not self._fits_switch(current, planned.proposal.plan):
+                there = self._within_what_is_left(current, planned, request, measured)
             if there is None:
-                without_room.append(planned.layout.describe())
+                without_memory.append(layout.describe())
                 continue
-            factor = measured.switch_factor(switch_kind(current, there.layout))
-            switch_s = factor * self.switch_seconds(current, there.proposal.plan)
-            others.append(replace(there, switch_s=switch_s))
+            factor = measured.switch_factor(switch_kind(current, layout))
+            others.append(replace(there, switch_s=factor * self.switch_seconds(current, there.proposal.plan)))
             if sum(one.is_finalist for one in others) == self.options.finalists:
                 break
-        return others, without_room
+        return others, without_memory
 
-    def _beside_what_is_left(
-        self,
-        current: ParallelLayout,
-        planned: Callable[[ParallelLayout, int | None], MemoryPlans],
-        factor_of: Callable[[ParallelLayout, int], float],
-        there: LayoutOutcome,
+    def _within_what_is_left(
+        self, current: ParallelLayout, there: LayoutOutcome, request: AskedStep, measured: MeasuredLayouts
     ) -> LayoutOutcome | None:
-        """A layout whose first step is planned within what a switch leaves of memory; None where it does not fit."""
+        """Plan a layout's first step within what a switch leaves of memory; None where it does not fit."""
         takes, cap_bytes = self._switches.memory(current, there.layout), self.start.memory_cap_bytes
         if cap_bytes is None or takes.switch_bytes > cap_bytes or takes.left_bytes >= cap_bytes:
             return None
-        plans = planned(there.layout, cap_bytes - takes.left_bytes)
+        plans = self._plans.within(cap_bytes - takes.left_bytes).of_step(there.layout, request)
         if not plans.chosen.feasible:
             return None
-        plan = plans.chosen.plan
-        first_s = factor_of(there.layout, plan.step) * plan.predicted.step_time_s
+        first_s = measured.factor(there.layout, request.step) * plans.chosen.plan.predicted.step_time_s
         proposal = _in_generation(plans.chosen, there.layout)
         return replace(there, proposal=proposal, plans=plans, step_s=(first_s, *there.step_s[1:]))
 
     def _searched(self, known: Sequence[tuple[Document, ...]], current: ParallelLayout) -> list[MappingSearch]:
-        """Of every known batch; those of the step before are kept while the layout stays."""
+        """Search mappings for every known batch; results are kept to the next step while the layout stays."""
         before, self._found = self._found, {}
         for batch in known:
             key = batch, current
@@ -251,11 +238,11 @@ class FlexPlanner:
         return self.candidates.search(num_tokens, current)
 
     def switch_seconds(self, old: ParallelLayout, plan: StepPlan) -> float:
-        """From a layout to that of a step, which hides what it can; predicted, before measured switches correct it."""
+        """Predict the seconds of a switch from a layout to that of a step, which hides what it can, uncorrected."""
         new, hidden_s = plan.layout, max(plan.predicted.per_replica_s, default=0.0)
         return self.options.overhead_s + self._switches.seconds(self.candidates.coefficients(new), old, new, hidden_s)
 
-    def _has_room(self, old: ParallelLayout, plan: StepPlan) -> bool:
+    def _fits_switch(self, old: ParallelLayout, plan: StepPlan) -> bool:
         cap_bytes = self.start.memory_cap_bytes
         return cap_bytes is None or self._switch_peak_bytes(old, plan) <= cap_bytes
 
@@ -264,9 +251,9 @@ class FlexPlanner:
         return max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
 
     def require_room(self, old: ParallelLayout, plan: StepPlan) -> None:
-        """Raise `InfeasiblePlanError` where a switch that is no decision of this planner has no room by prediction:
-        from the layout in which processes start to that of the first step of a resumed run."""
-        if not self._has_room(old, plan):
+        """Raise `InfeasiblePlanError` where a switch does not fit memory by prediction: from the layout in which
+        processes start to that of the first step of a resumed run."""
+        if not self._fits_switch(old, plan):
             start, there = old.describe(), plan.layout.describe()
             raise InfeasiblePlanError(
                 f"processes start in {start} and step {plan.step} is planned for {there}; the change holds up to "
@@ -278,32 +265,17 @@ class FlexPlanner:
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         return self._plans.planner_of(layout)
 
-    def _planned(
-        self,
-        cap_bytes: int | None,
-        layout: ParallelLayout,
-        step: int,
-        documents: tuple[Document, ...],
-        left_out: tuple[LeftOut, ...],
-        delay: DelayState | None,
-        *,
-        is_last: bool,
-    ) -> MemoryPlans:
-        plans = self._plans if cap_bytes == self.start.memory_cap_bytes else self._plans.within(cap_bytes)
-        if not self._delays and not left_out:
-            return plans.ahead(layout, step, documents)
-        state = delay if self._delays else None
-        return plans.coming(layout, step, documents, left_out, state, is_last=is_last)
-
-    def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_room: Sequence[str]) -> Proposal:
+    def _beyond_memory(self, outcomes: Sequence[LayoutOutcome], without_memory: Sequence[str]) -> Proposal:
         closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
         layout = closest.plan.layout
         depths = sorted({one.layout.pp for one in outcomes})
-        room = f"; {', '.join(without_room)} would, but not what a change to it holds at once" if without_room else ""
+        but = (
+            f"; {', '.join(without_memory)} would, but not what a change to it holds at once" if without_memory else ""
+        )
         return replace(
             closest,
             why=f"no layout of {self.start.layout.world_size} devices holds the batch (pp {depths[0]} to {depths[-1]} "
-            f"tried); the closest, {layout.describe()}: {closest.why}{room}",
+            f"tried); the closest, {layout.describe()}: {closest.why}{but}",
         )
 
 
@@ -322,7 +294,7 @@ def _outlook(keep: LayoutOutcome, best: LayoutOutcome | None, switch_s: float) -
 
 
 def _fitting_by_prediction(keep: LayoutOutcome, others: Sequence[LayoutOutcome]) -> LayoutOutcome | None:
-    """Where no layout holds the coming batch by what was measured, the fastest that does by prediction, if any."""
+    """Return, where no layout holds the coming batch as measured, the fastest that does by prediction, if any."""
     if keep.proposal.feasible:
         return None
     fitting = [one for one in others if one.proposal.feasible]
@@ -345,8 +317,8 @@ def _with_switch(proposal: Proposal, switch_s: float) -> Proposal:
 
 
 class PlannerState(Frozen):
-    """Between two steps: what a strategy that moves documents remembers, and what a planner that changes the layout
-    does; None = the run starts, or keeps its layout."""
+    """Hold between two steps the state of a strategy that moves documents, and of a planner that changes the layout;
+    None = the run starts, or keeps its layout."""
 
     delay: DelayState = DelayState()
     flex: FlexState | None = None
@@ -354,24 +326,19 @@ class PlannerState(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class FlexRunPlanner:
-    """Plans the steps of a run (`feed.step_maker.Planner`) whose layout may change, or stays.
+    """Plan the steps of a run (`feed.step_maker.Planner`) whose layout may change, or stays.
 
     Args:
-        strategy: of a planner that keeps its layout; one that changes it brings its own.
         measured_of: what trained steps say of layouts when a step is planned; called once a step.
     """
 
-    planner: StepPlanner | FlexPlanner
-    strategy: str
+    planner: RunPlanner | FlexPlanner
     measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts()
-
-    @property
-    def state_type(self) -> type[PlannerState]:
-        return PlannerState
+    state_type = PlannerState
 
     @property
     def known_steps(self) -> int:
-        return self.planner.known_steps if isinstance(self.planner, FlexPlanner) else 1
+        return self.planner.known_steps
 
     def plan_step(
         self,
@@ -383,11 +350,9 @@ class FlexRunPlanner:
         is_last: bool,
     ) -> tuple[StepPlan, PlannerState, LayoutDecision | None]:
         """Plan a step; the state after it, and the decision about its layout. Raises as `FlexPlanner.propose`."""
-        if isinstance(self.planner, StepPlanner):
-            plan, delay, _ = RunPlanner(self.planner, self.strategy).plan_step(
-                step, documents, state.delay, is_last=is_last
-            )
-            return plan, PlannerState(delay=delay, flex=state.flex), None
+        if isinstance(self.planner, RunPlanner):
+            plan, delay, decision = self.planner.plan_step(step, documents, state.delay, is_last=is_last)
+            return plan, PlannerState(delay=delay, flex=state.flex), decision
         found = self.planner.propose(
             step,
             documents,
@@ -402,9 +367,9 @@ class FlexRunPlanner:
 
 
 def resumed_flex(saved: FlexState | None, layouts: Sequence[ParallelLayout]) -> FlexState | None:
-    """A checkpoint's state for a run that starts in the first of these layouts and may take the others; None, a fresh
-    start, where it may no longer take the saved one. The layout gets a generation of its own where processes start in
-    another, so that the first plan is the order to go there."""
+    """Return a checkpoint's state for a run that starts in the first of these layouts and may take the others; None, a
+    fresh start, where it may no longer take the saved one. The layout gets a generation of its own where processes
+    start in another, so that the first plan is the order to go there."""
     if saved is None:
         return None
     start, shape = layouts[0], msgspec.structs.replace(saved.layout, generation=0)

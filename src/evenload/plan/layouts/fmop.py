@@ -1,4 +1,4 @@
-"""FlexPipe's decision between two steps: keep the layout, save memory in it, or switch (§5, FMOP; Alg. 1 lines 28-37).
+"""Decide between two steps to keep the layout, save memory in it, or switch (FlexPipe §5, FMOP; Alg. 1 lines 28-37).
 
     A   the current layout holds the coming batch                 T(current) is infinite where it does not
     B   switching does not pay: T(new) + T(switch) >= T(current)
@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from evenload.plan.layouts.layout_plans import MemoryPlans
+from evenload.plan.layouts.layout_plans import LayoutOutcome, MemoryPlans
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
@@ -31,8 +31,8 @@ _PREDICTED = "{} holds the batch as predicted; by measured memory no layout does
 
 
 class FlexState(Frozen):
-    """Between two steps: the layout of the step before, the step before which it last changed (None = never), and how
-    many latest steps in a row a switch would have paid at, then or later, without one."""
+    """Hold between two steps the layout, the step before which it last changed (None = never), and how many latest
+    steps in a row a switch would have paid at, then or later, without one."""
 
     layout: ParallelLayout
     switched_at: int | None = None
@@ -41,7 +41,7 @@ class FlexState(Frozen):
 
 @dataclass(frozen=True)
 class Outlook:
-    """Seconds of the known steps; infinite where the coming batch does not fit.
+    """Hold the seconds of the known steps; infinite where the coming batch does not fit.
 
     Args:
         keep_s, save_s: T(current) without, and with a memory plan for the coming step.
@@ -59,7 +59,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do before a step, and the conditions it follows from."""
+    """Hold what to do before a step, and the conditions it follows from."""
 
     action: Action
     fits: bool
@@ -68,11 +68,6 @@ class Decision:
     switching_is_slower_than_saving: bool
     is_patient: bool = False
     later_steps: int = 0
-
-    @property
-    def is_put_off(self) -> bool:
-        """A switch would pay, and is not made before this step."""
-        return self.is_patient or self.later_steps > 0
 
 
 def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision:
@@ -97,7 +92,8 @@ def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision
 def state_after(decision: Decision, step: int, state: FlexState, switched_to: ParallelLayout | None) -> FlexState:
     if switched_to is not None:
         return FlexState(layout=switched_to, switched_at=step)
-    paying_steps = state.paying_steps + 1 if decision.is_put_off else 0
+    is_put_off = decision.is_patient or decision.later_steps > 0  # a switch would pay, and is not made yet
+    paying_steps = state.paying_steps + 1 if is_put_off else 0
     return FlexState(layout=state.layout, switched_at=state.switched_at, paying_steps=paying_steps)
 
 
@@ -105,62 +101,62 @@ def layout_decision(
     step: int,
     decision: Decision,
     outlook: Outlook,
+    keep: LayoutOutcome,
+    target: LayoutOutcome | None,
     *,
-    before: ParallelLayout,
-    after: ParallelLayout,
-    other: ParallelLayout | None,
     patience: tuple[int, int],
     fits_by_prediction: bool,
-    memory_plans: MemoryPlans,
 ) -> LayoutDecision:
-    """What was decided before a step.
+    """Record what was decided before a step.
 
     Args:
-        other: the best other layout that holds the coming batch; None = none does.
+        keep: the current layout; target: the best other one that holds the coming batch, None = none does.
         patience: steps in a row at which a switch has paid, this one included, and how many it takes.
         fits_by_prediction: the plan of the step fits as predicted, whatever measured steps say of memory.
-        memory_plans: of the current layout for the coming step.
     """
-    has_switched = after != before
-    action: LayoutAction = "save memory" if decision.action == "save memory" else "stay"
-    if has_switched:
+    before = after = keep.layout
+    saves = decision.action == "save memory"
+    action: LayoutAction = "save memory" if saves else "stay"
+    case = 2 if saves else 1
+    if decision.action == "switch" and target is not None:
+        after, case = target.layout, 4 if decision.fits else 3
         action = switch_kind(before, after)
+    unknown = _PREDICTED.format(after.describe()) if fits_by_prediction else "no layout holds the batch"
     return LayoutDecision(
         step=step,
         layout=after.describe(),
         before=before.describe(),
         action=action,
-        case=(4 if decision.fits else 3) if has_switched else 2 if action == "save memory" else 1,
+        case=case,
         fits=decision.fits,
         switching_is_slower=decision.switching_is_slower,
         fits_saving=decision.fits_saving,
         switching_is_slower_than_saving=decision.switching_is_slower_than_saving,
         is_patient=decision.is_patient,
         later_steps=decision.later_steps,
-        other="" if other is None else other.describe(),
+        other="" if target is None else target.layout.describe(),
         known_steps=outlook.known_steps,
         keep_s=_known(outlook.keep_s),
         save_s=_known(outlook.save_s),
-        save_documents_s=memory_plans.documents_s,
-        save_layers_s=memory_plans.layers_s,
-        memory_plan=_memory_plan(memory_plans),
+        save_documents_s=keep.plans.documents_s,
+        save_layers_s=keep.plans.layers_s,
+        memory_plan=_memory_plan(keep.plans),
         new_s=_known(outlook.new_s),
         switch_s=outlook.switch_s,
-        why=_why(step, decision, outlook, (before, memory_plans), other, has_switched=has_switched, patience=patience)
-        or (_PREDICTED.format(after.describe()) if fits_by_prediction else "no layout holds the batch"),
+        why=_why(step, decision, outlook, keep, target, patience=patience, has_switched=case > 2) or unknown,
     )
 
 
 def _memory_plan(plans: MemoryPlans) -> str:
-    """How the current layout holds the batch where it cannot store everything; "" where it can, or nothing helps."""
+    """Name how the current layout holds a batch that it cannot store; "" where it can, or nothing helps."""
     if plans.is_stored or not plans.chosen.feasible:
         return ""
     again = plans.chosen.plan.layout.recomputed_counts
     if any(again):
         return f"recomputing {'+'.join(map(str, again))} layers of its stages"
     names = sorted({policy for packs in plans.chosen.plan.pack_plans for policy in packs.policies.values()})
-    said = {"recompute": "recomputing", "offload": "offloading"}
-    return f"{' and '.join(said[name] for name in names)} documents"
+    verbs = {"recompute": "recomputing", "offload": "offloading"}
+    return f"{' and '.join(verbs[name] for name in names)} documents"
 
 
 def _known(seconds: float) -> float | None:
@@ -171,25 +167,26 @@ def _why(
     step: int,
     decision: Decision,
     outlook: Outlook,
-    current: tuple[ParallelLayout, MemoryPlans],
-    other: ParallelLayout | None,
+    keep: LayoutOutcome,
+    target: LayoutOutcome | None,
     *,
-    has_switched: bool,
     patience: tuple[int, int],
+    has_switched: bool,
 ) -> str:
-    """One sentence; "" where no layout has room by what is known."""
-    here = current[0].describe()
+    """Explain the decision in one sentence; "" where no layout is known to hold the batch."""
+    here = keep.layout.describe()
     staying = f"{here} holds the batch"
     if not decision.fits:
-        saved_by = _memory_plan(current[1]) or "recomputing or offloading"
+        saved_by = _memory_plan(keep.plans) or "recomputing or offloading"
         staying = f"{here} holds the batch by {saved_by}" if decision.fits_saving else ""
-    if other is None:
+    if target is None:
         return f"{staying}; no other layout does" if staying else ""
     if not staying:
         return f"{here} does not hold the batch, not even by recomputing or offloading"
     staying_s = outlook.keep_s if decision.fits else outlook.save_s
     share = (outlook.new_s + outlook.switch_s) / staying_s - 1
-    faster = f"{other.describe()} with the switch takes {100 * abs(share):.1f} % {'less' if share < 0 else 'more'} time"
+    less = "less" if share < 0 else "more"
+    faster = f"{target.layout.describe()} with the switch takes {100 * abs(share):.1f} % {less} time"
     if has_switched:
         return f"{faster} than {here}{'' if decision.fits else ' with a memory plan'}"
     if decision.later_steps:

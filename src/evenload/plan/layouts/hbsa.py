@@ -1,4 +1,4 @@
-"""HBSA: FlexPipe's bounded search for stages, layers per stage, devices per stage and memory policy (§5.2, Alg. 1).
+"""Search stages, layers and devices per stage and memory policy: FlexPipe's bounded HBSA (§5.2, Alg. 1).
 
     every depth P ─► memory of P stages within P devices? (lines 3-6) ─► even split ─► bounded Search ─► Mapping
 
@@ -38,37 +38,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.memory import optimizer_bytes_per_parameter
 from evenload.cost.switch import ReceiveSeconds
 from evenload.plan.layouts.mapping_cost import BatchCosts, Mapping, MappingCosts
-from evenload.types.model import ModelSpec
 
+# Mappings slower than the best of the depths before by this factor are not searched: estimates are not that far off.
 HOPELESS = 1.25
-"""Mappings slower than the best of the depths before by this factor are not looked for: simulation decides among the
-few fastest, and estimates are not that far off."""
-
+# (depth, number of the policy) to prices, one for every number of micro-batches tried.
 PricesOf = Callable[[int, int], Sequence[MappingCosts]]
-"""(depth, number of the policy) to prices, one for every number of micro-batches tried."""
 
 
 @dataclass(frozen=True)
 class MappingSearch:
-    """What HBSA found: one mapping per depth, those that fit first, by T + switch, then by bytes beyond memory; and how
-    many complete mappings were priced."""
+    """Hold one mapping per depth, those that fit first, by T + switch, then by bytes beyond memory; and how many
+    complete mappings were priced."""
 
     mappings: tuple[Mapping, ...]
     num_priced: int
 
 
 class LayerBounds(NamedTuple):
-    """Fewest and most layers of every stage of one depth."""
+    """Hold the fewest and most layers of every stage of one depth."""
 
     low: tuple[int, ...]
     high: tuple[int, ...]
 
 
 def layer_bounds(num_layers: int, depth: int, *, embedding_layers: int, head_layers: int) -> LayerBounds:
-    """Lines 9-10; the ends weigh so many layers, rounded up, on top of theirs."""
+    """Bound layers by lines 9-10; the ends weigh so many layers, rounded up, on top of theirs."""
     share, rest = divmod(num_layers, depth)
     if depth == 1:
         return LayerBounds((num_layers,), (num_layers,))
@@ -88,7 +84,7 @@ def search_mappings(
     switch_weight: float = 1.0,
     least_depth_only: bool = False,
 ) -> MappingSearch:
-    """The best mapping of every depth.
+    """Search the best mapping of every depth.
 
     Args:
         groups: devices / (cp·tp).
@@ -119,7 +115,7 @@ def search_mappings(
                 if price.cap_bytes is not None and price.total_bytes() > depth * price.cap_bytes:
                     continue  # lines 3-6
                 limit_s = HOPELESS * best_s if even.excess_bytes else min(_cost(even, switch_weight), HOPELESS * best_s)
-                # Memory may ask for stages beyond the bounds: few layers beside the head, say.
+                # Memory may ask for stages beyond the bounds: few layers with the head, say.
                 for bounded in (True, False) if even.excess_bytes else (True,):
                     search = _Search(price, policy, receive, switch_weight, limit_s, bounded=bounded)
                     found = search.run()
@@ -159,7 +155,7 @@ def priced_mapping(price: MappingCosts, edges: tuple[int, ...], policy: int, rec
 
 
 class _Search:
-    """Lines 14-26 for one depth, policy and number of micro-batches; only what costs less than `limit_s` is found, with
+    """Search by lines 14-26 for one depth, policy and number of micro-batches what costs less than `limit_s`, with
     layers of a stage within the bounds of lines 9-10 (`bounded`), or any."""
 
     def __init__(
@@ -222,7 +218,7 @@ class _Search:
             self._place((*edges, last), most_s, most_parameters, most_receive_s)
 
     def _is_dominated(self, place: tuple[int, int], figures: tuple[float, int, float]) -> bool:
-        """Whether a branch came here with no more of anything; else it is remembered."""
+        """Check whether a branch came here with no more of anything; else remember this one."""
         seen = self._seen.setdefault(place, [])
         if any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in seen):
             return True
@@ -231,7 +227,7 @@ class _Search:
 
 
 def _end_layers(price: MappingCosts, layer: int) -> int:
-    """What embedding or head add to their layer, in layers: by work or by parameters, whichever is more."""
+    """Return what embedding or head add to their layer, in layers: by work or by parameters, whichever is more."""
     middle = price.num_layers // 2
     layer_s = price.rest_s[middle + 1] - price.rest_s[middle]
     more_s = price.rest_s[layer + 1] - price.rest_s[layer] - layer_s
@@ -241,16 +237,15 @@ def _end_layers(price: MappingCosts, layer: int) -> int:
     return -int(-max(by_work, more / inner if inner else 0.0, 0.0) // 1)
 
 
-@dataclass(frozen=True)
-class DealtMapping:
-    """Layers and devices of stages."""
+class DealtMapping(NamedTuple):
+    """Hold the layers and devices of stages."""
 
     edges: tuple[int, ...]
     devices: tuple[int, ...]
 
 
 class DealtCosts(MappingCosts):
-    """Prices mappings of one depth and number of micro-batches whose stages have different numbers of devices.
+    """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices.
 
     Args:
         coefficients: of any layout of as many devices, for the links; micro_batches: of the one pipeline.
@@ -258,36 +253,27 @@ class DealtCosts(MappingCosts):
 
     def __init__(
         self,
-        model: ModelSpec,
-        coefficients: CostCoefficients,
         batch: BatchCosts,
+        coefficients: CostCoefficients,
         *,
         depth: int,
         micro_batches: int,
         cap_bytes: int | None,
     ) -> None:
-        super().__init__(
-            model, coefficients, batch, depth=depth, dp=1, micro_batches=micro_batches, cap_bytes=cap_bytes
-        )
-        self._links, self._state_bytes = coefficients, optimizer_bytes_per_parameter(model)
+        super().__init__(batch, coefficients, depth=depth, dp=1, micro_batches=micro_batches, cap_bytes=cap_bytes)
+        self._links = coefficients
 
     @cached_property
     def _held_bytes(self) -> NDArray[np.float64]:
-        """Of activations of a layer, of so many micro-batches at once."""
-        count = self.micro_batches
-        mean_bytes = self._batch.kept_bytes / count
-        in_flight = np.full(count, mean_bytes)
-        largest = np.maximum(self._batch.kept_longest_first[:count], mean_bytes)
-        in_flight[: len(largest)] = largest
-        return np.concatenate([[0.0], np.cumsum(in_flight)])
+        return self.held_bytes(self.micro_batches)
 
     def share(self, devices: int) -> float:
-        """Of the rest of a stage's work what its busiest device has."""
+        """Return the share of the rest of a stage's work that its busiest device has."""
         count = self.micro_batches
         return (math.ceil(count / devices) - 1) / (count - 1) if count > 1 else 0.0
 
     def least_dealt_seconds(self, devices: Iterable[int]) -> float:
-        """No mapping to stages of so many devices takes less: work spread evenly over them, nothing to reduce."""
+        """Return a lower bound of mappings to stages of so many devices: work spread evenly, nothing to reduce."""
         shares = [self.share(count) for count in devices]
         spread = 0.0 if not all(shares) else self._whole_rest_s / sum(1 / share for share in shares)
         return self.seconds_of(spread, 0)
@@ -316,21 +302,21 @@ class DealtCosts(MappingCosts):
         return max(0.0, fullest - self.cap_bytes)
 
     def in_flight_bytes(self, devices: int, later: int) -> float:
-        """Activations of one layer on a device of a stage with so many `later` devices behind it, of the micro-batches
-        that it holds at once, estimated (`schedule.static_schedules`)."""
+        """Estimate the activations of one layer on a device of a stage with so many `later` devices behind it, of the
+        micro-batches that it holds at once (`schedule.static_schedules`)."""
         held = min(-(-later // devices) + 1, math.ceil(self.micro_batches / devices))
         return float(self._held_bytes[held])
 
     def static_stage_bytes(self, first: int, last: int, devices: int) -> float:
         logits = self._logits_bytes if last == self.num_layers else 0.0
-        trained_bytes = max(self._weight_bytes, 4) + self._state_bytes / devices
+        trained_bytes = max(self._weight_bytes, 4) + self._batch.optimizer_bytes / devices
         held = self.parameters(first, last) * self._weight_bytes
         return held + self.trained_parameters(first, last) * trained_bytes + self._temp_bytes + logits
 
 
 def best_dealt_mapping(price: DealtCosts, devices: int) -> DealtMapping | None:
-    """Which stages of a depth get one device more than the others, and their layers; None where nothing fits memory.
-    `devices`, of all stages, are more than the depth, and not a multiple of it."""
+    """Choose which stages of a depth get one device more than the others, and their layers; None where nothing fits
+    memory. `devices`, of all stages, are more than the depth, and not a multiple of it."""
     depth, layers = price.depth, price.num_layers
     least, wide = divmod(devices, depth)
     tables = [_StageTable(price, least + more) for more in (0, 1)]
@@ -368,7 +354,7 @@ def best_dealt_mapping(price: DealtCosts, devices: int) -> DealtMapping | None:
 
 
 class _StageTable:
-    """What a stage of so many devices adds, by its first and last layer; infinite beyond memory."""
+    """Price a stage of so many devices by its first and last layer; infinite beyond memory."""
 
     def __init__(self, price: DealtCosts, devices: int) -> None:
         layers, rest_s = price.num_layers, np.array(price.rest_s)
@@ -385,7 +371,7 @@ class _StageTable:
         self._seconds[self._counts < 1] = np.inf
 
     def seconds(self, later: NDArray[np.int64]) -> NDArray[np.float64]:
-        """float64[1 or len(later), layers + 1, layers + 1], where so many devices stand behind it."""
+        """Return float64[1 or len(later), layers + 1, layers + 1] for a stage with so many devices behind it."""
         if self._static_bytes is None or self._price.cap_bytes is None:
             return self._seconds[None]
         held = np.array([self._price.in_flight_bytes(self._devices, count) for count in later.tolist()])
@@ -394,7 +380,7 @@ class _StageTable:
 
 
 def _by_layers(layers: int, of_stage: Callable[[int, int], float]) -> NDArray[np.float64]:
-    """`of_stage(first, last)` of all pairs, which is linear in the number of layers but for the first and the last."""
+    """Tabulate `of_stage(first, last)`, which is linear in the number of layers but for the first and the last."""
     edge = np.arange(layers + 1)
     counts = (edge[None, :] - edge[:, None]).astype(np.float64)
     if layers < 4:

@@ -1,4 +1,4 @@
-"""Which layouts are worth planning for the coming batches, the most promising first.
+"""Choose the layouts to plan for the coming batches, the most promising first.
 
 Layouts that a run declares (`plan.layouts`) are estimated one by one; without such a list HBSA searches all depths over
 all devices, also with different numbers of devices a stage where the strategy deals packs to them. The estimate only
@@ -12,7 +12,7 @@ leave no process idle, of these the nearest to the depth in which the run starts
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import pairwise
 
@@ -46,18 +46,15 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 
-Ranks = tuple[int, ...]
-
 
 def enumerated_layouts(start: ParallelLayout, most_layouts: int, most_groups: int) -> tuple[ParallelLayout, ...]:
-    """Other layouts of the same processes, cp and tp, the most promising first; none where there is one depth only.
+    """List other layouts of the same processes, cp and tp, the most promising first; none where there is one depth.
     `most_layouts` counts `start`, `most_groups` the process groups needed on top of its own."""
     devices = start.dp * start.pipeline_ranks
     depths = range(1, min(devices, start.num_layers) + 1)
-    order = sorted(depths, key=lambda pp: (devices % pp, abs(math.log(pp / start.pp)), pp))
     found = [start.arrangement]
     own_groups = num_groups(found)
-    for pp in order:
+    for pp in sorted(depths, key=lambda pp: (devices % pp, abs(math.log(pp / start.pp)), pp)):
         layout = even_layout(start.num_layers, dp=devices // pp, pp=pp, cp=start.cp, tp=start.tp)
         if len(found) == most_layouts:
             break
@@ -66,19 +63,18 @@ def enumerated_layouts(start: ParallelLayout, most_layouts: int, most_groups: in
     return tuple(found[1:])
 
 
-def num_groups(layouts: Iterable[ParallelLayout]) -> int:
-    """Process groups that layouts need together, directed channels; `runtime.comm.mesh` makes the n-th group of
-    the same ranks once for all of them."""
-    most: Counter[Ranks] = Counter()
-    layouts = list(layouts)
+def num_groups(layouts: Sequence[ParallelLayout]) -> int:
+    """Count the process groups that layouts need together, directed channels; `runtime.comm.mesh` makes the n-th group
+    of the same ranks once for all of them."""
+    most: Counter[tuple[int, ...]] = Counter()
     processes = max(layout.world_size for layout in layouts)
     for layout in layouts:
         most |= Counter(_groups_of(layout, processes))
     return most.total()
 
 
-def _groups_of(layout: ParallelLayout, processes: int) -> list[Ranks]:
-    """The ranks of every group of one layout, as `runtime.comm.mesh` makes them."""
+def _groups_of(layout: ParallelLayout, processes: int) -> list[tuple[int, ...]]:
+    """List the ranks of every group of one layout, as `runtime.comm.mesh` makes them."""
     grid = np.arange(layout.world_size).reshape(layout.pipeline_ranks, layout.dp, layout.cp, layout.tp)
     groups: list[list[int]] = [[idle] for idle in range(layout.world_size, processes)]
     for first, t in itertools.product(dict.fromkeys(layout.leading_ranks), range(layout.tp)):
@@ -106,7 +102,7 @@ CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
 
 
 class LayoutCandidates:
-    """Of one run.
+    """Search layouts for the batches of one run.
 
     Args:
         start: planner of the layout in which the run starts; its devices, cp and tp stay.
@@ -129,10 +125,18 @@ class LayoutCandidates:
         self._deals_packs = deals_packs and options.part_pipelines
         self._start, self._options = start, options
         self._model, self._layout = start.costs.model, start.layout
+        self._devices = start.layout.dp * start.layout.pipeline_ranks
         self.coefficients_of, self._coefficients = coefficients_of, dict[tuple[int, ...], CostCoefficients]()
         self._layer_costs = layer_costs(self._model, start.costs.coefficients, cp=self._layout.cp, tp=self._layout.tp)
-        self._dealt_layouts: dict[tuple[int, ...], ParallelLayout] = {}
-        self._even_layouts: dict[tuple[int, int], ParallelLayout] = {}
+        # Made once: search asks for the same layouts hundreds of times.
+        self._dealt_layout = cache(
+            lambda devices: even_layout(self._model.num_layers, pp=len(devices), devices=devices)
+        )
+        self._even = cache(
+            lambda depth, dp: even_layout(
+                self._model.num_layers, dp=dp, pp=depth, cp=self._layout.cp, tp=self._layout.tp
+            )
+        )
         self._receive_from: ParallelLayout | None = None
         self._receive: dict[ParallelLayout, ReceiveSeconds] = {}
         self.given = None if given is None else tuple(dict.fromkeys(given))
@@ -146,12 +150,11 @@ class LayoutCandidates:
         return self._coefficients[key]
 
     def worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
-        """Layouts other than the current one, with the generation of a switch, the most promising first: the best of
-        every known batch, then the second, …; all that may fit, or else the closest few."""
+        """List layouts other than the current one, with the generation of a switch, the most promising first: the best
+        of every known batch, then the second, …; all that may fit, or else the closest few."""
         cap, generation = self._start.memory_cap_bytes, current.generation + 1
-        ordered = []
-        for rank in range(max(len(search.mappings) for search in found)):
-            ordered += [search.mappings[rank] for search in found if rank < len(search.mappings)]
+        by_place = itertools.zip_longest(*(search.mappings for search in found))
+        ordered = [one for place in by_place for one in place if one is not None]
         near = [one for one in ordered if cap is None or one.excess_bytes <= ESTIMATE_TOLERANCE * cap]
         # Estimates know one stage a rank; declared layouts with several are few, and all of them are planned.
         layouts = [one for one in self.given or () if one.num_stages > one.pp]
@@ -163,20 +166,20 @@ class LayoutCandidates:
         ]
 
     def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
-        """For one batch: HBSA, or the given layouts by their estimates; `current` is the layout to switch from."""
+        """Search one batch: HBSA, or the given layouts by their estimates; `current` is the layout to switch from."""
         if not len(num_tokens):
             return MappingSearch((), 0)
         start = self._start
         can_offload = start.costs.coefficients.host_link is not None
         policies = policies_in_order(num_tokens, start.options.policy, can_offload=can_offload)
         lengths = BatchLengths(self._layer_costs, num_tokens)
-        batches = [cache(partial(self.batch_costs, num_tokens, policy, lengths)) for policy in policies]
+        batches = [cache(partial(BatchCosts, lengths, policy)) for policy in policies]
         weight = 1.0 / self._options.known_steps
         if self.given is not None:
             return self._estimated(batches, current, weight)
         found = search_mappings(
             self._model.num_layers,
-            self._layout.dp * self._layout.pipeline_ranks,
+            self._devices,
             len(policies),
             lambda depth, policy: self.prices(batches[policy](), depth),
             lambda depth: self.receive_seconds(depth, current),
@@ -187,37 +190,20 @@ class LayoutCandidates:
             return found
         return self._with_dealt(found, batches, current, weight)
 
-    def batch_costs(
-        self, num_tokens: NDArray[np.int64], policy: NDArray[np.int8] | None = None, lengths: BatchLengths | None = None
-    ) -> BatchCosts:
-        cp, tp, coefficients = self._layout.cp, self._layout.tp, self._start.costs.coefficients
-        lengths = lengths or BatchLengths(self._layer_costs, num_tokens)
-        return BatchCosts(self._model, coefficients, num_tokens, policy, cp=cp, tp=tp, lengths=lengths)
-
     def prices(self, batch: BatchCosts, depth: int, dp: int | None = None) -> list[MappingCosts]:
-        """Of mappings of one depth, one for every number of micro-batches that is tried; by default as many replicas as
-        the devices make."""
-        start, options = self._layout, self._start.options
-        dp = start.dp * start.pipeline_ranks // depth if dp is None else dp
+        """Return the costs of mappings of one depth, one for every number of micro-batches that is tried; by default as
+        many replicas as the devices make."""
+        options, cap_bytes = self._start.options, self._start.memory_cap_bytes
+        dp = self._devices // depth if dp is None else dp
         counts = pack_counts(-(-batch.whole_tokens // dp), depth, options.candidates, options.max_pack_tokens)
-        most = -(-batch.num_documents // dp)
+        most, coefficients = -(-batch.num_documents // dp), self.coefficients(self._even(depth, dp))
         return [
-            MappingCosts(
-                self._model,
-                self.coefficients(self._even(depth, dp)),
-                batch,
-                depth=depth,
-                dp=dp,
-                micro_batches=count,
-                cap_bytes=self._start.memory_cap_bytes,
-                cp=start.cp,
-                tp=start.tp,
-            )
+            MappingCosts(batch, coefficients, depth=depth, dp=dp, micro_batches=count, cap_bytes=cap_bytes)
             for count in sorted({min(count, most) for count in counts})
         ]
 
     def receive_seconds(self, depth: int, current: ParallelLayout, dp: int | None = None) -> ReceiveSeconds:
-        even = self._even(depth, self._layout.dp * self._layout.pipeline_ranks // depth if dp is None else dp)
+        even = self._even(depth, self._devices // depth if dp is None else dp)
         if current != self._receive_from:
             self._receive_from, self._receive = current, {}
         if even not in self._receive:
@@ -227,8 +213,8 @@ class LayoutCandidates:
     def _with_dealt(
         self, found: MappingSearch, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
     ) -> MappingSearch:
-        """With the mappings of depths that leave devices idle, were all stages to have as many of them."""
-        devices = self._layout.dp * self._layout.pipeline_ranks
+        """Add mappings of depths that would leave devices idle, were all stages to have as many of them."""
+        devices = self._devices
         fitting = [one.step_s + weight * one.switch_s for one in found.mappings if not one.excess_bytes]
         best_s, more = min(fitting, default=float("inf")), []
         for depth in range(2, min(self._model.num_layers, devices - 1) + 1):
@@ -251,24 +237,15 @@ class LayoutCandidates:
     def _dealt_prices(
         self, batch: BatchCosts, depth: int, devices: int, limit_s: float = float("inf")
     ) -> list[tuple[float, DealtCosts]]:
-        """Of mappings of one depth over so many devices, one for every number of micro-batches that is tried, each with
-        its least seconds; the most promising first. None where these are hopeless compared to a limit."""
+        """Return the costs of mappings of one depth over so many devices, one for every number of micro-batches that is
+        tried, each with its least seconds; the most promising first. None where these are hopeless within a limit."""
         options, (least, wide) = self._start.options, divmod(devices, depth)
         of_stages = (*(least + 1,) * wide, *(least,) * (depth - wide))
-        if of_stages not in self._dealt_layouts:
-            self._dealt_layouts[of_stages] = even_layout(self._model.num_layers, pp=depth, devices=of_stages)
-        layout = self._dealt_layouts[of_stages]
+        coefficients, cap_bytes = self.coefficients(self._dealt_layout(of_stages)), self._start.memory_cap_bytes
         counts = pack_counts(batch.whole_tokens, devices, options.candidates, options.max_pack_tokens)
         found: list[tuple[float, DealtCosts]] = []
         for count in sorted({min(count, batch.num_documents) for count in counts}, reverse=True):
-            price = DealtCosts(
-                self._model,
-                self.coefficients(layout),
-                batch,
-                depth=depth,
-                micro_batches=count,
-                cap_bytes=self._start.memory_cap_bytes,
-            )
+            price = DealtCosts(batch, coefficients, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
             found.append((price.least_dealt_seconds(of_stages), price))
             if found[0][0] >= HOPELESS * limit_s:
                 return []  # with the most micro-batches devices have the evenest shares
@@ -327,12 +304,6 @@ class LayoutCandidates:
             return split_layout(counts, pp=mapping.depth, devices=mapping.devices)
         even = self._even(mapping.depth, mapping.dp)
         return msgspec.structs.replace(even, stage_layers=tuple(pairwise(mapping.edges)))
-
-    def _even(self, depth: int, dp: int) -> ParallelLayout:
-        if (depth, dp) not in self._even_layouts:
-            sizes = {"dp": dp, "pp": depth, "cp": self._layout.cp, "tp": self._layout.tp}
-            self._even_layouts[depth, dp] = even_layout(self._model.num_layers, **sizes)
-        return self._even_layouts[depth, dp]
 
     def _require_takeable(self, layout: ParallelLayout) -> None:
         start = self._layout

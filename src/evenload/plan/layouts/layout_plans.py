@@ -1,4 +1,4 @@
-"""Steps planned in any layout of a run, and kept until they come; `LayoutOutcome` is one layout over the known steps.
+"""Plan steps in any layout of a run, and keep plans until they come; `LayoutOutcome` is a layout over the known steps.
 
 Where a layout does not hold a step as it is, the faster of two memory plans that fits is taken: documents that
 recompute or offload in all stages, which every `StepPlanner` chooses by itself, and layers that recompute for all
@@ -9,8 +9,8 @@ first guess, then the slope that a plan shows, gives the next number. Price: at 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import accumulate
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -18,45 +18,42 @@ from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import REPLAY, activation_bytes_per_token, kv_bytes_per_token, recomputed_width
-from evenload.plan.deferral import DelayState
 from evenload.plan.layouts.layout_candidates import CoefficientsOf
-from evenload.plan.planner import Proposal, StepPlanner
+from evenload.plan.planner import AskedStep, Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions, PolicyOption
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
-from evenload.types.plan import LeftOut
 
 MOST_PLANS = 6
-
-PlanWith = Callable[[ParallelLayout], Proposal]
-"""A step in a layout that recomputes some of its layers, all documents alike."""
-_KEPT_RECOMPUTING = 64
-"""Planners of layouts with recomputed layers, of which steps ask for ever other numbers."""
-_KEPT_LIMITS = 8
-"""Other limits of memory: of the changes between two layouts that the steps at hand ask for."""
+PlanWith = Callable[[ParallelLayout], Proposal]  # A step in a layout that recomputes some of its layers
+_KEPT_RECOMPUTING = 64  # Planners of layouts with recomputed layers, of which steps ask for ever other numbers
+_KEPT_LIMITS = 8  # Other limits of memory: of the changes between two layouts that the steps at hand ask for
 
 
 def plan_recomputing_layers(
     model: ModelSpec, layout: ParallelLayout, cap_bytes: int, plan_with: PlanWith
 ) -> Proposal | None:
-    """The fastest plan that fits among those with few recomputed layers; None where not even all layers of the stages
-    that lack memory do, and of layouts with several stages a rank or ranks a stage."""
+    """Return the fastest plan that fits among those with few recomputed layers; None where not even all layers of the
+    stages that lack memory do, and of layouts with several stages a rank or ranks a stage."""
     most = np.array(layout.stage_counts, np.int64)
-    stored = plan_with(layout)
-    stored_bytes = _peak_bytes(stored)
+    stored_bytes = _peak_bytes(plan_with(layout))
     if len(stored_bytes) != len(most):
         return None
     lacking = np.maximum(0, stored_bytes - cap_bytes)
-    saved = np.maximum(1.0, _share_of_layer(model, layout) * stored_bytes)
+    # What one recomputed layer saves of what packs hold on a stage. The peak holds more: a low first guess.
+    kept = activation_bytes_per_token(model, "replay", layout.tp) + kv_bytes_per_token(model, layout.tp)
+    share_of_layer = model.bytes_per_element * recomputed_width(model, layout.tp) / (kept * most)
+    saved = np.maximum(1.0, share_of_layer * stored_bytes)
     counts, best, tried = _needed(lacking, saved, most), None, set[tuple[int, ...]]()
     for _ in range(MOST_PLANS - 1):
         tried.add(tuple(counts.tolist()))
         found = plan_with(layout.recomputing(counts.tolist()))
         peak_bytes = _peak_bytes(found)
-        if found.feasible and (best is None or _seconds(found) < _seconds(best)):
+        step_s = found.plan.predicted.step_time_s
+        if found.feasible and (best is None or step_s < best.plan.predicted.step_time_s):
             best = found
         saved = np.where(counts > 0, np.maximum(1.0, (stored_bytes - peak_bytes) / np.maximum(counts, 1)), saved)
         still_lacking = peak_bytes > cap_bytes
@@ -73,31 +70,18 @@ def _needed(lacking: NDArray[np.int64], saved: NDArray[np.float64], most: NDArra
     return np.minimum(most, np.ceil(lacking / saved).astype(np.int64))
 
 
-def _share_of_layer(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
-    """Of what packs hold on a stage, what one recomputed layer saves. The peak holds more: a low first guess."""
-    tp = layout.tp
-    kept = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
-    return model.bytes_per_element * recomputed_width(model, tp) / (kept * np.array(layout.stage_counts))
-
-
 def _peak_bytes(proposal: Proposal) -> NDArray[np.int64]:
     return np.max([choice.candidate.simulation.peak_bytes for choice in proposal.choices], axis=0)
 
 
-def _seconds(proposal: Proposal) -> float:
-    return proposal.plan.predicted.step_time_s
-
-
 OptionsOf = Callable[[ParallelLayout, CostCoefficients], PlanOptions]
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryPlans:
-    """A step in one layout: the proposal that is run, beyond memory where nothing fits; whether it keeps all
-    activations and needs no memory plan; and predicted seconds with documents, and with layers that save memory, where
-    such a plan fits, is among `FlexOptions.memory_plans`, and is needed."""
+    """Hold a step in one layout: the proposal that is run, beyond memory where nothing fits; whether it stores all
+    activations; and predicted seconds with documents, and with layers that save memory, where such a plan fits, is
+    among `FlexOptions.memory_plans`, and is needed."""
 
     chosen: Proposal
     is_stored: bool
@@ -106,7 +90,7 @@ class MemoryPlans:
 
 
 class LayoutPlans:
-    """Of one run, which starts in the layout of `start`; `options_of` None = its options in all layouts."""
+    """Plan the steps of a run that starts in the layout of `start`; `options_of` None = its options in all layouts."""
 
     def __init__(
         self,
@@ -119,54 +103,48 @@ class LayoutPlans:
         self._start, self._strategy, self._options = start, strategy, options
         self._coefficients_of = coefficients_of
         self.options_of = options_of or (lambda layout, coefficients: start.options)
-        self._planners = {(start.layout.arrangement, start.options.policy): start}
-        self._recomputing: dict[tuple[ParallelLayout, PolicyOption], StepPlanner] = {}
-        self._ahead: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
-        # For changes between two layouts whose first step has less room.
+        self._stored = cache(self._new_planner)
+        self._recomputing = lru_cache(_KEPT_RECOMPUTING)(self._new_planner)
+        self._kept: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
+        # For changes between two layouts whose first step has less memory.
         self._within: dict[int | None, LayoutPlans] = {}
 
     def forget_before(self, step: int) -> None:
-        self._ahead = {key: plans for key, plans in self._ahead.items() if key[0] >= step}
+        self._kept = {key: plans for key, plans in self._kept.items() if key[0] >= step}
         for tighter in self._within.values():
             tighter.forget_before(step)
 
     def within(self, cap_bytes: int | None) -> "LayoutPlans":
-
-        def made() -> LayoutPlans:
-            start = self._start
+        """Return plans within another limit of memory."""
+        start, plans = self._start, self._within.pop(cap_bytes, None)
+        if plans is None:
+            costs = start.costs
             planner = StepPlanner(
-                start.costs.model, start.costs.coefficients, start.layout, cap_bytes, start.options, host=start.host
+                costs.model, costs.coefficients, start.layout, cap_bytes, start.options, host=start.host
             )
-            return LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
-
-        return _kept(self._within, cap_bytes, made, _KEPT_LIMITS)
+            plans = LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
+        self._within[cap_bytes] = plans  # the newest last
+        if len(self._within) > _KEPT_LIMITS:
+            del self._within[next(iter(self._within))]
+        return plans
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         return self._planner(layout, self._start.options.policy)
 
-    def ahead(self, layout: ParallelLayout, step: int, documents: tuple[Document, ...]) -> MemoryPlans:
-        key = step, layout.arrangement, documents
-        if key not in self._ahead:
-            self._ahead[key] = self._planned(layout, lambda planner: planner.propose(step, documents, self._strategy))
-        return self._ahead[key]
+    def of_step(self, layout: ParallelLayout, step: AskedStep) -> MemoryPlans:
+        """Plan a step in a layout; where it depends on its documents alone, the plans are kept."""
+        if step.state is not None or step.left_out:
+            return self._planned(layout, step)
+        key = step.step, layout.arrangement, step.documents
+        if key not in self._kept:
+            self._kept[key] = self._planned(layout, step)
+        return self._kept[key]
 
-    def coming(
-        self,
-        layout: ParallelLayout,
-        step: int,
-        documents: tuple[Document, ...],
-        left_out: tuple[LeftOut, ...],
-        delay: DelayState | None,
-        *,
-        is_last: bool,
-    ) -> MemoryPlans:
+    def _planned(self, layout: ParallelLayout, step: AskedStep) -> MemoryPlans:
 
         def propose(planner: StepPlanner) -> Proposal:
-            return planner.propose(step, documents, self._strategy, left_out, state=delay, is_last=is_last)
+            return planner.propose(*step[:4], state=step.state, is_last=step.is_last)
 
-        return self._planned(layout, propose)
-
-    def _planned(self, layout: ParallelLayout, propose: Callable[[StepPlanner], Proposal]) -> MemoryPlans:
         usual = propose(self.planner_of(layout))
         is_stored = not self._saves_memory(usual)
         cap_bytes = self._start.memory_cap_bytes
@@ -185,7 +163,7 @@ class LayoutPlans:
         fitting = [one for one in (by_documents, by_layers) if one is not None]
         fastest = min(fitting, key=lambda one: one.plan.predicted.step_time_s, default=None)
         if fastest is None:
-            # Beyond memory either way; what is told of it is how far the stored activations are.
+            # Beyond memory either way: by how much where activations are stored.
             fastest = usual if not usual.feasible else propose(self._planner(layout, "replay"))
         return MemoryPlans(
             chosen=fastest,
@@ -195,12 +173,11 @@ class LayoutPlans:
         )
 
     def _planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
-        key = msgspec.structs.replace(layout, generation=0), policy
-        if not any(layout.recomputed_counts):
-            if key not in self._planners:
-                self._planners[key] = self._new_planner(*key)
-            return self._planners[key]
-        return _kept(self._recomputing, key, lambda: self._new_planner(*key), _KEPT_RECOMPUTING)
+        layout = msgspec.structs.replace(layout, generation=0)
+        if (layout, policy) == (self._start.layout.arrangement, self._start.options.policy):
+            return self._start
+        make = self._recomputing if any(layout.recomputed_counts) else self._stored
+        return make(layout, policy)  # type: ignore[bad-argument-type]  # frozen structs hash
 
     def _new_planner(self, layout: ParallelLayout, policy: PolicyOption) -> StepPlanner:
         coefficients, start = self._coefficients_of(layout.arrangement), self._start
@@ -210,21 +187,13 @@ class LayoutPlans:
     def _saves_memory(self, proposal: Proposal) -> bool:
         if self._start.options.policy != "choose":
             return False
-        policies = (choice.candidate.policy for choice in proposal.choices)
+        policies = (choice.candidate.packs.policy for choice in proposal.choices)
         return any(policy is not None and bool((policy != REPLAY).any()) for policy in policies)
-
-
-def _kept(found: dict[_Key, _Value], key: _Key, make: Callable[[], _Value], most: int) -> _Value:
-    value = found.pop(key) if key in found else make()
-    found[key] = value  # the newest last
-    if len(found) > most:
-        del found[next(iter(found))]
-    return value
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutOutcome:
-    """What a layout would make of the known steps.
+    """Hold what the known steps take in a layout.
 
     Args:
         layout: with the generation that it has or would have.
@@ -242,7 +211,7 @@ class LayoutOutcome:
 
     @property
     def is_finalist(self) -> bool:
-        """It holds the coming step and counts as one of `FlexOptions.finalists`; layouts with virtual stages do not."""
+        """Check whether it holds the coming step and counts among `FlexOptions.finalists`, without virtual stages."""
         return self.holds > 0 and self.layout.num_stages == self.layout.pp
 
     @property
@@ -253,14 +222,14 @@ class LayoutOutcome:
         return min(self.holds, keep.holds) if keep.holds else self.holds
 
     def later_steps(self, keep: "LayoutOutcome") -> int:
-        """After how many of the compared steps a switch to it gains most; 0 where it does not hold the coming step."""
+        """Return after how many of the compared steps a switch gains most; 0 where the coming step does not fit."""
         steps = self.compared_steps(keep) if keep.holds else 0
         gains_s = [0.0, *accumulate(a - b for a, b in zip(keep.step_s[:steps], self.step_s[:steps], strict=True))]
         return min(range(steps), key=gains_s.__getitem__, default=0)
 
     def order(self, keep: "LayoutOutcome") -> tuple[int, float]:
-        """Of layouts that hold the coming step: what gains most over the current layout, now or later, or, where that
-        cannot run, what holds the most steps and is fastest."""
+        """Rank layouts that hold the coming step: by the gain over the current layout, now or later, or, where that
+        cannot run, by the steps that they hold and their time."""
         steps, later = self.compared_steps(keep), self.later_steps(keep)
         seconds = sum(self.step_s[later:steps]) + self.switch_s
         if keep.holds:

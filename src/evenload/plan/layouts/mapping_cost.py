@@ -1,4 +1,4 @@
-"""`MappingCosts`: seconds and bytes of any mapping of layers to stages, estimated in microseconds (FlexPipe §5.1).
+"""Estimate seconds and bytes of mappings of layers to stages in microseconds: `MappingCosts` (FlexPipe §5.1).
 
 A search over mappings prices thousands of them, so a batch is reduced once to sums per layer; a stage is then a
 difference of two sums. With u_i of the longest micro-batch and W_i of its replica on stage i, the step is
@@ -7,8 +7,8 @@ difference of two sums. With u_i of the longest micro-batch and W_i of its repli
 
 which for micro-batches of equal work t is FlexPipe's eq. 1 in its right reading, sum_i t_i + (n - 1) · max_i t_i + ...
 Memory of stage i (eq. 2): weights; gradients and optimizer shard of what is trained; activations of min(P - i, n)
-micro-batches in flight, the longest documents of a replica among them; temporaries of the largest. Both are estimates,
-for choosing what is planned and simulated. Price: O(n log n) per batch and policy, O(stages) per mapping.
+micro-batches in flight, the longest documents of a replica among them; temporaries of the largest. Both only choose
+what is planned and simulated. Price: O(n log n) per batch and policy, O(stages) per mapping.
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from evenload.cost.layer_counts import (
     OFFLOAD,
     POLICIES,
     RECOMPUTE,
+    REPLAY,
     activation_bytes_per_token,
     kv_bytes_per_token,
     recomputed_width,
@@ -40,13 +41,12 @@ from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 
-ESTIMATE_TOLERANCE = 0.1
-"""Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated."""
+ESTIMATE_TOLERANCE = 0.1  # Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """Layers of stages, replicas, micro-batches of a replica and which policy of `policies_in_order`.
+    """Hold layers of stages, replicas, micro-batches of a replica and the number of a policy (`policies_in_order`).
 
     Args:
         edges: layers where stages begin, and the end; `len(edges) - 1` stages.
@@ -69,19 +69,24 @@ class Mapping:
 
 
 def layer_costs(model: ModelSpec, coefficients: CostCoefficients, *, cp: int = 1, tp: int = 1) -> PackCosts:
+    """Return the costs of a layout with every layer as a stage."""
     return PackCosts(model, coefficients, even_layout(model.num_layers, pp=model.num_layers, cp=cp, tp=tp))
 
 
 class BatchLengths:
-    """What of a batch (int64[n], at least one document) is the same under all policies; made when needed."""
+    """Hold what of a batch (int64[n], at least one document) is the same under all policies; computed when needed.
+
+    Args:
+        costs: of every layer as a stage (`layer_costs`).
+    """
 
     def __init__(self, costs: PackCosts, num_tokens: NDArray[np.int64]) -> None:
         self.costs, self.num_tokens = costs, num_tokens
         self._packs: dict[int, tuple[SliceColumns, NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def packs(self, heaviest: int) -> tuple[SliceColumns, NDArray[np.float64], NDArray[np.float64]]:
-        """Packs of all documents, of the heaviest alone and of none; forward and backward seconds, float64[3, layers]
-        each, all replayed."""
+        """Price packs of all documents, of the heaviest alone and of none, all replayed; return them with forward and
+        backward seconds, float64[3, layers] each."""
         if heaviest not in self._packs:
             everyone = list(range(len(self.num_tokens)))
             columns = whole_document_columns([everyone, [heaviest], []], self.num_tokens, self.costs.layout.cp)
@@ -95,32 +100,21 @@ class BatchLengths:
 
     @cached_property
     def temp_bytes(self) -> NDArray[np.int64]:
-        """Of a backward pack of no tokens and of one of the longest document, layer by layer; int64[2, layers]."""
+        """Estimate a backward pack of no tokens and one of the longest document, layer by layer; int64[2, layers]."""
         lengths = np.array([0, self.longest_tokens], np.int64)
         return backward_temp_estimate(self.costs.model, self.costs.layout, lengths)
 
 
 class BatchCosts:
-    """One batch (int64[n], at least one document) under one policy (int8[n]; None = all replay), summed up per layer.
-    `coefficients` are of any layout; `lengths` serve several policies."""
+    """Sum up one batch per layer under one policy (int8[n]; None = all replay)."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        coefficients: CostCoefficients,
-        num_tokens: NDArray[np.int64],
-        policy: NDArray[np.int8] | None,
-        *,
-        cp: int = 1,
-        tp: int = 1,
-        lengths: BatchLengths | None = None,
-    ) -> None:
-        lengths = lengths or BatchLengths(layer_costs(model, coefficients, cp=cp, tp=tp), num_tokens)
-        costs = lengths.costs
+    def __init__(self, lengths: BatchLengths, policy: NDArray[np.int8] | None) -> None:
+        costs, num_tokens = lengths.costs, lengths.num_tokens
+        model = self.model = costs.model
+        cp, tp = self.cp, self.tp = costs.layout.cp, costs.layout.tp
         self.num_documents, self.whole_tokens = len(num_tokens), int(num_tokens.sum())
         document_s = costs.document_seconds(num_tokens, policy)
-        heaviest = int(document_s.argmax())
-        columns, forward_s, backward_s = lengths.packs(heaviest)
+        columns, forward_s, backward_s = lengths.packs(int(document_s.argmax()))
         if policy is not None:
             forward_s = costs.under_policy(forward_s, columns, "forward", policy)
             backward_s = costs.under_policy(backward_s, columns, "backward", policy)
@@ -131,11 +125,9 @@ class BatchCosts:
         self.pack_s = _running(seconds[2])
         self.tokens = -(-self.whole_tokens // cp)
         self.longest_tokens = lengths.longest_tokens
-        each = np.array([activation_bytes_per_token(model, name, tp) for name in POLICIES]) + kv_bytes_per_token(
-            model, tp
-        )
+        activation_bytes = np.array([activation_bytes_per_token(model, name, tp) for name in POLICIES])
         codes = np.zeros(len(num_tokens), np.int8) if policy is None else policy
-        kept = -(-num_tokens // cp) * each[codes]
+        kept = -(-num_tokens // cp) * (activation_bytes + kv_bytes_per_token(model, tp))[codes]
         self.kept_bytes = float(kept.sum())
         self.kept_longest_first = np.sort(kept)[::-1].astype(float)
         temp = lengths.temp_bytes
@@ -144,24 +136,20 @@ class BatchCosts:
         if (codes == RECOMPUTE).any():
             per_token += model.bytes_per_element * recomputed_width(model, tp)
         if (codes == OFFLOAD).any():
-            per_token += min(OFFLOAD_BUFFERED_LAYERS, model.num_layers) * activation_bytes_per_token(
-                model, "replay", tp
-            )
+            per_token += min(OFFLOAD_BUFFERED_LAYERS, model.num_layers) * int(activation_bytes[REPLAY])
         self._temp_bytes_per_token = per_token
         # The same for the hundred mappings that are priced for a batch: parameters of a device, bytes a parameter.
         self.layer, self.embedding = layer_parameters(model, tp), embedding_parameters(model, tp)
-        self.trained_layer, self.optimizer_bytes = (
-            trained_layer_parameters(model, tp),
-            optimizer_bytes_per_parameter(model),
-        )
+        self.trained_layer = trained_layer_parameters(model, tp)
+        self.optimizer_bytes = optimizer_bytes_per_parameter(model)
 
     def temp_bytes(self, pack_tokens: float) -> tuple[float, float]:
-        """While a pack runs: on any stage, and what the last stage has on top."""
+        """Return the bytes held while a pack runs on any stage, and what the last stage has on top."""
         return self._temp_bytes_per_token * pack_tokens, self._logits_bytes
 
 
 class MappingCosts:
-    """Prices mappings of one depth, dp and number of micro-batches for one batch under one policy.
+    """Price mappings of one depth, dp and number of micro-batches for one batch under one policy.
 
     Args:
         coefficients: of that depth and dp, for the links.
@@ -171,24 +159,21 @@ class MappingCosts:
 
     def __init__(
         self,
-        model: ModelSpec,
-        coefficients: CostCoefficients,
         batch: BatchCosts,
+        coefficients: CostCoefficients,
         *,
         depth: int,
         dp: int,
         micro_batches: int,
         cap_bytes: int | None,
-        cp: int = 1,
-        tp: int = 1,
     ) -> None:
-        self._layer, self._embedding, self._trained_layer = batch.layer, batch.embedding, batch.trained_layer
+        model = batch.model
         self._trains_all = not model.adapter_parameters_per_layer
         self._is_tied_whole = model.tied_embeddings and depth == 1
         self._norm, self._positions = model.norm_parameters, model.position_parameters
         self.num_layers, self.depth, self.dp, self.cap_bytes = model.num_layers, depth, dp, cap_bytes
         n = self.micro_batches = max(1, min(micro_batches, -(-batch.num_documents // dp)))
-        # Of most numbers of micro-batches only the bound is asked, which needs sums over all layers alone.
+        # Of most numbers of micro-batches only the bound is read, which needs sums over all layers alone.
         self._batch = batch
         longest_s, pack_s = float(batch.longest_s[-1]), float(batch.pack_s[-1])
         replica_s = max(float(batch.whole_s[-1]) / dp, longest_s)
@@ -197,10 +182,10 @@ class MappingCosts:
         tokens = max(batch.tokens / (dp * n), float(batch.longest_tokens))
         p2p_s = 0.0
         if depth > 1:
-            p2p_bytes = tokens * model.hidden_size * model.bytes_per_element / tp
+            p2p_bytes = tokens * model.hidden_size * model.bytes_per_element / batch.tp
             link = coefficients.stage_link()
             p2p_s = p2p_bytes / link.bandwidth_bytes_per_s + link.latency_s
-        element, copies = model.bytes_per_element, dp * cp
+        element, copies = model.bytes_per_element, dp * batch.cp
         self._weight_bytes = element
         self._trained_bytes = max(element, 4) + batch.optimizer_bytes / copies
         # Gradient reduction, gathering of weights and optimizer are linear in what the fullest rank trains.
@@ -213,7 +198,7 @@ class MappingCosts:
 
     @cached_property
     def rest_s(self) -> list[float]:
-        """The work below every layer that waits while the largest micro-batch passes the other stages."""
+        """Return the work below every layer that waits while the largest micro-batch passes the other stages."""
         batch, dp, n = self._batch, self.dp, self.micro_batches
         # Work of the slowest replica and of its largest micro-batch, up to every layer.
         whole, longest = batch.whole_s / dp, batch.longest_s
@@ -223,21 +208,25 @@ class MappingCosts:
 
     @cached_property
     def _in_flight_bytes(self) -> list[float]:
-        """Of activations of a layer, of so many micro-batches at once."""
+        return self.held_bytes(min(self.depth, self.micro_batches)).tolist()
+
+    def held_bytes(self, most: int) -> NDArray[np.float64]:
+        """Return the activations of a layer, of 0, 1, …, `most` micro-batches at once, the largest first."""
         batch, dp, n = self._batch, self.dp, self.micro_batches
         mean_bytes = batch.kept_bytes / (dp * n)
         largest_first = np.maximum(batch.kept_longest_first[::dp][:n], mean_bytes)
-        in_flight = np.full(min(self.depth, n), mean_bytes)
-        in_flight[: len(largest_first)] = largest_first[: len(in_flight)]
-        return [0.0, *np.cumsum(in_flight).tolist()]
+        in_flight = np.full(most, mean_bytes)
+        in_flight[: len(largest_first)] = largest_first[:most]
+        return np.concatenate([[0.0], np.cumsum(in_flight)])
 
     def trained_parameters(self, first: int, last: int) -> int:
-        return self.parameters(first, last) if self._trains_all else (last - first) * self._trained_layer
+        return self.parameters(first, last) if self._trains_all else (last - first) * self._batch.trained_layer
 
     def parameters(self, first: int, last: int) -> int:
-        held = (last - first) * self._layer + (self._embedding + self._positions if first == 0 else 0)
+        batch = self._batch
+        held = (last - first) * batch.layer + (batch.embedding + self._positions if first == 0 else 0)
         if last == self.num_layers:
-            held += self._norm + (0 if self._is_tied_whole else self._embedding)
+            held += self._norm + (0 if self._is_tied_whole else batch.embedding)
         return held
 
     def stage_bytes(self, stage: int, first: int, last: int) -> float:
@@ -257,7 +246,7 @@ class MappingCosts:
         return max(0.0, fullest - self.cap_bytes)
 
     def can_fit(self) -> bool:
-        """Whether weights, gradients and optimizer state of all stages are within memory, as far as estimates tell."""
+        """Check by estimate whether weights, gradients and optimizer state of all stages are within memory."""
         if self.cap_bytes is None:
             return True
         held, trained = self.parameters(0, self.num_layers), self.trained_parameters(0, self.num_layers)
@@ -265,15 +254,15 @@ class MappingCosts:
         return static_bytes <= (1 + ESTIMATE_TOLERANCE) * self.depth * self.cap_bytes
 
     def total_bytes(self) -> float:
-        """Of all stages of one replica, layers split evenly: FlexPipe's M_peak."""
+        """Return the bytes of all stages of one replica, layers split evenly: FlexPipe's M_peak."""
         return sum(self.stage_bytes(stage, *pair) for stage, pair in enumerate(pairwise(self.even_edges)))
 
     def seconds_of(self, most_rest_s: float, most_parameters: int) -> float:
-        """Of a step, from the two figures in which mappings of these sizes differ."""
+        """Return the seconds of a step from the two figures in which mappings of these sizes differ."""
         return self._fixed_s + most_rest_s + self._s_per_parameter * most_parameters
 
     def least_seconds(self) -> float:
-        """No mapping takes less: work spread evenly over stages, nothing to reduce."""
+        """Return a lower bound of all mappings: work spread evenly over stages, nothing to reduce."""
         return self.seconds_of(self._whole_rest_s / self.depth, 0)
 
     def step_seconds(self, edges: tuple[int, ...]) -> float:

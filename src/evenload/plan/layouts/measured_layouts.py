@@ -1,4 +1,4 @@
-"""What trained steps and switches say about layouts: measured over predicted seconds, and bytes.
+"""Correct predictions of layouts by trained steps and switches: ratios of measured to predicted seconds, and bytes.
 
 All are kept as the last few ratios, of which the median counts, so that one disturbed step says nothing. Layouts that
 never ran take what all others have in common (a slow machine is slow in every layout), and what is known of a layout
@@ -20,16 +20,14 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 from evenload.types.run import SwitchKind
 
-KEPT_RATIOS = 5
-"""Newest of a layout, and of a kind of switch."""
-FADE = 31 / 32
-"""Of what is special to a layout, left after every step that runs in another."""
+KEPT_RATIOS = 5  # Newest of a layout, and of a kind of switch
+FADE = 31 / 32  # Of what is special to a layout, left after every step that runs in another
+# Steps in a layout that do not count: at the start of a run and after every switch they pay for what is done once.
 WARM_UP_STEPS = 1
-"""Steps in a layout that say nothing: at the start of a run and after every switch they pay for what is done once."""
 
 
 class LayoutRatios(Frozen):
-    """Measured over predicted step times of one layout of generation 0, newest last; and its last measured step."""
+    """Hold measured / predicted step times of one layout of generation 0, newest last; and its last measured step."""
 
     layout: ParallelLayout
     ratios: tuple[float, ...]
@@ -37,15 +35,15 @@ class LayoutRatios(Frozen):
 
 
 class SwitchRatios(Frozen):
-    """Measured over predicted seconds of switches of one kind, newest last."""
+    """Hold measured / predicted seconds of switches of one kind, newest last."""
 
     kind: SwitchKind
     ratios: tuple[float, ...]
 
 
 class MeasuredLayouts(Frozen):
-    """Everything known at one step: of layouts and of kinds of switches in the order in which they first came, and of
-    measured over predicted peak bytes of steps, newest last."""
+    """Hold all ratios known at one step: of layouts and of kinds of switches in the order in which they first came, and
+    of measured / predicted peak bytes of steps, newest last."""
 
     layouts: tuple[LayoutRatios, ...] = ()
     switches: tuple[SwitchRatios, ...] = ()
@@ -71,7 +69,7 @@ class MeasuredLayouts(Frozen):
         return msgspec.structs.replace(self, memory_ratios=(*self.memory_ratios, ratio)[-KEPT_RATIOS:])
 
     def factor(self, layout: ParallelLayout, step: int) -> float:
-        """By which predicted step times of a layout are to be multiplied at a step; 1 while nothing is known."""
+        """Return the factor of predicted step times of a layout at a step; 1 while nothing is known."""
         if not self.layouts:
             return 1.0
         common = statistics.median(statistics.median(one.ratios) for one in self.layouts)
@@ -83,24 +81,24 @@ class MeasuredLayouts(Frozen):
         return common + (statistics.median(own.ratios) - common) * weight
 
     def switch_factor(self, kind: SwitchKind) -> float:
-        """The same of predicted seconds of a switch; 1 where none of its kind was made."""
+        """Return the factor of predicted seconds of a switch; 1 where none of its kind was made."""
         ratios = next((one.ratios for one in self.switches if one.kind == kind), ())
         return statistics.median(ratios) if ratios else 1.0
 
     def memory_factor(self) -> float:
-        """The same of predicted bytes, and never below 1: room that a measurement did not use is not given away."""
+        """Return the factor of predicted bytes, at least 1: memory that a measurement did not use stays reserved."""
         return max(1.0, statistics.median(self.memory_ratios)) if self.memory_ratios else 1.0
 
 
 class KnownAfter(Frozen):
-    """What was known after a step."""
+    """Hold what was known after a step."""
 
     step: int
     measured: MeasuredLayouts
 
 
 class LayoutTrack:
-    """Of one run; `note` is called by the thread that trains, `for_step` by the one that plans, which is up to
+    """Track one run; `note` is called by the thread that trains, `for_step` by the one that plans, which is up to
     `steps_ahead` steps ahead of it; `known` is of a checkpoint."""
 
     def __init__(self, steps_ahead: int, known: Sequence[KnownAfter] = ()) -> None:
@@ -117,10 +115,10 @@ class LayoutTrack:
         switch: tuple[SwitchKind, float] | None = None,
         peak_bytes: int | None = None,
     ) -> None:
-        """Take a trained step into account. Every step, in order.
+        """Record a trained step. Every step, in order.
 
         Args:
-            step_time_s: measured; of the first step in a layout, which says nothing, with the switch before it.
+            step_time_s: measured; of the first step in a layout, which does not count, with the switch before it.
             switch: kind, and measured over predicted seconds; None = there was none, or no time was predicted.
             peak_bytes: measured, of the fullest rank, where it is what `Prediction.peak_memory_bytes` predicts.
         """
@@ -139,7 +137,7 @@ class LayoutTrack:
         self._after = {at: measured for at, measured in self._after.items() if at >= oldest} | {plan.step: self._newest}
 
     def for_step(self, step: int) -> MeasuredLayouts:
-        """With which a step is planned: what was known after the last step that must have been trained by then."""
+        """Return what was known after the last step that must have been trained when this step is planned."""
         after = self._after
         known = [at for at in after if at <= step - 1 - self.steps_ahead]
         return after[max(known)] if known else MeasuredLayouts()

@@ -1,37 +1,29 @@
-"""What travels between ranks when the layout changes between two steps, and from whom to whom.
+"""Plan what ranks send each other when the layout changes between two steps.
 
 The model is a list of *pieces*: of every unit (embedding, a layer, head) what one rank keeps in one flat buffer, or
 keeps frozen. A rank holds the weights of all pieces of its stages, and of each trained piece one share of the
 optimizer state among the ranks that hold the same elements, in rank order (ZeRO-1, cut by unit). A tied embedding is
 one piece that both the first and the last stage hold, each with a whole optimizer state.
 
-Weights travel as whole pieces to ranks that do not hold them, optimizer state as the overlaps of old and new shares, so
-bytes are the fewest that there can be. Of several ranks that have what is wanted one of the same node sends it, of
-those the one with least to send so far. Only ranks with the same place in their tensor-parallel groups exchange
-anything; cp and tp never change. The same on every rank, so nothing is negotiated: ranks post moves in their order.
-Price: O(pieces · ranks) in plain Python, about a millisecond for a hundred pieces on four ranks.
+Weights are sent as whole pieces to ranks that do not hold them, optimizer state as the overlaps of old and new shares:
+the fewest bytes possible. Of several ranks that have what is needed one of the same node sends it, of those the one
+with least to send so far. Only ranks with the same place in their tensor-parallel groups exchange anything; cp and tp
+never change. Every rank plans the same, so ranks post moves in their order without negotiation. Price: O(pieces ·
+ranks) in plain Python, about a millisecond for a hundred pieces on four ranks.
 
 Twins (FlexPipe §4, TwinLayer): FlexPipe keeps a copy of every layer of a machine in its host memory, from which a
-device that gains a layer reads it. Where devices compute in host memory the layer itself can lie there, of the last
-step and without a copy, so a budget bounds how much of a machine's memory is shared. A piece is shared whole, in the
-order of the model while the budget lasts; others travel between processes. Shared pieces come to a node once: the first
-of its ranks fetches, and the others take it from there, *relayed*.
-
-`SwitchPieces` are the pieces of one run, from its modules (`runtime.stages.live_pieces`) or else from the model's
-sizes.
+device that gains a layer reads it. Where devices compute in host memory the layer itself can lie there, without a copy,
+and a budget bounds how much of a machine's memory is shared. A piece is shared whole, in the order of the model while
+the budget lasts; others are sent between processes. Shared pieces come to a node once: the first of its ranks fetches,
+and the others take it from there, *relayed*.
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.memory import (
-    embedding_parameters,
-    layer_parameters,
-    optimizer_bytes_per_parameter,
-    trained_layer_parameters,
-)
+from evenload.cost.memory import optimizer_bytes_per_parameter, unit_parameters
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
@@ -39,7 +31,7 @@ from evenload.types.model import ModelSpec
 
 
 class Piece(Frozen):
-    """What one rank holds of one unit in one place.
+    """Describe what one rank holds of one unit in one place.
 
     Args:
         unit: 0 = embedding, 1 + l = layer l, 1 + layers = final norm and head.
@@ -57,7 +49,7 @@ class Piece(Frozen):
 
 
 class Move(Frozen):
-    """Elements `[start, stop)` of a piece, by its index, from one global rank to another."""
+    """Move elements `[start, stop)` of a piece, by its index, from one global rank to another."""
 
     piece: int
     source: int
@@ -71,7 +63,7 @@ class Move(Frozen):
 
 
 class Moves(Frozen):
-    """All that travels, in the order in which every rank posts it: weights, which the step needs at its beginning, and
+    """Hold all moves in the order in which every rank posts them: weights, which the step needs at its beginning, and
     optimizer state, at its end. `relayed` weights come from ranks that must receive them first."""
 
     weights: tuple[Move, ...]
@@ -88,7 +80,7 @@ def plan_moves(
     tp_rank: int = 0,
     shared: Collection[int] = (),
 ) -> Moves:
-    """What ranks with this place in their tensor-parallel groups send each other.
+    """Plan what ranks with this place in their tensor-parallel groups send each other.
 
     Args:
         pieces: of one such rank; shared: indices of those that ranks of a node read from each other's memory.
@@ -129,7 +121,7 @@ def plan_moves(
 
 
 def pipeline_ranks(layout: ParallelLayout, piece: Piece) -> tuple[int, ...]:
-    """That hold a piece: those of one stage, or of the first and the last of a tied embedding where these differ."""
+    """Return the pipeline ranks that hold a piece: of one stage, or of the first and the last of a tied embedding."""
     if piece.at_both_ends:
         return tuple(dict.fromkeys((*layout.ranks_of_stage(0), *layout.ranks_of_stage(layout.num_stages - 1))))
     layer = min(max(piece.unit - 1, 0), layout.num_layers - 1)
@@ -138,8 +130,8 @@ def pipeline_ranks(layout: ParallelLayout, piece: Piece) -> tuple[int, ...]:
 
 
 def state_share(layout: ParallelLayout, piece: Piece, pp_rank: int, place: int) -> tuple[int, int]:
-    """Elements whose optimizer state a holder has, `place` among the ranks that hold the same; without padding, so it
-    may be empty."""
+    """Return the elements whose optimizer state a holder has, `place` among the ranks that hold the same; without
+    padding, so they may be none."""
     size = -(-piece.num_elements // layout.data_sizes[pp_rank])
     return min(place * size, piece.num_elements), min((place + 1) * size, piece.num_elements)
 
@@ -154,23 +146,22 @@ def moved_bytes(moves: Sequence[Move], pieces: Sequence[Piece], *, of_state: boo
 def moving_seconds(
     moves: Sequence[Move], pieces: Sequence[Piece], coefficients: CostCoefficients, *, of_state: bool
 ) -> float:
-    """Predicted seconds until all is there: of the busiest rank's busier side, links inside and between nodes at once,
-    as `cost.switch` counts them."""
-    sent: dict[tuple[bool, int], float] = defaultdict(float)
-    received: dict[tuple[bool, int], float] = defaultdict(float)
-    messages: dict[tuple[bool, int], int] = defaultdict(int)
-    for move in moves:
-        leaves_node = move.source // coefficients.devices_per_node != move.target // coefficients.devices_per_node
-        num_bytes = moved_bytes([move], pieces, of_state=of_state)
-        sent[leaves_node, move.source] += num_bytes
-        received[leaves_node, move.target] += num_bytes
-        messages[leaves_node, move.target] += 1
+    """Predict the seconds until all is there, of the busiest rank's busier side; links inside and between nodes work at
+    once, as `cost.switch` counts them."""
     seconds = 0.0
-    for leaves_node in {place for place, _ in received}:
-        link = coefficients.device_link(leaves_node=leaves_node)
-        busiest = max(count for side in (sent, received) for (place, _), count in side.items() if place == leaves_node)
-        most = max(count for (place, _), count in messages.items() if place == leaves_node)
-        seconds = max(seconds, busiest / link.bandwidth_bytes_per_s + most * link.latency_s)
+    for leaves_node in (False, True):
+        sent, received, messages = Counter[int](), Counter[int](), Counter[int]()
+        for move in moves:
+            nodes = move.source // coefficients.devices_per_node, move.target // coefficients.devices_per_node
+            if (nodes[0] != nodes[1]) == leaves_node:
+                num_bytes = moved_bytes([move], pieces, of_state=of_state)
+                sent[move.source] += num_bytes
+                received[move.target] += num_bytes
+                messages[move.target] += 1
+        if messages:
+            link = coefficients.device_link(leaves_node=leaves_node)
+            busiest = max(*sent.values(), *received.values())
+            seconds = max(seconds, busiest / link.bandwidth_bytes_per_s + max(messages.values()) * link.latency_s)
     return seconds
 
 
@@ -187,7 +178,7 @@ class _Senders:
 
 
 def holders(layout: ParallelLayout, piece: Piece, tp_rank: int = 0) -> dict[int, tuple[int, int]]:
-    """Ranks that hold a piece, each with its pipeline rank and its place among those that hold the same."""
+    """Return the ranks that hold a piece, each with its pipeline rank and its place among those that hold the same."""
     return {
         layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank): (
             pp_rank,
@@ -202,7 +193,7 @@ def holders(layout: ParallelLayout, piece: Piece, tp_rank: int = 0) -> dict[int,
 def _lacking(
     wanted: tuple[int, int], has: dict[int, tuple[int, int]], target: int
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """Ranges of the wanted elements that the target does not have, and the ranks that have all of each."""
+    """Yield ranges of the wanted elements that the target does not have, and the ranks that have all of each."""
     own = has.get(target, (0, 0))
     edges = sorted({min(max(edge, wanted[0]), wanted[1]) for held in (wanted, *has.values()) for edge in held})
     for start, stop in itertools.pairwise(edges):
@@ -211,8 +202,8 @@ def _lacking(
 
 
 class SwitchPieces(Frozen):
-    """Of one tensor-parallel place: pieces, indices of those that ranks of a machine (neighbours in the order of ranks)
-    read from each other's memory, and how many tensor-parallel places move their pieces at once."""
+    """Hold the pieces of one tensor-parallel rank of a run, indices of those that ranks of a machine (neighbours in the
+    order of ranks) read from each other's memory, and how many tensor-parallel ranks move theirs at once."""
 
     pieces: tuple[Piece, ...]
     shared: frozenset[int]
@@ -230,16 +221,10 @@ class SwitchPieces(Frozen):
 
 
 def model_pieces(model: ModelSpec, tp: int) -> tuple[Piece, ...]:
-    """Units of a model in order, what is trained of each before what is frozen."""
-    embedding, layer = embedding_parameters(model, tp), layer_parameters(model, tp)
-    head = 0 if model.tied_embeddings else embedding
-    units = [embedding, *[layer] * model.num_layers, head + model.norm_parameters]
-    units[1] += model.position_parameters  # where the first layer is; a tied embedding's other end has none
-    trained = list(units)
-    if model.adapter_parameters_per_layer:
-        trained = [0, *[trained_layer_parameters(model, tp)] * model.num_layers, 0]
+    """List the units of a model in order, what is trained of each before what is frozen."""
+    stored, trained = unit_parameters(model, tp)
     found = []
-    for unit, (whole, learned) in enumerate(zip(units, trained, strict=True)):
+    for unit, (whole, learned) in enumerate(zip(stored.tolist(), trained.tolist(), strict=True)):
         is_tied = unit == 0 and model.tied_embeddings
         shape = {"unit": unit, "weight_bytes": model.bytes_per_element, "at_both_ends": is_tied}
         if learned:
@@ -252,7 +237,7 @@ def model_pieces(model: ModelSpec, tp: int) -> tuple[Piece, ...]:
 def shared_pieces(
     pieces: Sequence[Piece], layouts: Sequence[ParallelLayout], ranks_per_node: int, budget_bytes: int | None
 ) -> frozenset[int]:
-    """Indices of the pieces that are shared, within a budget of one machine in any of the layouts (None = no limit)."""
+    """Choose the pieces that are shared within a budget of one machine in any layout (None = no limit); indices."""
     if budget_bytes is None:
         return frozenset(range(len(pieces)))
     # A tensor-parallel rank knows the parts of its own place, and has a share of the budget for them.
@@ -265,13 +250,13 @@ def shared_pieces(
 
 
 def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node: int) -> int:
-    """The most that one piece takes of a machine, weights whole and shares of optimizer state, in any layout."""
+    """Count the most that one piece takes of a machine, weights whole and shares of optimizer state, in any layout."""
     most = 0
     for layout in layouts:
-        by_node: dict[int, int] = {}
+        by_node = Counter[int]()
         for rank, place in holders(layout, piece).items():
             start, stop = state_share(layout, piece, *place)
-            held = piece.num_elements * piece.weight_bytes + (stop - start) * piece.state_bytes
-            by_node[rank // ranks_per_node] = by_node.get(rank // ranks_per_node, 0) + held
+            by_node[rank // ranks_per_node] += piece.num_elements * piece.weight_bytes
+            by_node[rank // ranks_per_node] += (stop - start) * piece.state_bytes
         most = max(most, *by_node.values())
     return most

@@ -1,4 +1,4 @@
-"""`auto`: one optimiser over all strategies, scored by simulated time within memory.
+"""Plan by `auto`: one optimiser over all strategies, scored by simulated time within memory.
 
     1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
     2  where several activation policies come close, each of the best is refined:
@@ -9,17 +9,15 @@
          last, the packs of the slowest under the other schedules
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
-The best of each is then priced as it will run, rank by rank where ranks share packs, and the fastest taken, so `auto`
-is never worse than any of them. Strategies solved by an exact solver are left out: they take seconds.
-
-Deterministic: the budget is a number of simulations (`max_candidates`). `time_budget_s` ends the search by the clock
-instead and is off by default, because the plan then depends on the machine.
+The best of each is then repriced, rank by rank where ranks share packs, and the fastest taken, so `auto` is never worse
+than any of them. Strategies solved by an exact solver are left out: they take seconds. The budget is a number of
+simulations (`max_candidates`), so plans are deterministic unless `time_budget_s` ends the search by the clock.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,7 +25,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.plan.activation_policy import work_s, worst_score
 from evenload.plan.candidates import Order, ReplicaSearch, Setting, Trial, by_time, score, score_of, trial_under
 from evenload.plan.cp_sharding import repriced_choices
-from evenload.plan.host_memory import beyond_memory_bytes, ordered_within_host
+from evenload.plan.host_memory import host_excess_bytes, ordered_within_host
 from evenload.plan.packing import pack_counts
 from evenload.plan.problem import CHOOSE, ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.search import SearchResult, SearchRules, best_packs, even_out, share_best
@@ -38,128 +36,108 @@ from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.schedule.step_ends import step_end
 
-PROBE_SHARE = 0.5
-"""Of the budget: what the first replica may use to find good trials for all."""
-SLOWEST_SHARE = 0.5
-"""Of what is left: what one search of the slowest replica may use at a time."""
-TAPERED = 2
-"""Best settings of the improved representative replica that are tried with smaller packs at both ends."""
-REFINED_SHARED = 8
-"""Best trials of the improved representative replica that every replica rates."""
-LATE = 1.01
-"""Of the median time of replicas: one above it rates more of the improved representative's trials."""
-LATE_SHARED = 24
-"""How many more at most."""
-WORTH_IT = 0.999
-"""Of the best time: what another schedule must get below to be taken."""
-CLOSE_POLICIES = 1.06
-"""Refining gains so much, so policies within it of the best are refined too."""
-MOST_REFINED = 3
-"""Policies that are refined, at most."""
-NO_GAIN = 1.001
-"""Of what no plan of a strategy is faster than: within it another policy is not worth a plan."""
+PROBE_SHARE = 0.5  # Of the budget: what the first replica may use to find good trials for all
+SLOWEST_SHARE = 0.5  # Of what is left: what one search of the slowest replica may use at a time
+TAPERED = 2  # Best settings of the improved representative replica that are tried with smaller packs at both ends
+REFINED_SHARED = 8  # Best trials of the improved representative replica that every replica rates
+LATE = 1.01  # Of the median time of replicas: one above it rates more of the improved representative's trials
+LATE_SHARED = 24  # How many more at most
+WORTH_IT = 0.999  # Of the best time: what another schedule must get below to be taken
+CLOSE_POLICIES = 1.06  # Refining gains so much, so policies within it of the best are refined too
+MOST_REFINED = 3  # Policies that are refined, at most
+NO_GAIN = 1.001  # Of what no plan of a strategy is faster than: within it no other policy is planned
 BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 """Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
 
 
-@dataclass(frozen=True)
-class RefineRules:
-    """How far to improve what was found.
+class _Refinement:
+    """Improve the result of a search within a budget of trials; those that every replica needs are always rated."""
 
-    Args:
-        variants: of a trial, the same packs under other schedules; others: as these, tried at the end.
-        tapered: of a trial, others with smaller packs at both ends, for the heaviest replica.
-        may_split: backwards may run as I and W; may_reorder: other settings of the list schedule may be tried.
-        budget: trials over all replicas; what is due to every replica is always rated.
-        time_budget_s: ends the search by the clock too.
-    """
+    def __init__(self, problem: StepProblem, found: SearchResult) -> None:
+        options, layout, schedule = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
+        self._found = found
+        self._may_split = schedule == CHOOSE and options.split_backward and layout.num_stages > 1
+        self._may_reorder = schedule in (CHOOSE, LIST.name)
+        self._others = [
+            rule
+            for rule in SCHEDULES.values()
+            if rule.tried_by_auto
+            and schedule == CHOOSE
+            and layout.pp > 1
+            and (self._may_split or not rule.splits_backward)
+            and not (rule.one_stage_per_rank and layout.num_stages > layout.pp)
+        ]
+        self._trials, limit_s = options.max_candidates, options.time_budget_s
+        self._deadline_s = math.inf if limit_s is None else time.monotonic() + limit_s
 
-    variants: Callable[[Trial], list[Trial]]
-    tapered: Callable[[Trial], list[Trial]]
-    others: Callable[[Trial], list[Trial]]
-    may_split: bool
-    may_reorder: bool
-    budget: int
-    time_budget_s: float | None = None
+    def run(self) -> None:
+        found = self._found
+        for search in (*found.own, *found.blocks.values()):
+            search.rank_by(by_time)
+        busy = [search for search in found.own if len(search.documents)]
+        if not busy:
+            return
+        representative = max(busy, key=lambda search: search.work_s)
+        if self._may_split:
+            varied = [representative, *found.blocks.values()]
+            splits = [[trial._replace(order=Order.LIST, split=True) for trial in best_packs(one)] for one in varied]
+            score(list(zip(varied, splits, strict=True)))
+            if not representative.is_near_bound():
+                best = best_packs(representative)[:TAPERED]
+                score([(representative, [other for trial in best for other in _tapered(trial, representative)])])
+        self._improve(representative, PROBE_SHARE)
+        share_best(representative, [search for search in busy if search is not representative], REFINED_SHARED)
+        seconds = found.seconds()
+        is_late = seconds > LATE * np.median(seconds)
+        late = [search for search, slow in zip(found.own, is_late, strict=True) if slow and search in busy]
+        share_best(representative, late, LATE_SHARED)
+        even_out(found)
+        while self._left():
+            # The step waits for the slowest, so the others need no search.
+            if not sum([self._improve(search, SLOWEST_SHARE) for search in self._slowest()]):
+                break
+        even_out(found)
+        self._try_others()
 
+    def _slowest(self) -> list[ReplicaSearch]:
+        """Return the searches of the slowest replica, those of shared documents first."""
+        slowest = int(self._found.seconds().argmax())
+        shared = [self._found.blocks[block] for block in self._found.blocks_of(slowest)]
+        return [search for search in (*shared, self._found.own[slowest]) if len(search.documents)]
 
-def refine(found: SearchResult, rules: RefineRules) -> None:
-    for search in (*found.own, *found.blocks.values()):
-        search.rank_by(by_time)
-    busy = [search for search in found.own if len(search.documents)]
-    if not busy:
-        return
-    budget = _Budget(rules)
-    representative = max(busy, key=lambda search: search.work_s)
-    varied = [representative, *found.blocks.values()]
-    score([(search, [v for trial in best_packs(search) for v in rules.variants(trial)]) for search in varied])
-    if not representative.is_near_bound():
-        score([(representative, [v for trial in best_packs(representative)[:TAPERED] for v in rules.tapered(trial)])])
-    _improve(representative, budget, rules, PROBE_SHARE)
-    share_best(representative, [search for search in busy if search is not representative], REFINED_SHARED)
-    seconds = found.seconds()
-    is_late = seconds > LATE * np.median(seconds)
-    late = [search for search, slow in zip(found.own, is_late, strict=True) if slow and search in busy]
-    share_best(representative, late, LATE_SHARED)
-    even_out(found)
-    stuck: set[int] = set()
-    while budget.left():
-        slowest = int(found.seconds().argmax())
-        if slowest in stuck:
-            break  # the step waits for it, so the others need no search
-        shared = [found.blocks[block] for block in found.blocks_of(slowest)]
-        own = [found.own[slowest]] if len(found.own[slowest].documents) else []
-        if not sum(_improve(search, budget, rules, SLOWEST_SHARE) for search in (*shared, *own)):
-            stuck.add(slowest)
-    even_out(found)
-    _try_others(found, rules)
+    def _left(self) -> int:
+        return 0 if time.monotonic() > self._deadline_s else self._trials
 
+    def _improve(self, search: ReplicaSearch, share: float) -> bool:
+        """Rate neighbours of the best trials while the share of the budget lasts; return whether the best improved."""
+        before, keep = search.score_key(search.best()), int((1 - share) * self._left())
+        while self._left() > keep and not search.is_near_bound():
+            around = search.frontier(may_split=self._may_split, may_reorder=self._may_reorder)
+            if not around:
+                break
+            self._trials -= score([(search, around[: self._left()])])
+        return search.score_key(search.best()) < before
 
-def _try_others(found: SearchResult, rules: RefineRules) -> None:
-    score_key = (math.inf, math.inf, math.inf)
-    while found.score_key() < score_key:
-        score_key = found.score_key()
-        slowest = int(found.seconds().argmax())
-        shared = [found.blocks[block] for block in found.blocks_of(slowest)]
-        for search in (*shared, found.own[slowest]):
-            if len(search.documents) and not search.is_near_bound():
-                _try_on_best_packs(search, rules)
-
-
-def _try_on_best_packs(search: ReplicaSearch, rules: RefineRules) -> None:
-    best = search.best()
-    for other in [other for trial in best_packs(search) for other in rules.others(trial)]:
-        made = score_of(search.build(other))
-        # What is the same to rounding stays as it was found.
-        if made is not None and (made.excess_bytes, made.makespan_s) < (best.excess_bytes, WORTH_IT * best.makespan_s):
-            search.add(other, made)
-
-
-class _Budget:
-    def __init__(self, rules: RefineRules) -> None:
-        self.trials = rules.budget
-        self.deadline_s = None if rules.time_budget_s is None else time.monotonic() + rules.time_budget_s
-
-    def left(self) -> int:
-        return 0 if self.deadline_s is not None and time.monotonic() > self.deadline_s else self.trials
-
-    def rate(self, search: ReplicaSearch, trials: list[Trial]) -> None:
-        self.trials -= score([(search, trials[: self.left()])])
-
-
-def _improve(search: ReplicaSearch, budget: _Budget, rules: RefineRules, share: float) -> bool:
-    """Rate neighbours of the best trials while the share of the budget lasts; whether the best got better."""
-    before, keep = search.score_key(search.best()), int((1 - share) * budget.left())
-    while budget.left() > keep and not search.is_near_bound():
-        around = search.frontier(may_split=rules.may_split, may_reorder=rules.may_reorder)
-        if not around:
-            break
-        budget.rate(search, around)
-    return search.score_key(search.best()) < before
+    def _try_others(self) -> None:
+        """Try other schedules on the best packs of the slowest replica while the step gets faster."""
+        score_key = (math.inf, math.inf, math.inf)
+        while self._found.score_key() < score_key:
+            score_key = self._found.score_key()
+            for search in self._slowest():
+                if search.is_near_bound():
+                    continue
+                best = search.best()
+                for other in [
+                    trial_under(trial.setting, rule) for trial in best_packs(search) for rule in self._others
+                ]:
+                    made = score_of(search.build(other))
+                    # What is the same to rounding stays as it was.
+                    if made is not None and by_time(made) < (best.excess_bytes, WORTH_IT * best.makespan_s):
+                        search.add(other, made)
 
 
 class AutoOptions(StrategyOptions, tag="auto"):
-    """How far `auto` searches.
+    """Set how far `auto` searches.
 
     Args:
         split_backward: backwards may run as two actions, weight gradients later (zero bubble).
@@ -185,8 +163,10 @@ class AutoOptions(StrategyOptions, tag="auto"):
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
     """Plan a step by `slimpack`'s search and by `others`, but those that need a solver or choose a layout. Where
     nothing can plan the step, the error is the last strategy's."""
-    # As it runs, because that is what others are compared with.
-    plans: list[Planned] = [(problem, _as_run(problem, found.choices())) for problem, found in searched(problems)[:1]]
+    # Repriced, because that is what others are compared with.
+    plans: list[Planned] = [
+        (problem, _repriced(problem, found.choices())) for problem, found in _searched(problems)[:1]
+    ]
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
@@ -200,8 +180,8 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
             least_s = _least_seconds(rival, problems, plans[0][1]) if plans else 0.0
             if least_s is None:
                 continue
-            asked = _worth_asking(problems, plans[0][1]) if plans else problems
-            problem, answer = rival.plan_step(asked, enough_s=NO_GAIN * least_s)
+            promising = _promising(problems, plans[0][1]) if plans else problems
+            problem, answer = rival.plan_step(promising, enough_s=NO_GAIN * least_s)
             plans.append((problem, answer.choices))
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             # A strategy that does not apply (a document beyond its window) leaves the others.
@@ -209,41 +189,38 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     if not plans:
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
-    as_run = least_beyond_memory([(problem, _as_run(problem, choices)) for problem, choices in plans])
-    best = min(as_run, key=lambda planned: step_score(planned[1]))
+    plans = [(problem, _repriced(problem, choices)) for problem, choices in plans]
+    # Those that exceed memory by the least, of devices and hosts together; all that fit, where some do.
+    excesses = [
+        max(one.candidate.excess_bytes + host_excess_bytes(problem, one.candidate) for one in choices)
+        for problem, choices in plans
+    ]
+    plans = [planned for planned, excess in zip(plans, excesses, strict=True) if excess == min(excesses)]
+    best = min(plans, key=lambda planned: step_score(planned[1]))
     # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
     excess, limit_s = step_score(best[1])[0], _summed_s(*best)
-    close = [planned for planned in as_run if step_score(planned[1])[:2] <= (excess, limit_s)]
+    close = [planned for planned in plans if step_score(planned[1])[:2] <= (excess, limit_s)]
     return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
 
 
-def _as_run(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
-    as_run = repriced_choices(problem, choices)
-    return tuple(ordered_within_host(problem, choice) or choice for choice in as_run)
+def _repriced(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
+    return tuple(ordered_within_host(problem, one) or one for one in repriced_choices(problem, choices))
 
 
-def least_beyond_memory(plans: list[Planned]) -> list[Planned]:
-    """Those that exceed memory by the least, of devices and hosts together (a device's share of host memory is less
-    than it may have of a node, and no plan beyond a device's memory runs); all that fit, where some do."""
-    beyond = [max(beyond_memory_bytes(problem, choice) for choice in choices) for problem, choices in plans]
-    return [planned for planned, excess in zip(plans, beyond, strict=True) if excess == min(beyond)]
-
-
-def searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchResult]]:
-    """What the search by time finds under the policies that come close, the best first; none where no packs fit
-    limits."""
+def _searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchResult]]:
+    """Search by time under the policies that come close, the best first; none where no packs fit limits."""
     steps = search_policies(problems, rules_of)
     keys = [found.score_key()[:2] for _, found in steps]
     # Refining may still make the policies that come close the best.
     close = [step for step, key in zip(steps, keys, strict=True) if key <= (keys[0][0], CLOSE_POLICIES * keys[0][1])]
     steps = close[:MOST_REFINED]
     for problem, found in steps:
-        refine(found, refine_rules(problem))
+        _Refinement(problem, found).run()
     return sorted(steps, key=lambda step: step[1].score_key())
 
 
-def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
-    """The policies whose work alone, spread evenly, takes less than what was found, where that fits memory."""
+def _promising(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
+    """Keep the policies whose work alone, spread evenly, takes less than a plan, where that fits memory."""
     if step_score(found)[0]:
         return list(problems)
     summed_s = _summed_s(problems[0], found)
@@ -251,7 +228,7 @@ def _worth_asking(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, .
 
 
 def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
-    """What no plan of a strategy is faster than, 0 = not known; None where none can be faster than what was found.
+    """Bound the seconds of a strategy's plans, 0 = not known; None where none can be faster than the plan `found`.
 
     No plan of whole documents is faster than the longest one through all stages and back (where backwards are split,
     only I passes, so that is no bound). And where memory does not bind, a strategy that searches for time alone is as
@@ -272,42 +249,19 @@ def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tupl
 
 
 def rules_of(problem: StepProblem) -> SearchRules:
-    """As `slimpack` by time alone, and packs of whole documents always."""
+    """Return the rules of `slimpack` by time alone, always with packs of whole documents."""
     rules = replace(slimpack_rules(problem), score_key=by_time)
     return rules if problem.costs.model.causal else replace(rules, first=_whole_trials)
-
-
-def refine_rules(problem: StepProblem) -> RefineRules:
-    options, layout, asked = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
-    may_reorder = asked in (CHOOSE, LIST.name)
-    may_split = may_reorder and asked == CHOOSE and options.split_backward and layout.num_stages > 1
-    others = [
-        rule
-        for rule in SCHEDULES.values()
-        if rule.tried_by_auto
-        and asked == CHOOSE
-        and layout.pp > 1
-        and (may_split or not rule.splits_backward)
-        and not (rule.one_stage_per_rank and layout.num_stages > layout.pp)
-    ]
-    return RefineRules(
-        variants=lambda trial: [trial._replace(order=Order.LIST, split=True)] if may_split else [],
-        tapered=lambda trial: _tapered(trial, layout.pp) if may_split else [],
-        others=lambda trial: [trial_under(trial.setting, rule) for rule in others],
-        may_split=may_split,
-        may_reorder=may_reorder,
-        budget=options.max_candidates,
-        time_budget_s=options.time_budget_s,
-    )
 
 
 def _summed_s(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> float:
     return step_end(problem.costs, [choice.candidate.simulated() for choice in choices]).summed_s
 
 
-def _tapered(trial: Trial, pp: int) -> list[Trial]:
-    """Smaller packs at both ends, and I and W: several steps of the search at once, because one alone rarely pays."""
-    setting = trial.setting
+def _tapered(trial: Trial, search: ReplicaSearch) -> list[Trial]:
+    """Return trials with smaller packs at both ends, and I and W: several steps of the search at once, because one
+    alone rarely pays."""
+    setting, pp = trial.setting, search.problem.layout.pp
     if setting.cut == "whole":
         return []
     counts = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Strategies of whole windows and documents that other trainers use: `padded`, `sequential`, `best_fit`, `balanced`.
+"""Plan by strategies of windows and documents that other trainers use: `padded`, `sequential`, `best_fit`, `balanced`.
 
 padded      consecutive documents in a batch padded to their longest, as a plain data loader with a padding collator
             does. A batch takes the next document while `(count + 1) · longest <= max_pack_tokens`. Batches go round
@@ -30,15 +30,7 @@ from numpy.typing import NDArray
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.errors import ConfigError
 from evenload.plan.packing import assign_in_turn, assign_replicas, best_fit_decreasing, longest_first, pack_counts
-from evenload.plan.problem import (
-    CHOOSE,
-    Candidate,
-    PlanOptions,
-    ReplicaChoice,
-    StepProblem,
-    StrategyOptions,
-    scheduled_candidate,
-)
+from evenload.plan.problem import CHOOSE, Candidate, PlanOptions, ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.static_schedules import ONE_F_ONE_B
@@ -76,8 +68,7 @@ PADDED = Strategy(
 )
 
 
-Piece = tuple[int, int, int]
-"""(document, start, stop)."""
+Piece = tuple[int, int, int]  # (document, start, stop)
 
 
 def plan_sequential(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
@@ -93,35 +84,35 @@ def plan_sequential(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 def sequential_packs(num_tokens: list[int], window: int) -> tuple[list[list[Piece]], list[list[Piece]]]:
     forward: list[list[Piece]] = []
     pieces: list[list[Piece]] = []  # by document
-    room = 0
+    left = 0
     for document, length in enumerate(num_tokens):
         start = 0
         pieces.append([])
         while start < length:
-            if not room:
+            if not left:
                 forward.append([])
-                room = window
-            stop = min(length, start + room)
+                left = window
+            stop = min(length, start + left)
             pieces[-1].append((document, start, stop))
             forward[-1].append(pieces[-1][-1])
-            room -= stop - start
+            left -= stop - start
             start = stop
     backward: list[list[Piece]] = []
-    room = 0
+    left = 0
     for own in pieces:
         for piece in reversed(own):
             size = piece[2] - piece[1]
             # Two slices of one document never share a pack: the later one's gradients must be there first.
-            if size > room or backward[-1][-1][0] == piece[0]:
+            if size > left or backward[-1][-1][0] == piece[0]:
                 backward.append([])
-                room = window
+                left = window
             backward[-1].append(piece)
-            room -= size
+            left -= size
     return forward, backward
 
 
 def _consecutive(num_tokens: NDArray[np.int64], dp: int) -> list[NDArray[np.int64]]:
-    """Runs of documents, one a replica, cut at the document edge nearest to each share of the tokens."""
+    """Split documents into runs, one a replica, at the document edge nearest to each share of the tokens."""
     edges = np.concatenate([[0], np.cumsum(num_tokens)])
     shares = edges[-1] * np.arange(1, dp) / dp
     borders = [0, *(int(np.abs(edges - share).argmin()) for share in shares), len(num_tokens)]
@@ -129,16 +120,14 @@ def _consecutive(num_tokens: NDArray[np.int64], dp: int) -> list[NDArray[np.int6
 
 
 def _candidate(problem: StepProblem, documents: NDArray[np.int64], window: int) -> Candidate:
-    num_tokens = problem.num_tokens[documents]
-    packs = sequential_packs(num_tokens.tolist(), window)
-    forward, backward = (SliceColumns.from_ranges(pieces, problem.layout.cp) for pieces in packs)
-    policy = problem.policy_of(documents)
+    pieces = sequential_packs(problem.num_tokens[documents].tolist(), window)
+    forward, backward = (SliceColumns.from_ranges(own, problem.layout.cp) for own in pieces)
+    packs = problem.packs_of(documents, forward, backward)
     rules = (ONE_F_ONE_B, LIST) if problem.options.schedule == CHOOSE else (problem.options.rule(ONE_F_ONE_B),)
-    tasks = pipeline_tasks(problem.costs, forward, backward, num_tokens, policy, split=rules[0].splits_backward)
+    tasks = pipeline_tasks(problem.costs, packs, split=rules[0].splits_backward)
     found: list[Candidate] = []
     for rule in rules:
-        label = f"{forward.num_packs} windows"
-        found.append(scheduled_candidate(label, forward, backward, tasks, rule, problem.cap_bytes, policy))
+        found.append(problem.scheduled(f"{forward.num_packs} windows", packs, rule, tasks))
         if not found[-1].excess_bytes:
             return found[-1]
     return min(found, key=Candidate.score)
@@ -154,7 +143,7 @@ SEQUENTIAL = Strategy(
 
 
 class BestFitOptions(StrategyOptions, tag="best_fit"):
-    """How large windows are.
+    """Set how large windows are.
 
     Args:
         window_tokens: of a window, at most `max_pack_tokens`; longer documents are packs of their own. None =
@@ -169,21 +158,21 @@ class BestFitOptions(StrategyOptions, tag="best_fit"):
 
 
 def plan_best_fit(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    limit, asked = problem.window_tokens("best_fit"), problem.options.own(BestFitOptions).window_tokens
-    return assign_in_turn(problem, _windows(problem, limit if asked is None else asked))
+    limit, window = problem.window_tokens("best_fit"), problem.options.own(BestFitOptions).window_tokens
+    return assign_in_turn(problem, _windows(problem, limit if window is None else window))
 
 
 def _require_windows(options: PlanOptions) -> None:
-    limit, asked = options.max_pack_tokens, options.own(BestFitOptions).window_tokens
-    if asked is not None and limit is not None and asked > limit:
+    limit, window = options.max_pack_tokens, options.own(BestFitOptions).window_tokens
+    if window is not None and limit is not None and window > limit:
         raise ConfigError(
-            f"plan options: best_fit.window_tokens is {asked}, max_pack_tokens is {limit}; lower the former or raise "
+            f"plan options: best_fit.window_tokens is {window}, max_pack_tokens is {limit}; lower the former or raise "
             "the latter"
         )
 
 
 def _windows(problem: StepProblem, window_tokens: int) -> list[list[int]]:
-    """Documents of every window, longest first; those that no window holds come first, alone."""
+    """Fill windows, longest documents first; those that no window holds come first, alone."""
     tokens = problem.num_tokens
     longer = np.flatnonzero(tokens > window_tokens)
     if not len(longer):
@@ -210,7 +199,8 @@ def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
 
 
 def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
-    """As `assign_replicas`, with no more tokens each than a fixed number of micro-batches holds; None otherwise."""
+    """Assign as `assign_replicas`, with no more tokens each than a fixed number of micro-batches holds; None = no such
+    number."""
     options, dp = problem.options, problem.layout.dp
     if options.micro_batches is None or options.max_pack_tokens is None:
         return None
@@ -221,8 +211,7 @@ def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
 
 def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
     options, pp = problem.options, problem.layout.pipeline_ranks
-    policy, rule = problem.policy_of(documents), options.rule(ONE_F_ONE_B)
-    num_tokens, work_s = problem.num_tokens[documents], problem.document_s[documents]
+    rule, num_tokens, work_s = options.rule(ONE_F_ONE_B), problem.num_tokens[documents], problem.document_s[documents]
     found: list[Candidate] = []
     worse = 0
     counts = pack_counts(int(num_tokens.sum()), pp, options.candidates, options.max_pack_tokens)
@@ -236,9 +225,7 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
             tight = best_fit_decreasing(num_tokens, options.max_pack_tokens)
             groups = min(groups, tight, key=len)
         columns = whole_document_columns(groups, num_tokens, problem.layout.cp)
-        label = counted(len(groups), "pack")
-        tasks = pipeline_tasks(problem.costs, columns, columns, num_tokens, policy, split=rule.splits_backward)
-        tried = scheduled_candidate(label, columns, columns, tasks, rule, problem.cap_bytes, policy)
+        tried = problem.scheduled(counted(len(groups), "pack"), problem.packs_of(documents, columns), rule)
         worse = worse + 1 if found and min(found, key=Candidate.score).score() <= tried.score() else 0
         found.append(tried)
         if worse == ENOUGH_WORSE:
@@ -249,7 +236,7 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
 def _groups(
     work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], count: int, pp: int, max_pack_tokens: int | None
 ) -> list[list[int]]:
-    """Non-empty LPT groups; the token limit may need more than asked, then the next multiple of pp is balanced."""
+    """Form LPT groups without empty ones; where the token limit needs more of them, the next multiple of pp."""
     tokens = None if max_pack_tokens is None else num_tokens
     while True:
         groups = longest_first(work_s, count, num_tokens=tokens, capacity=max_pack_tokens)

@@ -1,11 +1,11 @@
-"""`fixed_greedy` and `fixed_exact`: fixed-length windows of equal attention work (WLB §3.2, eq. 1).
+"""Plan by `fixed_greedy` and `fixed_exact`: fixed-length windows of equal attention work (WLB §3.2, eq. 1).
 
 Every micro-batch is a window of at most `max_pack_tokens`; as few windows as the tokens need, a multiple of dp;
 documents are spread so that the largest window has the least attention work.
 
-    fixed_greedy   longest attention work first into the window with the least that has room; O(n log n)
-    fixed_exact    the MILP of eq. 1 from the greedy answer, within `solver_time_limit_s`; where it stops there, the
-                   result's note says so, with the gap
+    fixed_greedy   longest attention work first into the window with the least that can hold it; O(n log n)
+    fixed_exact    the MILP of eq. 1 from the greedy answer, within `solver_time_limit_s`; the result's note has the gap
+                   where it stops there
 
 `window` = W > 1 packs over W global batches (WLB Fig. 6): each step packs all documents that wait together with the new
 ones and trains the W-th part of the windows, those that waited longest by tokens, with their neighbours in work. The
@@ -34,13 +34,12 @@ from evenload.plan.packing import assign_evenly, longest_first
 from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
-OPTIMAL_GAP = 1e-6
-"""Relative distance to the bound below which a solution counts as optimal."""
+OPTIMAL_GAP = 1e-6  # Relative distance to the bound below which a solution counts as optimal
 
 
 @dataclass(frozen=True)
 class ExactGroups:
-    """The best groups found (item indices, ascending; may be empty), the work of the largest one, and a bound below
+    """Hold the best groups (item indices, ascending; may be empty), the work of the largest one, and a bound below
     which no grouping's is."""
 
     groups: tuple[tuple[int, ...], ...]
@@ -49,7 +48,7 @@ class ExactGroups:
 
     @property
     def gap(self) -> float:
-        """How much better an optimum could be at most, as a share of the objective."""
+        """Return how much better an optimum could be at most, as a share of the objective."""
         return 0.0 if self.objective <= 0 else max(0.0, 1.0 - self.bound / self.objective)
 
     @property
@@ -119,7 +118,7 @@ def require_highspy() -> Any:
 def _model(
     highspy: Any, work: NDArray[np.float64], num_groups: int, num_tokens: NDArray[np.int64], capacity: int
 ) -> tuple[Any, float]:
-    """HiGHS' columns are x row by row, then t; works are divided by `scale` so that t is near 1."""
+    """Build the MILP; columns are x row by row, then t; works are divided by `scale` so that t is near 1."""
     n, m = len(work), num_groups
     scale = float(work.sum()) / m
     columns = n * m + 1
@@ -147,7 +146,7 @@ def _model(
 
 
 def _start_values(order: NDArray[np.int64], start: list[list[int]], objective: float) -> list[float]:
-    """`start` as column values, its groups numbered by their first item in `order` (the symmetry rule)."""
+    """Encode `start` as column values, its groups numbered by their first item in `order` (the symmetry rule)."""
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
     values = np.zeros((len(order), len(start)))
@@ -167,7 +166,7 @@ def _result(work: NDArray[np.float64], groups: list[list[int]], bound: float) ->
 
 
 class FixedExactOptions(StrategyOptions, tag="fixed_exact"):
-    """The solver of `fixed_exact`.
+    """Set the solver of `fixed_exact`.
 
     Args:
         solver_time_limit_s: for one step.
@@ -182,12 +181,12 @@ class FixedExactOptions(StrategyOptions, tag="fixed_exact"):
             )
 
 
+# (problem, attention work, windows wanted) to (documents of every window, note).
 Packer = Callable[[StepProblem, NDArray[np.float64], int], tuple[list[list[int]], str]]
-"""(problem, attention work, windows wanted) to (documents of every window, note)."""
 
 
 def attention_work(problem: StepProblem) -> NDArray[np.float64]:
-    """(query, key) pairs of every document over all layers; float64[n]."""
+    """Count the (query, key) pairs of every document over all layers; float64[n]."""
     model, tokens = problem.costs.model, problem.num_tokens
     zero, total = np.zeros_like(tokens), np.zeros(len(tokens))
     for window in problem.costs.windows:
@@ -236,7 +235,7 @@ def _exact(problem: StepProblem, work: NDArray[np.float64], num_windows: int) ->
 def _due_windows(
     problem: StepProblem, arrivals: Arrivals, work: NDArray[np.float64], windows: list[list[int]]
 ) -> list[int]:
-    """Windows to train now: the run of neighbours in work whose tokens waited longest, and all that are overdue."""
+    """Choose the windows to train now: the run of neighbours in work whose tokens waited longest, and overdue ones."""
     options, dp = problem.options, problem.layout.dp
     if not windows:
         return []
@@ -246,9 +245,8 @@ def _due_windows(
     waited = np.array([float((age[windows[index]] * tokens[windows[index]]).sum()) for index in by_work])
     runs = np.convolve(waited, np.ones(count), mode="valid")
     first = int(runs.argmax())
-    run = by_work[first : first + count]
     overdue = [index for index in by_work if (age[windows[index]] >= options.max_delay_steps).any()]
-    return sorted({*run, *overdue})
+    return sorted({*by_work[first : first + count], *overdue})
 
 
 FIXED_GREEDY = Strategy(

@@ -1,4 +1,4 @@
-"""`flexpipe` inside one layout: what `plan.layouts` plans every step with once the layout is chosen.
+"""Plan by `flexpipe` inside one layout, with which `plan.layouts` plans every step once the layout is chosen.
 
 FlexPipe changes the pipeline, not the packing (§7.1): documents stay whole and run in the micro-batches of `balanced`.
 Its options say how the layout is chosen, under `auto` with `plan.layouts`, too.
@@ -13,7 +13,7 @@ from evenload.plan.strategies.strategy import Strategy
 
 
 class FlexOptions(StrategyOptions, tag="flexpipe"):
-    """How the layout of coming steps is chosen.
+    """Set how the layout of coming steps is chosen.
 
     Args:
         known_steps: steps over which the gain of a switch counts, the coming one included; a run reads the lengths of
@@ -21,8 +21,8 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
         margin: a switch that nothing forces must be faster by this share of the time without it.
         patience_steps: steps in a row at which a switch that nothing forces must have paid; 1 = at once.
         overhead_s: fixed seconds of a switch on top of its transfers.
-        finalists: layouts that are planned and simulated beside the current one, at most; declared layouts with virtual
-            stages come on top.
+        finalists: layouts that are planned and simulated next to the current one, at most; declared layouts with
+            virtual stages come on top.
         memory_plans: how a layout may hold a batch for which it lacks memory, the faster of them: "documents" that
             recompute or offload in all stages, "layers" that recompute for all documents (FlexPipe's O_plan; under
             `flexpipe`, not under `auto`). For `plan.options.policy` "choose" alone.

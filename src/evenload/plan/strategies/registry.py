@@ -1,7 +1,7 @@
-"""All strategies by name, naive first; packages add theirs by entry points, a program by `register`.
+"""List all strategies by name, naive first; packages add theirs by entry points, a program by `register`.
 
-Adding one: CONTRIBUTING.md. Here is decided, too, whether a run may use a strategy, and whether its replicas share
-documents where nobody said so: on for the strategies that can, because their plans share only where that is faster by
+Adding one: CONTRIBUTING.md. Decided here, too: whether a run may use a strategy, and whether its replicas share
+documents by default, on for the strategies that can, because their plans share only where that is faster by
 prediction; off with one replica, or costs that know no link between replicas.
 """
 
@@ -31,12 +31,12 @@ strategy_named, register = STRATEGIES.named, STRATEGIES.register
 
 
 def option_tables() -> dict[str, type[StrategyOptions]]:
-    """Strategies with options of their own, and the struct of those: tables of `plan.options`."""
+    """Return the options of the strategies that have some: tables of `plan.options`."""
     return {name: one.options for name, one in STRATEGIES.items() if one.options is not None}
 
 
 def whole_strategies() -> tuple[str, ...]:
-    """Names of those that keep every document whole, in one layout."""
+    """Return the names of strategies that keep every document whole, in one layout."""
     return tuple(one.name for one in STRATEGIES.values() if one.keeps_whole and not one.changes_layout)
 
 
@@ -109,11 +109,9 @@ def decide_dp_merge(
         return options, ""
     merge, why = options.dp_merge, "plan.options.dp_merge"
     if merge is None:
-        try:
-            coefficients.group_link(layout.dp * layout.cp, stride=layout.tp)
-            merge, why = True, "plan.options.dp_merge = false turns it off"
-        except ConfigError:
-            merge, why = False, "the costs know no link between replicas"
+        merge = coefficients.group_link_or_none(layout.dp * layout.cp, stride=layout.tp) is not None
+        off, unknown = "plan.options.dp_merge = false turns it off", "the costs know no link between replicas"
+        why = off if merge else unknown
     shared = "replicas share documents too long for one of them where that is faster"
-    said = shared if merge else "every document stays on one replica"
-    return msgspec.structs.replace(options, dp_merge=merge), f"{said} ({why})"
+    message = shared if merge else "every document stays on one replica"
+    return msgspec.structs.replace(options, dp_merge=merge), f"{message} ({why})"

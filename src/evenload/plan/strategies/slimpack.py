@@ -1,4 +1,4 @@
-"""`slimpack`: equal-work MicroPacks from exact slices, forward and backward cut separately (SlimPack §4-5).
+"""Plan by `slimpack`: equal-work MicroPacks from exact slices, forward and backward cut separately (SlimPack §4-5).
 
     phase 1   documents to replicas by forward + backward time (`plan.packing`)
     phase 2   per replica, documents in descending forward work, m = i·pp packs with i log-spaced (§5.1), asymmetric or
@@ -9,9 +9,9 @@
               open, each is searched alone, the static one where a few trials put it near, and the faster step is taken
 
 Where we differ from the paper: exact boundaries instead of a MILP (the same optimum: work is monotone in the cut); time
-instead of FLOPs; the list schedule, because injecting "one extra forward" never says when to come back and its memory
-grows. Without a pipeline, and for documents that replicas share, packs of whole documents are tried too. DP-Merge
-(`plan.dp_merge`) where the options allow it and the step is faster. The search over replicas is `plan.search`.
+instead of FLOPs; the list schedule, because memory grows under "one extra forward". Without a pipeline, and for
+documents that replicas share, packs of whole documents are tried too; DP-Merge (`plan.dp_merge`) where the options
+allow it and the step is faster. The search over replicas is `plan.search`.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,6 @@ from evenload.plan.candidates import (
     Setting,
     Trial,
     TrialScore,
-    known_scores,
     orders_of,
     score,
     trial_under,
@@ -49,10 +48,8 @@ from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST, STATIC
 from evenload.schedule.schedule_rule import ScheduleRule
 
-EVENNESS_FACTOR = 1.2
-"""Uneven cuts win only where they are faster than even ones by more than this."""
-EVEN_REPLICAS = 1.01
-"""Max/mean time of replicas above which merging documents is tried."""
+EVENNESS_FACTOR = 1.2  # Uneven cuts win only where they are faster than even ones by more than this
+EVEN_REPLICAS = 1.01  # Max/mean time of replicas above which merging documents is tried
 EFFICIENT = 0.97
 """Of all ranks' time what the documents take unshared, above which no other groups of replicas are tried."""
 SCHEDULES = (LIST.name, STATIC.name)
@@ -61,23 +58,18 @@ WAITS_FOR_MEMORY = 0.9
 """The same where memory is limited, below which replicas that end together may still gain from sharing."""
 PROMISING = 0.97
 """Ways of sharing, and other schedules, are searched that a few trials put this near to what was found, or below."""
-MOST_MERGES = 3
-"""Ways of sharing that are searched, at most, besides the first."""
+MOST_MERGES = 3  # Ways of sharing that are searched, at most, besides the first
 PUBLISHED_ORDER = Order.STATIC_INJECT
 PUBLISHED_NOTE = "as published: asymmetric cuts, static order, documents shared above a replica's share of work"
-MOST_CONSTANT = 0.1
-"""Of the documents' time: what the constants of all packs may take."""
-FEWEST_COUNTS = 3
-"""Numbers of packs that are tried whatever their constants take."""
-SHARED_TRIALS = 6
-"""Best trials of the first replica that the others rate, at most."""
-ALL_SHARED = 48
-"""Such trials of all replicas together; at least `FEWEST_SHARED` each."""
+MOST_CONSTANT = 0.1  # Of the documents' time: what the constants of all packs may take
+FEWEST_COUNTS = 3  # Numbers of packs that are tried whatever their constants take
+SHARED_TRIALS = 6  # Best trials of the first replica that the others rate, at most
+ALL_SHARED = 48  # Such trials of all replicas together; at least `FEWEST_SHARED` each
 FEWEST_SHARED = 3
 
 
 class SlimpackOptions(StrategyOptions, tag="slimpack"):
-    """What `slimpack` searches; `auto` starts from the same.
+    """Set what `slimpack` searches; `auto` starts from the same.
 
     Args:
         cuts: backward packs are cut on their own ("asymmetric"), are the forward packs reversed ("symmetric"), or the
@@ -105,15 +97,22 @@ class SlimpackOptions(StrategyOptions, tag="slimpack"):
 
 def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     options = problems[0].options
-    if options.own(SlimpackOptions).as_published:
-        return _plan_as_published(problems)
     steps: list[tuple[StepProblem, SearchResult]] = []
+    if options.own(SlimpackOptions).as_published:
+        _require_published_order(options)
+        first = partial(_first_trials, order=PUBLISHED_ORDER)
+        rules = SearchRules(first=first, variants=lambda trial: [], shared=SHARED_TRIALS, even_out=False)
+        steps = search_policies(problems, lambda problem: rules)
+        if not steps:
+            raise _no_packs(problems[0])
+        problem, found = steps[0]
+        return problem, tuple(replace(choice, note=PUBLISHED_NOTE) for choice in found.choices())
     policies: dict[str, RankedPolicies] = {}
     for schedule in SCHEDULES if options.schedule == CHOOSE else (options.schedule,):
         if steps and not _may_suit(steps[0][1], orders_of(schedule)):
             continue
         by = LIST.name if schedule in (CHOOSE, STATIC.name) else schedule  # rigid orders fit memory by chance
-        rules_of = {name: _rules_under(name) for name in {schedule, by}}
+        rules_of = {name: partial(slimpack_rules, orders=orders_of(name)) for name in {schedule, by}}
         if by not in policies:
             policies[by] = rank_policies(problems, rules_of[by])
         steps += _search_ranked(policies[by], rules_of[schedule], rules_of[by])[:1]
@@ -128,19 +127,16 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
 
 
 def _may_suit(found: SearchResult, orders: Sequence[Order | ScheduleRule]) -> bool:
-    """Whether the heaviest replica's best packs are not clearly slower under other orders than under their own."""
+    """Check whether the heaviest replica's best packs are not clearly slower under other orders than under their
+    own."""
     busy = [search for search in (*found.own, *found.blocks.values()) if len(search.documents)]
     heaviest = max(busy, key=lambda search: search.work_s, default=None)
     if heaviest is None:
         return False
-    other = ReplicaSearch(heaviest.problem, heaviest.documents, heaviest.ranks, heaviest.score_key, heaviest.pool)
+    other = heaviest.over(heaviest.documents)
     score([(other, [trial_under(trial.setting, order) for trial in best_packs(heaviest) for order in orders])])
     (excess, seconds), score_key = other.score_key(other.best()), heaviest.score_key(heaviest.best())
     return (excess, PROMISING * seconds) < score_key
-
-
-def _rules_under(schedule: str) -> Callable[[StepProblem], SearchRules]:
-    return lambda problem: slimpack_rules(problem, orders_of(schedule))
 
 
 def _require_published_order(options: PlanOptions) -> None:
@@ -149,22 +145,6 @@ def _require_published_order(options: PlanOptions) -> None:
             f"plan.options.schedule is '{options.schedule}', but plan.options.slimpack.as_published runs PackFlow's "
             "static order; leave one out"
         )
-
-
-def _plan_as_published(problems: Sequence[StepProblem]) -> Planned:
-    _require_published_order(problems[0].options)
-
-    rules = SearchRules(
-        first=partial(_first_trials, order=PUBLISHED_ORDER),
-        variants=lambda trial: [],
-        shared=SHARED_TRIALS,
-        even_out=False,
-    )
-    steps = search_policies(problems, lambda problem: rules)
-    if not steps:
-        raise _no_packs(problems[0])
-    problem, found = steps[0]
-    return problem, tuple(replace(choice, note=PUBLISHED_NOTE) for choice in found.choices())
 
 
 def _no_packs(problem: StepProblem) -> InfeasiblePlanError:
@@ -177,7 +157,7 @@ def _no_packs(problem: StepProblem) -> InfeasiblePlanError:
 def search_policies(
     problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]
 ) -> list[tuple[StepProblem, SearchResult]]:
-    """The most promising policies, and the next ones while they promise more than was found; the best first."""
+    """Search the most promising policies, and the next ones while their estimate beats the result; the best first."""
     return _search_ranked(rank_policies(problems, rules_of), rules_of, rank_rules_of=rules_of)
 
 
@@ -186,8 +166,8 @@ def _search_ranked(
     rules_of: Callable[[StepProblem], SearchRules],
     rank_rules_of: Callable[[StepProblem], SearchRules],
 ) -> list[tuple[StepProblem, SearchResult]]:
-    """As `search_policies`, for policies ranked under `rank_rules_of`. Where those are other rules, the first search
-    tells by how much these take longer than promised, for all policies alike."""
+    """Search as `search_policies`, policies ranked under `rank_rules_of`. Where those are other rules, the first search
+    shows by how much these take longer than estimated, for all policies alike."""
     steps: list[tuple[StepProblem, SearchResult]] = []
     longer = 1.0
     for place, ((excess, seconds), problem) in enumerate(policies.ranked):
@@ -201,7 +181,7 @@ def _search_ranked(
     (excess, seconds), _ = policies.ranked[0]
     best = _best_score_key(steps) if steps else None
     if policies.others and (best is None or best > (excess, CLOSE * longer * seconds)):
-        # One was not what it promised, so that the others were not looked at.
+        # The best took longer than estimated, and for its estimate the others were left out.
         others = [problem for problem in policies.others if best is None or (0, work_s(problem)) < best]
         if others:
             steps += _search_ranked(rank_policies(others, rank_rules_of), rules_of, rank_rules_of)
@@ -213,7 +193,8 @@ def _best_score_key(steps: list[tuple[StepProblem, SearchResult]]) -> tuple[int,
 
 
 def slimpack_rules(problem: StepProblem, orders: Sequence[Order | ScheduleRule] | None = None) -> SearchRules:
-    """Every setting under one order (default: of those that the options allow), the best ones under all."""
+    """Return rules that try every setting under the first order (default: all that the options allow), the best ones
+    under all."""
     orders = orders_of(problem.options.schedule) if orders is None else orders
     # Without a pipeline no pack waits for another, so neither cuts nor evenness are needed.
     has_pipeline = problem.layout.num_stages > 1
@@ -221,15 +202,14 @@ def slimpack_rules(problem: StepProblem, orders: Sequence[Order | ScheduleRule] 
     return SearchRules(
         first=partial(_first_trials, order=orders[0]),
         variants=lambda trial: [trial._replace(order=order) for order in orders[1:]],
-        spare=partial(_spare_trials, order=orders[0]),
+        fallback=partial(_fallback_trials, order=orders[0]),
         score_key=partial(_score_key, most_uneven),
         shared=min(SHARED_TRIALS, max(FEWEST_SHARED, ALL_SHARED // problem.layout.dp)),
-        known=known_scores(problem),
     )
 
 
 def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResult | None:
-    """Replicas apart and, where they end apart or lack memory, with documents that groups of them share."""
+    """Search replicas apart and, where they end apart or lack memory, with documents that groups of them share."""
     apart = search_step(problem, assign_replicas(problem.document_s, problem.layout.dp), rules)
     if not problem.options.dp_merge or (apart and _is_good(problem, apart)):
         return apart
@@ -256,7 +236,9 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
 def _search_merges(
     problem: StepProblem, merges: Sequence[Merge | None], rules: SearchRules, apart: SearchResult | None
 ) -> list[SearchResult | None]:
-    share = _pipeline_share(problem, apart)
+    seconds, share = 0.0 if apart is None else float(apart.seconds().sum()), 1.0
+    if seconds:
+        share = min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds))
     return [search_merged(problem, merge, rules, share) for merge in merges if merge]
 
 
@@ -265,25 +247,21 @@ def _better(one: SearchResult | None, others: Sequence[SearchResult | None]) -> 
 
 
 def _efficiency(problem: StepProblem, found: SearchResult) -> float:
-    """What the documents take on their own replicas, all stored, over what all ranks take until the slowest ends."""
+    """Return the seconds of the documents on their own replicas, all stored, over those of all ranks until the slowest
+    ends."""
     available_s = problem.layout.dp * problem.layout.pp * float(found.seconds().max())
     return problem.stored_s / available_s if available_s else 1.0
 
 
-def _pipeline_share(problem: StepProblem, found: SearchResult | None) -> float:
-    seconds = 0.0 if found is None else float(found.seconds().sum())
-    return min(1.0, float(problem.document_s.sum()) / (problem.layout.pp * seconds)) if seconds else 1.0
-
-
 def _is_good(problem: StepProblem, found: SearchResult) -> bool:
-    """Sharing would gain nothing: replicas end together, within memory, and memory is not what they wait for."""
+    """Check whether sharing gains nothing: replicas end together, within memory, and do not wait for memory."""
     seconds = found.seconds()
     is_even = not found.score_key()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
     return bool(is_even and (problem.cap_bytes is None or _efficiency(problem, found) >= WAITS_FOR_MEMORY))
 
 
 def _score_key(max_imbalance: float, rated: TrialScore) -> tuple[int, float]:
-    """Within memory, then the fastest, where being evenly cut is worth `EVENNESS_FACTOR`."""
+    """Rank by excess memory, then by time, uneven cuts `EVENNESS_FACTOR` times slower."""
     is_even = max(rated.imbalance_forward, rated.imbalance_backward) <= max_imbalance
     return rated.excess_bytes, rated.makespan_s * (1.0 if is_even else EVENNESS_FACTOR)
 
@@ -303,7 +281,7 @@ def _first_trials(search: ReplicaSearch, order: Order | ScheduleRule) -> list[Tr
 
 
 def _counts(search: ReplicaSearch) -> list[int]:
-    """Numbers of packs, without those whose constants alone take more than `MOST_CONSTANT` of the documents' time."""
+    """List numbers of packs whose constants take at most `MOST_CONSTANT` of the documents' time; a few always."""
     problem = search.problem
     options, pp = problem.options, problem.layout.pp
     counts = pack_counts(int(search.num_tokens.sum()), pp, options.candidates, options.max_pack_tokens)
@@ -311,8 +289,8 @@ def _counts(search: ReplicaSearch) -> list[int]:
     return [*counts[:FEWEST_COUNTS], *(count for count in counts[FEWEST_COUNTS:] if count <= most)]
 
 
-def _spare_trials(search: ReplicaSearch, order: Order | ScheduleRule) -> list[Trial]:
-    """Whole documents: of a document that is cut, a rank keeps all keys and values and sums their gradients apart."""
+def _fallback_trials(search: ReplicaSearch, order: Order | ScheduleRule) -> list[Trial]:
+    """Return packs of whole documents: of a document that is cut, a rank keeps all K and V, and sums of gradients."""
     options = search.problem.options
     if "whole" not in search.cuts or options.own(SlimpackOptions).cuts != "choose":
         return []

@@ -1,9 +1,9 @@
-"""`Strategy`: all there is to know about one way to plan a step, in one frozen record.
+"""Describe one way to plan a step in one frozen record, `Strategy`.
 
 A strategy has one of three plan functions. `plan` maps a step under given activation policies to one choice a replica;
 it is called under every policy in order until the step fits memory. `delay` does the same and may move documents to
-later steps, where a state is carried from step to step. `search` chooses the policies, too. What the rest of the
-program must know of a strategy is a trait here; nothing looks at its name.
+later steps, where a state is carried from step to step. `search` chooses the policies, too. The rest of the program
+reads the traits below, never the name.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ DelayingPlanner = Callable[[StepProblem, Arrivals], DelayedChoice]
 
 
 class LeftOutStrategy(Frozen):
-    """A strategy that a comparison does not hold, and why."""
+    """Name a strategy that a comparison leaves out, and why."""
 
     name: str
     why: str
@@ -31,7 +31,7 @@ class LeftOutStrategy(Frozen):
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One way to plan a step.
+    """Describe one way to plan a step.
 
     Args:
         name: `--strategy NAME`, `plan.strategy`.
@@ -41,8 +41,8 @@ class Strategy:
         search: the step under every activation policy that may be used, all stored first, and the other registered
             strategies, to the best plan.
         options: what it alone reads, a struct tagged with its name.
-        require_options: refuses, by a `ConfigError`, options that do not go together; asked before a run starts, too.
-        moves_documents: with which options documents really wait; asked only where there is `delay`.
+        require_options: refuses, by a `ConfigError`, options that do not go together; called before a run, too.
+        moves_documents: with which options documents really wait, where there is `delay`.
         can_fit: False where it is known without planning that a problem exceeds memory: such a problem is planned only
             where no activation policy fits.
         cuts_documents: into slices, so the model has to be causal (unless `tries_others`: then it may).
@@ -91,16 +91,16 @@ class Strategy:
 
     @property
     def keeps_whole(self) -> bool:
-        """Every document is computed in one piece by the ranks of one replica."""
+        """Check whether every document is computed in one piece by the ranks of one replica."""
         return not (self.cuts_documents or self.shares_documents or self.assigns_ranks)
 
     @property
     def needs_solver(self) -> bool:
-        """An exact solver plans, up to a time limit."""
+        """Check whether an exact solver plans, up to a time limit."""
         return self.solver_limit_s is not None
 
     def delays(self, options: PlanOptions) -> bool:
-        """Documents may be trained in a later step than their batch's."""
+        """Check whether documents may be trained in a later step than their batch's."""
         return self.delay is not None and self.moves_documents(options)
 
     def plan_step(

@@ -1,4 +1,4 @@
-"""`wlb`: variable-length packing with outliers that wait across steps (WLB §4, Algorithm 1).
+"""Plan by `wlb`: variable-length packing with outliers that wait across steps (WLB §4, Algorithm 1).
 
     new batch ─► short documents ───────────────────────────────────────┐
               └► outliers wait ─► as many as leave the step balanced ───┼─► greedy packing into N micro-batches
@@ -17,7 +17,7 @@ are tried, of which the fastest by simulation within memory is kept.
 Right readings where the printed algorithm fails: a document fits when the sum is `<= S_max`, not `<`; a queue gives
 floor(len / N)·N, not N, or it grows for ever; left-over documents are sorted too; all queues are flushed at the end of
 the data. Ours: a document that would wait longer than `max_delay_steps` is trained now, and for it, or at the end, N
-grows until everything due fits, so nothing starves; a step never trains nothing while documents wait.
+grows until everything due fits; a step always trains something while documents wait.
 """
 
 from dataclasses import replace
@@ -35,26 +35,23 @@ from evenload.plan.deferral import (
     AtHand,
     DelayedChoice,
     due_documents,
-    grow_sample,
     queue_of,
     release_balanced,
-    should_tune,
     tune_outlier_lengths,
 )
 from evenload.plan.packing import LEFT_OVER, assign_evenly, members_of, pack_greedily
 from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 
-MORE_MICRO_BATCHES = (2, 4)
-"""Multiples of N that are tried too."""
+MORE_MICRO_BATCHES = (2, 4)  # Multiples of N that are tried too
 PUBLISHED_NOTE = "as published: Algorithm 1's queues, one number of micro-batches"
+# Where these are tried and there is a pipeline, outliers wait until so many times dp·pp micro-batches are balanced,
+# because a pipeline waits for its longest micro-batch at both ends (4-10 % of the step in WLB's Table 1 settings).
 _PIPELINE_FACTOR = 2
-"""Where these are tried and there is a pipeline, outliers wait until so many times dp·pp micro-batches are balanced,
-because a pipeline waits for its longest micro-batch at both ends (4-10 % of the step in WLB's Table 1 settings)."""
 
 
 class WlbOptions(StrategyOptions, tag="wlb"):
-    """Which outliers wait.
+    """Set which outliers wait.
 
     Args:
         as_published: WLB's Algorithm 1: its queues, and N micro-batches alone (with the readings above that keep it
@@ -80,27 +77,27 @@ class WlbOptions(StrategyOptions, tag="wlb"):
 
 
 def plan_wlb(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    problem = _as_asked(problem)
+    problem = _as_configured(problem)
     everything = np.ones(len(problem.num_tokens), bool)
     count = _base_count(problem, problem.num_tokens)
     return _fastest(problem, *_pack(problem, _longest_first(problem, everything), everything, count))
 
 
 def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
-    problem = _as_asked(problem)
+    problem = _as_configured(problem)
     num_tokens, is_new, state = problem.num_tokens, arrivals.is_new, arrivals.state
     count = _base_count(problem, num_tokens[is_new] if is_new.any() else num_tokens)
     lengths, sample = state.outlier_lengths, state.sample
     by_queues = problem.options.own(WlbOptions).release == "queues"
     if by_queues:
         lengths, sample = _thresholds(problem, arrivals, count)
-    overdue = arrivals.age_steps() >= problem.options.max_delay_steps
+    must = overdue = arrivals.age_steps() >= problem.options.max_delay_steps
     if arrivals.is_last:
         due = must = np.ones(len(num_tokens), bool)
     elif by_queues:
-        due, must = _due_by_queues(problem, arrivals, lengths, count), overdue
+        due = _due_by_queues(problem, arrivals, lengths, count)
     else:
-        due, must = _due_by_balance(problem, arrivals, overdue, count), overdue
+        due = _due_by_balance(problem, arrivals, overdue, count)
     # Left-over and overdue documents first, then the longest, as the greedy packing wants them.
     order = _longest_first(problem, due)
     if not arrivals.is_last:
@@ -111,7 +108,7 @@ def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
     return DelayedChoice(_fastest(problem, order, group_of, count), left_over, lengths, sample)
 
 
-def _as_asked(problem: StepProblem) -> StepProblem:
+def _as_configured(problem: StepProblem) -> StepProblem:
     own = problem.options.own(WlbOptions)
     if not own.as_published:
         return problem
@@ -135,26 +132,21 @@ def _base_count(problem: StepProblem, num_tokens: NDArray[np.int64]) -> int:
 def _due_by_balance(
     problem: StepProblem, arrivals: Arrivals, overdue: NDArray[np.bool_], count: int
 ) -> NDArray[np.bool_]:
-    shortest = (problem.options.own(WlbOptions).outlier_lengths or (1,))[0]
+    options, layout = problem.options, problem.layout
+    if options.micro_batches is None and options.candidates > 1 and layout.pp > 1:
+        count = _PIPELINE_FACTOR * layout.dp * layout.pp
+    shortest = (options.own(WlbOptions).outlier_lengths or (1,))[0]
     hand = AtHand(
         work_s=problem.document_s,
         age_steps=arrivals.age_steps(),
         must=overdue | arrivals.is_left_over,
         may_wait=problem.num_tokens >= shortest,
         new_work_s=float(problem.document_s[arrivals.is_new].sum()),
-        num_micro_batches=_balanced_count(problem, count),
-        max_delay_steps=problem.options.max_delay_steps,
+        num_micro_batches=count,
+        max_delay_steps=options.max_delay_steps,
         recent_delay_steps=arrivals.state.recent_delay_steps(),
     )
     return release_balanced(hand)
-
-
-def _balanced_count(problem: StepProblem, count: int) -> int:
-    """Micro-batches that the documents to be trained should fill evenly."""
-    options, layout = problem.options, problem.layout
-    if options.micro_batches is not None or options.candidates == 1 or layout.pp == 1:
-        return count
-    return _PIPELINE_FACTOR * layout.dp * layout.pp
 
 
 def _due_by_queues(problem: StepProblem, arrivals: Arrivals, lengths: tuple[int, ...], count: int) -> NDArray[np.bool_]:
@@ -178,9 +170,10 @@ def _thresholds(problem: StepProblem, arrivals: Arrivals, count: int) -> tuple[t
     new = problem.num_tokens[arrivals.is_new]
     if not len(new) or (state.num_batches and not state.sample):
         return state.outlier_lengths, state.sample  # nothing learnt, or tuned for good
-    sample = grow_sample(state.sample, new)
+    sample = np.concatenate([np.array(state.sample, np.int64), new])[:SAMPLE_LENGTHS]
     lengths = state.outlier_lengths
-    if should_tune(state.num_batches, len(sample)):
+    # With batches 1, 2, 4, 8, … and when the sample is complete.
+    if (state.num_batches + 1).bit_count() == 1 or len(sample) == SAMPLE_LENGTHS:
         lengths = tune_outlier_lengths(
             sample,
             problem.costs.document_seconds(sample),
@@ -195,7 +188,8 @@ def _thresholds(problem: StepProblem, arrivals: Arrivals, count: int) -> tuple[t
 def _pack(
     problem: StepProblem, order: NDArray[np.int64], must: NDArray[np.bool_], count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Documents in the order placed, the group of each, and how many groups: more than `count` where they must be."""
+    """Return documents in the order placed, the group of each, and the number of groups: more than `count` where
+    documents that must be trained need more."""
     unit, limit = problem.layout.dp * problem.layout.pp, problem.options.max_pack_tokens
     if must[order].all():
         order = order[np.lexsort((order, -problem.document_s[order]))]
@@ -212,7 +206,7 @@ def _pack(
 def _fastest(
     problem: StepProblem, order: NDArray[np.int64], group_of: NDArray[np.int64], count: int
 ) -> tuple[ReplicaChoice, ...]:
-    """The groups, or the same documents in more of them: within memory, then the fastest by simulation."""
+    """Choose between the groups and the same documents in more of them: within memory, the fastest by simulation."""
     tried = [members_of(group_of, order, count)]
     documents = order[group_of != LEFT_OVER]
     documents = documents[np.lexsort((documents, -problem.document_s[documents]))]

@@ -28,7 +28,7 @@ from torch import Tensor
 from evenload.config.optimizer import OptimizerConfig
 from evenload.config.sections import RunConfig
 from evenload.config.train_config import ModelConfig
-from evenload.cost.coefficients import CopySpec, CostCoefficients, most_layers
+from evenload.cost.coefficients import CopySpec, CostCoefficients
 from evenload.cost.validity import completed_between_layouts
 from evenload.errors import ConfigError
 from evenload.feed.step_maker import PlannedStep
@@ -206,7 +206,11 @@ class LiveStages:
     def measured_copies(self) -> CopySpec:
         """Measure what switches cost here, where memory is shared. Before the first step. Collective."""
         assert self._twin_memory is not None
-        meshes = {most_layers(layout): self._meshes.of(layout) for layout in self._meshes.layouts}
+        meshes = {}
+        for layout in self._meshes.layouts:
+            stages = map(layout.stages_of_rank, range(layout.pipeline_ranks))
+            most_layers = max(sum(layout.stage_counts[stage] for stage in own) for own in stages)
+            meshes[most_layers] = self._meshes.of(layout)
         rehearsals = {layers: functools.partial(self._rehearse, mesh) for layers, mesh in meshes.items()}
         layers = self._modules.layers
         stand_ins = [live.stand_in() for live in self._pieces if 1 <= live.piece.unit <= len(layers)]
